@@ -1,0 +1,1 @@
+"""Experiments: each folder is one benchmark."""

@@ -1,0 +1,1 @@
+"""The FLAIR benchmark: config, training, report."""
