@@ -1,0 +1,42 @@
+# FLAIR on pfl. `make help` lists what there is; every target installs what it needs into .venv by itself.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+DATA   ?= data/flair.hdf5
+CONFIG ?=
+ARGS   ?=
+HAVE    = $(if $(wildcard $(DATA)),--data_path $(DATA),)
+
+.PHONY: help setup test lint flair-data flair-fl flair-c
+
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## install everything into .venv (about 3 minutes, 6 GB: torch with CUDA)
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 10) <= v[:2] <= (3, 12))' \
+	  || { echo "error: Python 3.10 to 3.12 is needed (pfl 0.6); say which: make PYTHON=python3.11 ..." >&2; exit 2; }
+	@echo "setting up $(VENV): torch, pfl and the rest, about 3 minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+test: lint ## ruff, mypy --strict and all tests
+	$(PY) -m pytest
+
+lint: $(READY) ## ruff and mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
+	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
+
+flair-fl: $(READY) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ARGS="--key value ..."
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),fl-r-17) $(HAVE) $(ARGS)
+
+flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(HAVE) $(ARGS)

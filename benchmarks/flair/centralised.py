@@ -1,0 +1,90 @@
+"""Centralised training (the C rows of Table 1): the same data, model, transform and metrics, Adam, epochs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.flair.config import Run
+from benchmarks.flair.recorder import Recorder
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.federated_dataset import ImageStore
+from pfl_ext.models import ImageClassifier
+from pfl_ext.optimizers import clip_each, make_server_optimizer
+from pfl_ext.prefetch import prefetched
+from pfl_ext.randomness import stream
+from pfl_ext.transforms import draw_boxes
+
+
+def centralised_model(run: Run, module: ImageClassifier) -> PyTorchModel:
+    """The network with Keras's Adam, in pfl's clothes so that it is scored and saved as a federated one."""
+    optimizer = make_server_optimizer(
+        [p for p in module.parameters() if p.requires_grad],
+        name="adam",
+        learning_rate=run.config.centralised.learning_rate,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-7,
+        adam_form="keras",
+        momentum=0.0,
+    )
+    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
+    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=precision)
+
+
+def train_epoch(run: Run, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
+    """One pass over all images in a new order; the mean training loss."""
+    config, device = run.config, get_default_device()
+    rng = stream(config.seed, "centralised epoch", epoch)
+    order = rng.permutation(int(store.user_offsets[-1]))
+    size = config.centralised.batch_size
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    module, optimizer = model.pytorch_model, model._central_optimizer
+    total = 0.0
+    read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
+    for images, targets in read:
+        boxes = draw_boxes(
+            rng,
+            len(images),
+            images.shape[1],
+            config.model.input_size,
+            config.augment.crop,
+            config.augment.flip,
+        )
+        optimizer.zero_grad()
+        with model.amp_context or contextlib.nullcontext():
+            loss = module.loss(
+                torch.from_numpy(images).to(device),
+                torch.from_numpy(targets).float().to(device),
+                torch.from_numpy(boxes).to(device),
+            )
+        loss.backward()
+        if config.centralised.max_grad_norm is not None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            clip_each(gradients, config.centralised.max_grad_norm)
+        optimizer.step()
+        total += float(loss.detach()) * len(images)
+    return total / len(order)
+
+
+def train_centralised(
+    run: Run, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
+) -> PyTorchModel:
+    """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
+    config = run.config
+    model = centralised_model(run, module)
+    evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
+    for epoch in range(recorder.restore(model), config.centralised.num_epochs):
+        if epoch % config.evaluation.every_epochs == 0:
+            recorder.evaluated(epoch, evaluation(model), model)
+        loss = train_epoch(run, store, model, epoch)
+        if not np.isfinite(loss):
+            raise ValueError(f"the training loss of epoch {epoch} is {loss}: lower centralised.learning_rate")
+        recorder.step_done(epoch, {"train_loss": round(loss, 6)}, model)
+    recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)
+    recorder.end(config.centralised.num_epochs)
+    return model

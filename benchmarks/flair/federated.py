@@ -1,0 +1,192 @@
+"""Federated training of the FLAIR benchmark through pfl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.algorithm.fedprox import FedProx, FedProxParams
+from pfl.algorithm.scaffold import SCAFFOLD, SCAFFOLDParams
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.user_state import InMemoryUserStateStorage
+from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics, get_overall_value
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.flair.config import Config, Run
+from benchmarks.flair.recorder import Recorder
+from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, iid_partition
+from pfl_ext.models import ImageClassifier
+from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
+
+
+def local_sampling(config: Config) -> LocalSampling:
+    """How a user's images become batches."""
+    local, augment = config.local, config.augment
+    return LocalSampling(
+        num_epochs=local.num_epochs,
+        batch_size=local.batch_size,
+        max_images=local.max_images,
+        cap=local.cap,
+        straddle=local.straddle,
+        reshuffle=local.reshuffle,
+        crop=augment.crop,
+        flip=augment.flip,
+        input_size=config.model.input_size,
+    )
+
+
+def training_data(run: Run, store: ImageStore) -> FederatedImageDataset:
+    """The training users, real or IID."""
+    config, runtime = run.config, run.runtime
+    return FederatedImageDataset(
+        store,
+        local_sampling(config),
+        seed=config.seed,
+        partition=iid_partition(store, config.seed) if config.data.partition == "iid" else None,
+        replacement=config.federated.replacement,
+        prefetch=runtime.prefetch,
+        threads=runtime.reader_threads,
+    )
+
+
+def pfl_model(run: Run, module: ImageClassifier) -> PyTorchModel:
+    """The network with its local and its server optimiser and the server's schedule."""
+    config, server = run.config, run.config.server
+    clip = config.local.max_grad_norm if config.local.clip_by == "variable" else None
+
+    def local_optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        if clip is None:
+            return torch.optim.SGD(parameters, lr=lr)
+        return PerVariableClippedSGD(parameters, lr=lr, max_norm=clip)
+
+    optimizer = make_server_optimizer(
+        [p for p in module.parameters() if p.requires_grad],
+        name=server.optimizer,
+        learning_rate=server.learning_rate,
+        beta1=server.beta1,
+        beta2=server.beta2,
+        epsilon=server.epsilon,
+        adam_form=server.adam_form,
+        momentum=server.momentum,
+    )
+    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
+    return PyTorchModel(module, local_optimizer, optimizer, amp_dtype=precision)
+
+
+def algorithm_and_params(
+    config: Config, module: ImageClassifier, num_users: int
+) -> tuple[Any, NNAlgorithmParams]:
+    """FedAvg (with the server's optimiser: FedOpt), FedProx or SCAFFOLD, as pfl has them.
+
+    :raises ValueError: when SCAFFOLD's per-user state would exceed ``federated.max_state_gb``.
+    """
+    federated = config.federated
+    common = {
+        "central_num_iterations": federated.num_rounds,
+        "evaluation_frequency": config.evaluation.every_rounds,
+        "train_cohort_size": federated.cohort_size,
+        "val_cohort_size": 1,  # any: the backend scores the central split instead of a cohort
+    }
+    if federated.algorithm == "fedprox":
+        return FedProx(), FedProxParams(**common, mu=federated.mu)
+    if federated.algorithm == "scaffold":
+        touched = min(num_users, federated.cohort_size * federated.num_rounds)
+        state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
+        if state > federated.max_state_gb:
+            raise ValueError(
+                f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
+                f"federated.max_state_gb = {federated.max_state_gb:g}: raise it, or choose fedavg or fedprox"
+            )
+        params = SCAFFOLDParams(
+            **common,
+            population=num_users,
+            use_gradient_as_control_variate=False,
+            user_state_storage=InMemoryUserStateStorage(),
+        )
+        return SCAFFOLD(), params
+    return FederatedAveraging(), NNAlgorithmParams(**common)
+
+
+class RoundCallback(TrainingProcessCallback):
+    """Sets the server's learning rate of the coming round and hands each round's figures to the recorder."""
+
+    def __init__(self, config: Config, recorder: Recorder) -> None:
+        self._config, self._recorder = config, recorder
+
+    def set_learning_rate(self, model: PyTorchModel, round_number: int) -> None:
+        """Before round ``round_number``."""
+        server = self._config.server
+        rate = server_learning_rate(
+            round_number,
+            schedule=server.schedule,
+            learning_rate=server.learning_rate,
+            final_learning_rate=server.final_learning_rate,
+            warmup_rounds=server.warmup_rounds,
+            num_rounds=self._config.federated.num_rounds,
+        )
+        for group in model._central_optimizer.param_groups:
+            group["lr"] = rate
+
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
+        """pfl's hook, after the update of round ``central_iteration``."""
+        values = {str(name): get_overall_value(value) for name, value in aggregate_metrics}
+        line = {
+            "users": int(values["train population | number of devices"]),
+            "images": int(aggregate_metrics_weight(aggregate_metrics)),
+            "learning_rate": values["learning rate"],
+        }
+        self._recorder.step_done(central_iteration, line, model)
+        self.set_learning_rate(model, central_iteration + 1)
+        return False, Metrics()
+
+
+def aggregate_metrics_weight(metrics: Metrics) -> float:
+    """Images of the cohort: pfl keeps them as a sum over users with the number of users as its weight."""
+    (value,) = [v for name, v in metrics if str(name) == "train population | number of data points"]
+    return float(value.weighted_value)
+
+
+def train_federated(
+    run: Run, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
+) -> PyTorchModel:
+    """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
+    config = run.config
+    users = training_data(run, store)
+    users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
+    algorithm, params = algorithm_and_params(config, module, len(users.partition.user_ids))
+    model = pfl_model(run, module)
+    evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
+    weighting = WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
+    backend = CentrallyEvaluatedBackend(
+        users, evaluation, seed=config.seed, postprocessors=[weighting], on_evaluation=recorder.evaluated
+    )
+    start = recorder.restore(model)
+    algorithm._current_central_iteration = start
+    callback = RoundCallback(config, recorder)
+    callback.set_learning_rate(model, start)
+    local = NNTrainHyperParams(
+        local_num_epochs=config.local.num_epochs,
+        local_learning_rate=config.local.learning_rate,
+        local_batch_size=config.local.batch_size,
+        local_max_grad_norm=config.local.max_grad_norm if config.local.clip_by == "global" else None,
+    )
+    algorithm.run(
+        params,
+        backend,
+        model,
+        local,
+        NNEvalHyperParams(local_batch_size=None),
+        callbacks=[callback],
+        send_metrics_to_platform=False,
+    )
+    recorder.evaluated(config.federated.num_rounds, evaluation(model), model)
+    recorder.end(config.federated.num_rounds)
+    return model

@@ -1,0 +1,78 @@
+"""Pictures of a run, as PNG: the training curve, and the AP of each class beside the paper's."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from pfl_ext.checkpoint import write_bytes
+
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
+"""From Okabe and Ito's palette, told apart by colour-blind readers."""
+
+
+def _save(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    write_bytes(path, buffer.getvalue())
+
+
+def training_curve(history: Sequence[Mapping[str, Any]], unit: str, title: str, path: Path) -> None:
+    """Loss and C-AP on val over the rounds (or epochs) of ``metrics.jsonl``."""
+    scored = [line for line in history if "val" in line]
+    steps = [line[unit] for line in scored]
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    left = figure.subplots()
+    left.plot(
+        steps, [line["val"]["C-AP"] for line in scored], color=BLUE, marker="o", markersize=3, label="C-AP"
+    )
+    left.plot(steps, [line["val"]["O-AP"] for line in scored], color=BLUE, linestyle="--", label="O-AP")
+    left.set(xlabel=f"{unit}s of training", ylabel="average precision on val (%)", ylim=(0, 100), title=title)
+    right = left.twinx()
+    right.plot(
+        steps, [line["val"]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
+    )
+    right.set_ylabel("binary cross-entropy on val")
+    right.set_ylim(bottom=0)
+    handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
+    left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
+    left.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def per_class_bars(
+    names: Sequence[str],
+    ap: Sequence[float],
+    prevalence: Sequence[float],
+    paper: Mapping[str, float],
+    title: str,
+    path: Path,
+    most: int = 40,
+) -> None:
+    """AP of the classes on test, the commonest first, beside the paper's where it gives them.
+
+    Grey ticks are each label's share of the images: the AP of guessing. At most ``most`` classes are drawn.
+    """
+    order = np.argsort(-np.asarray(prevalence), kind="stable")[:most]
+    x = np.arange(len(order))
+    figure = Figure(figsize=(max(6.4, 0.36 * len(order)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    shift = 0.2 if paper else 0.0
+    axes.bar(x - shift, [ap[k] for k in order], 0.4 if paper else 0.7, color=BLUE, label="this run")
+    if paper:
+        bars = [paper.get(names[k], np.nan) for k in order]
+        axes.bar(x + shift, bars, 0.4, color=ORANGE, label="paper (FLAIR)")
+    axes.plot(
+        x, [100 * prevalence[k] for k in order], "_", color=GREY, markersize=14, label="label prevalence"
+    )
+    axes.set_xticks(x, [names[k] for k in order], rotation=50, ha="right")
+    shown = "" if len(order) == len(names) else f" (commonest {len(order)} of {len(names)})"
+    axes.set(ylabel="average precision on test (%)", ylim=(0, 100), title=title + shown)
+    axes.legend(frameon=False, ncols=3, loc="upper right")
+    axes.grid(axis="y", alpha=0.3)
+    _save(figure, path)

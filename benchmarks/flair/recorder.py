@@ -1,0 +1,191 @@
+"""The run directory: a line a round, the best model so far, a checkpoint to go on from.
+
+A *step* is a round of federated training or an epoch of centralised training; the model of step t has
+had t updates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from tqdm import tqdm
+
+from benchmarks.flair.config import Run, Tree, digest
+from pfl_ext import checkpoint
+from pfl_ext.evaluation import LOSS, SCORES
+
+MODEL, SERVER = "model/", "optimizer/"
+
+
+def columns(metrics: Metrics) -> dict[str, float]:
+    """The paper's columns and the loss of one scored split."""
+    return {"loss": float(metrics[LOSS].overall_value), **metrics[SCORES].summary()}
+
+
+def config_differences(old: Tree, new: Tree, prefix: str = "") -> list[str]:
+    """``key: old -> new`` for every field that differs."""
+    out = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            out += config_differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            out.append(f"{prefix}{key}: {before} -> {after}")
+    return out
+
+
+@dataclass
+class Best:
+    """The best model so far: which step, its score, its val columns."""
+
+    step: int = -1
+    score: float = math.inf
+    val: dict[str, float] = field(default_factory=dict)
+
+
+class Recorder:
+    """Owner of the files of one run.
+
+    :raises ValueError: when the directory holds a run of another config, or a run and ``resume="never"``.
+    """
+
+    def __init__(self, run: Run, directory: Path, num_steps: int, unit: str) -> None:
+        self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
+        self.best = Best()
+        self._digest = digest(run.config)
+        self._val: dict[str, float] | None = None
+        self._last = directory / "checkpoint" / "last.safetensors"
+        self._best = directory / "checkpoint" / "best.safetensors"
+        self._metrics = directory / "metrics.jsonl"
+        self._seconds = 0.0
+        self._claim()
+        self._started = time.perf_counter()
+        self._round_started = self._started
+        self._bar = tqdm(
+            total=num_steps,
+            unit=unit,
+            file=sys.stderr,
+            disable=not run.runtime.progress,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+            dynamic_ncols=True,
+        )
+
+    def _claim(self) -> None:
+        """Make the directory this run's own, or refuse."""
+        resolved = json.loads(json.dumps(asdict(self.run.config)))
+        path = self.directory / "config.yaml"
+        if path.exists():
+            if self.run.resume == "never":
+                raise ValueError(
+                    f"{self.directory} already holds a run: choose another --run_dir, or --resume auto"
+                )
+            differences = config_differences(yaml.safe_load(path.read_text()), resolved)
+            if differences:
+                raise ValueError(
+                    f"{self.directory} holds a run of another config ({'; '.join(differences)}): "
+                    "choose another --run_dir"
+                )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_bytes(path, yaml.safe_dump(resolved, sort_keys=False).encode())
+
+    @property
+    def wall_clock(self) -> float:
+        """Seconds of training and evaluation so far, over all resumptions."""
+        return self._seconds + time.perf_counter() - self._started
+
+    def finished(self) -> Tree | None:
+        """The results of this run, if it has already ended."""
+        path = self.directory / "results.json"
+        if not path.exists():
+            return None
+        results = json.loads(path.read_text())
+        return results if results.get("config_sha256") == self._digest else None
+
+    def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
+        """Take note of val at ``step``; keep the model if it is the best so far."""
+        self._val = columns(metrics)
+        loss_first = self.run.config.evaluation.best_by == "loss"
+        score = self._val["loss"] if loss_first else -self._val["C-AP"]
+        if score < self.best.score:
+            self.best = Best(step, score, self._val)
+            state = {"step": step, "val": self._val, "config_sha256": self._digest}
+            checkpoint.save(self._best, model.pytorch_model.state_dict(), state)
+
+    def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
+        """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
+        now = time.perf_counter()
+        line: Tree = {self.unit: step, "seconds": round(now - self._round_started, 4), **values}
+        self._round_started = now
+        self._write_line(line)
+        self._bar.update(1)
+        if (step + 1) % self.run.runtime.checkpoint_every == 0:
+            self.save(step + 1, model)
+
+    def end(self, step: int) -> None:
+        """Write the last line, which holds nothing but the val of the model after the last update."""
+        self._write_line({self.unit: step})
+        self._bar.close()
+
+    def _write_line(self, line: Tree) -> None:
+        if self._val is not None:
+            line["val"] = {key: round(value, 6) for key, value in self._val.items()}
+            self._bar.set_postfix_str(
+                f"val C-AP {self._val['C-AP']:.2f} loss {self._val['loss']:.4f}", refresh=False
+            )
+            self._val = None
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def save(self, step: int, model: PyTorchModel) -> None:
+        """Checkpoint: the run can go on at ``step``."""
+        tensors = {MODEL + name: tensor for name, tensor in model.pytorch_model.state_dict().items()}
+        optimizer = checkpoint.optimizer_tensors(model._central_optimizer)
+        tensors |= {SERVER + name: tensor for name, tensor in optimizer.items()}
+        state = {
+            "step": step,
+            "config_sha256": self._digest,
+            "best": {"step": self.best.step, "score": self.best.score, "val": self.best.val},
+            "metrics_bytes": self._metrics.stat().st_size if self._metrics.exists() else 0,
+            "seconds": self.wall_clock,
+        }
+        checkpoint.save(self._last, tensors, state)
+
+    def restore(self, model: PyTorchModel) -> int:
+        """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
+        if not self._last.exists():
+            self._metrics.unlink(missing_ok=True)
+            return 0
+        tensors, state = checkpoint.load(self._last)
+        if state["config_sha256"] != self._digest:
+            raise ValueError(f"{self._last} belongs to a run of another config: choose another --run_dir")
+        weights = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
+        model.pytorch_model.load_state_dict(weights)
+        optimizer = {n.removeprefix(SERVER): t for n, t in tensors.items() if n.startswith(SERVER)}
+        checkpoint.restore_optimizer(model._central_optimizer, optimizer)
+        self.best = Best(**state["best"])
+        with self._metrics.open("r+") as file:
+            file.truncate(state["metrics_bytes"])
+        self._seconds = state["seconds"]
+        step = int(state["step"])
+        self._bar.update(step)
+        print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
+        return step
+
+    def best_weights(self) -> dict[str, torch.Tensor]:
+        """The state of the model that scored best on val."""
+        return checkpoint.load(self._best)[0]
+
+    def history(self) -> list[Tree]:
+        """All lines of ``metrics.jsonl``."""
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()]

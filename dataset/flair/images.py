@@ -1,0 +1,98 @@
+"""JPEG bytes to pixels: a header check that costs microseconds, decoding, and resizing.
+
+Shape letters: N images, S side in pixels. One definition of "this image at S x S" serves the preprocessing
+and the reader, so that raw storage at S and JPEG storage read at S hold the same pixels, bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+Pixels = npt.NDArray[np.uint8]
+
+_START, _END = b"\xff\xd8", b"\xff\xd9"
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
+_SCAN = 0xDA
+
+
+def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
+    """Width and height from a JPEG's header; pixels are not decoded (ITU-T T.81, Annex B).
+
+    Walks the segments to the first scan and looks for the end marker behind it, so that it finds a file
+    that is no JPEG, is cut off, or has a broken header; not a flipped bit in the pixels.
+
+    Raises ValueError with a clause that says what is wrong.
+    """
+    data = bytes(data)
+    if data[:2] != _START:
+        raise ValueError("it is not a JPEG (no start marker)" if data else "it is empty")
+    size, at, end = None, 2, len(data)
+    while at + 4 <= end:
+        if data[at] != 0xFF:
+            raise ValueError("its JPEG header is broken")
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+            continue
+        if marker in _FRAMES and at + 9 <= end:
+            size = int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(data[at + 5 : at + 7], "big")
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        if length < 2:
+            raise ValueError("its JPEG header is broken")
+        at += 2 + length
+        if marker == _SCAN:
+            break
+    else:
+        raise ValueError("its JPEG header is cut off")
+    if size is None or 0 in size:
+        raise ValueError("its JPEG header gives no size")
+    if data.rfind(_END) < at:
+        raise ValueError("it is cut off (no JPEG end marker)")
+    return size
+
+
+def decode(data: bytes | memoryview, image_size: int | None) -> Pixels:
+    """The image as RGB, ``[S, S, 3]`` uint8 with S = ``image_size``, or in its own size if that is None.
+
+    An image of another size is resized (antialiased bilinear; an oblong image is squashed to a square). A
+    JPEG of more than twice the side is first decoded at a power-of-two fraction, but at no less than 2 S: on
+    photographs of 256 pixels read at 64 this is 1.7x faster and moves pixels by 0.6 of 255 levels on average.
+
+    Raises ValueError with a clause that says what is wrong.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image_size is not None:
+                image.draft("RGB", (2 * image_size, 2 * image_size))
+            pixels = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"it cannot be decoded ({' '.join(str(error).split())})") from None
+    return np.asarray(_resized(pixels, image_size))
+
+
+def resize(pixels: Pixels, image_size: int) -> Pixels:
+    """``[N, H, W, 3]`` uint8 to ``[N, S, S, 3]``, as `decode` resizes."""
+    if pixels.shape[1:3] == (image_size, image_size):
+        return pixels
+    if not len(pixels):
+        return np.empty((0, image_size, image_size, 3), np.uint8)
+    return np.stack([np.asarray(_resized(Image.fromarray(image), image_size)) for image in pixels])
+
+
+def decode_batch(images: Sequence[bytes | memoryview], image_size: int) -> Pixels:
+    """``decode`` of each, ``[len(images), S, S, 3]`` uint8."""
+    out = np.empty((len(images), image_size, image_size, 3), np.uint8)
+    for row, data in zip(out, images):
+        row[...] = decode(data, image_size)
+    return out
+
+
+def _resized(image: Image.Image, image_size: int | None) -> Image.Image:
+    if image_size is None or image.size == (image_size, image_size):
+        return image
+    return image.resize((image_size, image_size), Image.Resampling.BILINEAR)

@@ -1,0 +1,231 @@
+"""Our own file at rest: names and types of its parts, its checksums, and how it is read.
+
+The schema is written down in `dataset.flair.hdf5`. Shape letters: U users, N images, S side in pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol, overload
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from dataset.flair.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
+
+FORMAT = "flair-on-pfl"
+SCHEMA_VERSION = 1
+MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_label_mapping"}
+REMAKE = "make it again with python -m dataset.flair.download_preprocess"
+
+Storage = Literal["jpeg", "raw"]
+StoredImages = Sequence[memoryview] | Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
+
+
+class Reader(Protocol):
+    """What `dataset.flair.hdf5.FlairFile` asks of each layout that it can read."""
+
+    splits: tuple[str, ...]
+    grouped: bool
+    storage: Storage
+    image_size: int | None
+    label_mappings: dict[str, dict[str, int]]
+    provenance: dict[str, Any]
+
+    def split(self, name: str) -> SplitIndex:
+        """The index of one split."""
+        ...
+
+    def stored(self, split: str, rows: IntArray) -> StoredImages:
+        """The images at these rows as stored: JPEG bytes each, or pixels each, or ``[n, S, S, 3]``."""
+        ...
+
+    def close(self) -> None:
+        """Release the file."""
+        ...
+
+
+class IdColumn(Sequence[str]):
+    """User or image ids as a fixed-width byte array; each becomes a string only when it is looked at."""
+
+    def __init__(self, raw: npt.NDArray[np.bytes_]) -> None:
+        self.raw = raw
+
+    @classmethod
+    def of(cls, ids: Sequence[str]) -> IdColumn:
+        """Pack strings (UTF-8)."""
+        if isinstance(ids, IdColumn):
+            return ids
+        encoded = [one.encode() for one in ids]
+        return cls(np.array(encoded, f"S{max(map(len, encoded), default=1) or 1}"))
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> IdColumn: ...
+    def __getitem__(self, at: int | slice) -> str | IdColumn:
+        if isinstance(at, slice):
+            return IdColumn(self.raw[at])
+        return bytes(self.raw[at]).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (one.decode() for one in self.raw.tolist())
+
+
+@contextmanager
+def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
+    """An HDF5 file, whose library's complaints become one ValueError that names the file."""
+    if not Path(path).is_file():
+        raise ValueError(f"no file {path}; make one with python -m dataset.flair.download_preprocess")
+    try:
+        with h5py.File(path, mode) as file:
+            yield file
+    except (OSError, RuntimeError, KeyError) as error:
+        text = " ".join(str(error).split())
+        if "file signature not found" in text:
+            raise ValueError(f"{path} is not an HDF5 file") from None
+        if "truncated" in text:
+            raise ValueError(f"{path} is truncated (it was not copied whole); {REMAKE}") from None
+        if "Permission denied" in text:
+            raise ValueError(f"{path} may not be read (permission denied)") from None
+        raise ValueError(f"{path} is damaged ({text[:160]}); {REMAKE}") from None
+
+
+def is_native(file: h5py.File) -> bool:
+    """Whether the file says that it is one of ours."""
+    return bool("format" in file.attrs and file.attrs["format"] in (FORMAT, FORMAT.encode()))
+
+
+def index_names(storage: Storage, grouped: bool) -> list[str]:
+    """The data sets of a split's group, without ``images``."""
+    names = ["user_ids", "user_offsets" if grouped else "user_index", "image_ids", "image_crc32"]
+    names += [f"{taxonomy}_{part}" for taxonomy in TAXONOMIES for part in ("indptr", "indices")]
+    return names + (["image_offsets"] if storage == "jpeg" else [])
+
+
+def checksum(array: npt.NDArray[Any]) -> str:
+    """SHA-256 of an array's bytes, in hexadecimal."""
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def content_checksum(file: h5py.File) -> str:
+    """SHA-256 over header, index, label mappings and image checksums: the same data, the same value.
+
+    Provenance, and with it every date and path, is left out.
+    """
+    lines = [f"{key}={file.attrs[key]}" for key in ("schema_version", "storage", "grouped", "image_size")]
+    names = [f"metadata/{name}" for name in MAPPINGS.values()]
+    for split in sorted(set(file) - {"metadata"}):
+        names += [f"{split}/{name}" for name in sorted(file[split]) if name != "images"]
+    for name in names:
+        data = file[name]
+        lines.append(f"{name} {data.dtype.str} {data.shape} {data.attrs['sha256']}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def read_json(file: h5py.File, name: str) -> Any:
+    """A JSON text that is stored as bytes under ``metadata``."""
+    return json.loads(bytes(file[f"metadata/{name}"][()]))
+
+
+class NativeReader:
+    """Reads our layout; pixels by positioned reads of one descriptor, which threads and forks may share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with opened(path) as file:
+            version = int(file.attrs["schema_version"])
+            if version > SCHEMA_VERSION:
+                raise ValueError(
+                    f"{path} has schema version {version}, newer than {SCHEMA_VERSION}, the newest that this "
+                    "version of the code reads; update the code"
+                )
+            self.storage: Storage = "raw" if file.attrs["storage"] == "raw" else "jpeg"
+            self.grouped = bool(file.attrs["grouped"])
+            self.image_size: int | None = int(file.attrs["image_size"]) or None
+            self.splits = tuple(name for name in SPLITS if name in file)
+            self.content_sha256 = str(file.attrs["content_sha256"])
+            self.label_mappings: dict[str, dict[str, int]] = {
+                t: dict(read_json(file, name)) for t, name in MAPPINGS.items()
+            }
+            self.provenance: dict[str, Any] = read_json(file, "provenance")
+            self._data_at = {name: file[f"{name}/images"].id.get_offset() or 0 for name in self.splits}
+        self._image_offsets: dict[str, IntArray] = {}
+        self._descriptor: int | None = None
+
+    def split(self, name: str) -> SplitIndex:
+        """Read one split's columns: a few contiguous reads whatever the number of users."""
+        with opened(self._path) as file:
+            group = file[name]
+            image_ids = IdColumn(group["image_ids"][()])
+            if self.grouped:
+                offsets = group["user_offsets"][()]
+                owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets).clip(0))
+            else:
+                offsets, owner = np.empty(0, np.int64), group["user_index"][()]
+            labels = {
+                taxonomy: LabelMatrix(
+                    group[f"{taxonomy}_indptr"][()],
+                    group[f"{taxonomy}_indices"][()],
+                    len(self.label_mappings[taxonomy]),
+                )
+                for taxonomy in TAXONOMIES
+            }
+            return SplitIndex(IdColumn(group["user_ids"][()]), offsets, owner, image_ids, labels)
+
+    def image_offsets(self, split: str) -> IntArray:
+        """Where each JPEG begins in ``images``, ``[N + 1]``, in bytes."""
+        if split not in self._image_offsets:
+            with opened(self._path) as file:
+                self._image_offsets[split] = file[f"{split}/image_offsets"][()]
+        return self._image_offsets[split]
+
+    def stored(self, split: str, rows: IntArray) -> StoredImages:
+        """As `Reader.stored`; neighbouring rows are read at once."""
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks) if len(run)]
+        if self.storage == "raw":
+            assert self.image_size is not None
+            shape = (self.image_size, self.image_size, 3)
+            out, done = np.empty((len(rows), *shape), np.uint8), 0
+            for start, stop in runs:
+                size = out[0].nbytes
+                self._read_into(out[done : done + stop - start], self._data_at[split] + start * size)
+                done += stop - start
+            return out
+        offsets, images = self.image_offsets(split), []
+        for start, stop in runs:
+            buffer = np.empty(int(offsets[stop] - offsets[start]), np.uint8)
+            self._read_into(buffer, self._data_at[split] + int(offsets[start]))
+            cuts = (offsets[start : stop + 1] - offsets[start]).tolist()
+            view = buffer.data
+            images += [view[a:b] for a, b in pairwise(cuts)]
+        return images
+
+    def _read_into(self, buffer: npt.NDArray[np.uint8], at: int) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+            self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        view = buffer.reshape(-1).data
+        while len(view):
+            count = os.preadv(self._descriptor, [view], at)
+            if count == 0:
+                raise ValueError(f"{self._path} is truncated; {REMAKE}")
+            view, at = view[count:], at + count
+
+    def close(self) -> None:
+        """Close the descriptor; a later read opens another."""
+        if self._descriptor is not None:
+            self._finalizer()
+            self._descriptor = None

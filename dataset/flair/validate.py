@@ -1,0 +1,213 @@
+"""Find damage in a file, and describe it: what an index must satisfy, and that every byte is as written.
+
+Shape letters: U users, N images, K labels.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from dataset.flair.images import jpeg_size
+from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, IntArray, SplitIndex
+from dataset.flair.native import (
+    MAPPINGS,
+    REMAKE,
+    IdColumn,
+    NativeReader,
+    Reader,
+    checksum,
+    content_checksum,
+    index_names,
+    opened,
+)
+
+_BLOCK = 256  # images that are read and checked at once
+_TYPES = {
+    "user_offsets": "<i8",
+    "user_index": "<i4",
+    "image_offsets": "<i8",
+    "image_crc32": "<u4",
+    "images": "|u1",
+}
+_TYPES |= {f"{taxonomy}_indptr": "<i8" for taxonomy in TAXONOMIES}
+_TYPES |= {f"{taxonomy}_indices": "<u2" for taxonomy in TAXONOMIES}
+
+
+def check_index(index: DatasetIndex) -> None:
+    """Raise ValueError, with a sentence that says where, if an index contradicts itself."""
+    for taxonomy in TAXONOMIES:
+        mapping = index.label_mappings.get(taxonomy)
+        if mapping != {name: column for column, name in enumerate(sorted(mapping or ()))}:
+            raise ValueError(f"the mapping of {taxonomy} is not alphabetical and numbered from 0")
+    unknown = set(index.splits) - set(SPLITS)
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a split; there are {', '.join(SPLITS)}")
+    owners: dict[bytes, str] = {}
+    for name, split in index.splits.items():
+        try:
+            _check_split(split, index.grouped, index.label_mappings)
+        except ValueError as error:
+            raise ValueError(f"split {name}: {error}") from None
+        for user in IdColumn.of(split.user_ids).raw.tolist():
+            if owners.setdefault(user, name) != name:
+                raise ValueError(f"user {user.decode()} is in two splits, {owners[user]} and {name}")
+
+
+def _check_split(split: SplitIndex, grouped: bool, mappings: Mapping[str, Mapping[str, int]]) -> None:
+    users, images = split.num_users, split.num_images
+    for what, ids in (("user", split.user_ids), ("image", split.image_ids)):
+        ordered = np.sort(IdColumn.of(ids).raw)
+        if len(ordered) and not ordered[0]:
+            raise ValueError(f"a {what} has an empty id")
+        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+        if len(twice):
+            raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
+    if len(split.user_index) != images or not _within(split.user_index, users):
+        raise ValueError("user_index does not give each image one of the users")
+    if grouped:
+        if not _steps(split.user_offsets, users, images, least=1):
+            raise ValueError("user_offsets do not rise from 0 to the number of images")
+        if not np.array_equal(split.user_index, np.repeat(np.arange(users), np.diff(split.user_offsets))):
+            raise ValueError("user_index contradicts user_offsets")
+    elif len(split.user_offsets):
+        raise ValueError("there are user_offsets although images are not grouped by user")
+    for taxonomy in TAXONOMIES:
+        labels = split.labels[taxonomy]
+        if labels.num_labels != len(mappings[taxonomy]):
+            names = len(mappings[taxonomy])
+            raise ValueError(f"{taxonomy} has {labels.num_labels} columns but {names} names")
+        if not _steps(labels.indptr, images, len(labels.indices), least=0):
+            raise ValueError(f"{taxonomy}_indptr does not rise from 0 to the number of labels")
+        if not _within(labels.indices, labels.num_labels):
+            raise ValueError(f"a label index of {taxonomy} is out of range (0..{labels.num_labels - 1})")
+        rising = np.diff(labels.indices.astype(np.int64), prepend=-1) > 0
+        rising[labels.indptr[:-1][np.diff(labels.indptr) > 0]] = True  # the first label of each image
+        if not rising.all():
+            raise ValueError(f"the label indices of an image in {taxonomy} are not sorted and unique")
+
+
+def _within(values: Any, bound: int) -> bool:
+    return not len(values) or bool(values.min() >= 0 and values.max() < bound)
+
+
+def _steps(offsets: Any, parts: int, total: int, least: int) -> bool:
+    return bool(
+        len(offsets) == parts + 1
+        and offsets[0] == 0
+        and offsets[-1] == total
+        and (np.diff(offsets) >= least).all()
+    )
+
+
+def validate(path: Path) -> None:
+    """Check every byte of a file of ours. Raises ValueError in one sentence at the first damage."""
+    reader = NativeReader(path)
+    try:
+        with opened(path) as file:
+            _check_datasets(path, file, reader)
+            try:
+                check_index(index_of(reader))
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}; {REMAKE}") from None
+            for split in reader.splits:
+                _check_images(path, file, reader, split)
+            if file.attrs["content_sha256"] != content_checksum(file):
+                raise ValueError(f"{path} is damaged: its content checksum does not agree; {REMAKE}")
+    finally:
+        reader.close()
+
+
+def index_of(reader: Reader) -> DatasetIndex:
+    """Everything that a file says, without its pixels."""
+    splits = {name: reader.split(name) for name in reader.splits}
+    return DatasetIndex(splits, reader.label_mappings, reader.provenance, reader.grouped)
+
+
+def check_foreign(path: Path, reader: Reader) -> None:
+    """Check a file of another make: its index, and that the first image of each split can be read."""
+    try:
+        check_index(index_of(reader))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    for split in reader.splits:
+        reader.stored(split, np.arange(1))
+
+
+def describe(path: Path, reader: Reader) -> str:
+    """A summary for people: size, storage, users, images and labels of each split, provenance."""
+    size = f", {reader.image_size} pixels" if reader.image_size else ""
+    layout = "grouped by user" if reader.grouped else "not grouped by user"
+    lines = [f"{path}: {path.stat().st_size / 1e6:,.1f} MB, {reader.storage}{size}, {layout}, valid"]
+    for name in reader.splits:
+        split = reader.split(name)
+        images = np.bincount(split.user_index, minlength=split.num_users)
+        per_image = {t: len(split.labels[t].indices) / split.num_images for t in TAXONOMIES}
+        lines.append(
+            f"{name:>6}: {split.num_users:,} users, {split.num_images:,} images "
+            f"(per user: median {np.median(images):g}, mean {images.mean():.2f}, max {images.max():,}); "
+            + ", ".join(f"{value:.3f} {taxonomy}/image" for taxonomy, value in per_image.items())
+        )
+    sizes = [f"{len(mapping):,} {taxonomy}" for taxonomy, mapping in reader.label_mappings.items()]
+    lines.append("labels: " + ", ".join(sizes))
+    if isinstance(reader, NativeReader):
+        lines.append(f"content sha256: {reader.content_sha256}")
+    lines += ["provenance:", *(f"  {key}: {value}" for key, value in reader.provenance.items())]
+    return "\n".join(lines)
+
+
+def _check_datasets(path: Path, file: h5py.File, reader: NativeReader) -> None:
+    names = [f"metadata/{name}" for name in [*MAPPINGS.values(), "provenance"]]
+    leaves = [*index_names(reader.storage, reader.grouped), "images"]
+    names += [f"{split}/{leaf}" for split in reader.splits for leaf in leaves]
+    for name in names:
+        if name not in file:
+            raise ValueError(f"{path} is damaged: {name} is missing; {REMAKE}")
+        data, leaf = file[name], name.split("/")[1]
+        if leaf in _TYPES and data.dtype.str != _TYPES[leaf]:
+            raise ValueError(f"{path} is damaged: {name} has type {data.dtype}, not {_TYPES[leaf]}; {REMAKE}")
+        if leaf != "images" and data.attrs.get("sha256") != checksum(data[()]):
+            raise ValueError(f"{path} is damaged: {name} does not agree with its checksum; {REMAKE}")
+
+
+def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) -> None:
+    group, count = file[name], len(file[name]["image_ids"])
+    if len(group["image_crc32"]) != count:
+        raise ValueError(f"{path} is damaged: {name}/image_crc32 has the wrong length; {REMAKE}")
+    if reader.storage == "jpeg":
+        if not _steps(reader.image_offsets(name), count, len(group["images"]), least=1):
+            raise ValueError(
+                f"{path} is damaged: {name}/image_offsets do not rise from 0 to the number of bytes; {REMAKE}"
+            )
+    elif group["images"].shape != (count, reader.image_size, reader.image_size, 3):
+        raise ValueError(f"{path} is damaged: {name}/images has the wrong shape; {REMAKE}")
+    crc = group["image_crc32"][()]
+
+    def damage(rows: IntArray) -> str | None:
+        for row, image in zip(rows.tolist(), reader.stored(name, rows)):
+            fault = None
+            if zlib.crc32(image) != crc[row]:
+                fault = "it does not agree with its checksum"
+            elif reader.storage == "jpeg":
+                try:
+                    jpeg_size(bytes(image))
+                except ValueError as error:
+                    fault = str(error)
+            if fault:
+                split = reader.split(name)
+                user, image_id = split.user_ids[int(split.user_index[row])], split.image_ids[row]
+                return f"image {image_id} of user {user} ({name}, row {row}): {fault}"
+        return None
+
+    blocks = (np.arange(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for fault in pool.map(damage, blocks):
+            if fault:
+                raise ValueError(f"{path} is damaged: {fault}; {REMAKE}")

@@ -1,0 +1,176 @@
+"""From stored uint8 images to a network's float input, on the device, for each image by itself.
+
+Random choices are made beforehand on the CPU (`draw_boxes`: a pure function of a generator) and travel with
+the images, so that they depend neither on the device nor on the batch; applying them (`augment`) draws
+nothing and never waits for the device. One crop shared by a batch is the predecessors' defect 2.
+
+Shape letters: B images of a batch, H x W their stored size, S the side of the network's input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Crop = Literal["crop", "resized"]
+Flip = Literal["none", "horizontal", "both"]
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+RESIZED_SCALE = (0.08, 1.0)  # share of the image's area
+RESIZED_RATIO = (3 / 4, 4 / 3)  # width : height
+RESIZED_TRIES = 10
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def draw_boxes(
+    rng: np.random.Generator, n: int, image_size: int, input_size: int, crop: Crop, flip: Flip
+) -> FloatArray:
+    """Draw one box and two flips for each of ``n`` square images, independently.
+
+    ``crop="crop"``: a random square of ``input_size`` pixels (the FLAIR paper; Keras RandomCrop).
+    ``crop="resized"``: area 0.08-1 of the image and ratio 3/4-4/3, the distribution of torchvision's
+    RandomResizedCrop with its ten tries and its fallback, the whole image (pfl-research's benchmark).
+    ``flip="both"``: left-right and, independently, upside-down, each with probability 1/2.
+
+    Returns ``[n, 6]`` float32: top, left, height, width in pixels of the image, flip_h, flip_v (0 or 1).
+    Every image consumes the same number of draws, so the first k rows do not depend on ``n``; and the flips
+    drawn do not depend on ``crop``. Raises ValueError where the crop is larger than the image.
+    """
+    if crop not in get_args(Crop):
+        raise ValueError(f"crop must be one of {', '.join(get_args(Crop))}, not {crop!r}")
+    if flip not in get_args(Flip):
+        raise ValueError(f"flip must be one of {', '.join(get_args(Flip))}, not {flip!r}")
+    u = rng.random((n, 4 + 2 * RESIZED_TRIES))
+    if crop == "crop":
+        if input_size > image_size:
+            raise ValueError(
+                f"input_size {input_size} is larger than the images ({image_size} pixels), so nothing can be "
+                "cropped; lower input_size or use crop: resized"
+            )
+        height = width = np.full(n, input_size, np.int64)
+    else:
+        height, width = _resized_shapes(u[:, 4:], image_size)
+    boxes = np.zeros((n, 6), np.float32)
+    boxes[:, 0] = np.floor(u[:, 0] * (image_size - height + 1))
+    boxes[:, 1] = np.floor(u[:, 1] * (image_size - width + 1))
+    boxes[:, 2], boxes[:, 3] = height, width
+    boxes[:, 4] = (u[:, 2] < 0.5) & (flip != "none")
+    boxes[:, 5] = (u[:, 3] < 0.5) & (flip == "both")
+    return boxes
+
+
+def _resized_shapes(
+    u: npt.NDArray[np.float64], image_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Heights and widths ``[n]`` from uniforms ``[n, 2 * tries]``: the first try that fits into the image."""
+    area = image_size**2 * (RESIZED_SCALE[0] + u[:, :RESIZED_TRIES] * (RESIZED_SCALE[1] - RESIZED_SCALE[0]))
+    low, high = math.log(RESIZED_RATIO[0]), math.log(RESIZED_RATIO[1])
+    ratio = np.exp(low + u[:, RESIZED_TRIES:] * (high - low))
+    width = np.rint(np.sqrt(area * ratio)).astype(np.int64)
+    height = np.rint(np.sqrt(area / ratio)).astype(np.int64)
+    fits = (width > 0) & (width <= image_size) & (height > 0) & (height <= image_size)
+    rows, first, found = np.arange(len(u)), fits.argmax(1), fits.any(1)
+    return (
+        np.where(found, height[rows, first], image_size),
+        np.where(found, width[rows, first], image_size),
+    )
+
+
+def augment(images: Tensor, boxes: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:
+    """Cut each image's box out, scale it to ``input_size`` and flip it.
+
+    ``images`` uint8 ``[B, H, W, 3]`` and ``boxes`` ``[B, 6]`` (of `draw_boxes`) on one device; returns
+    float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every box is ``input_size``
+    pixels high and wide: then pixels are only gathered. Otherwise boxes are resized bilinearly with
+    antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at None, boxes are
+    looked at on the CPU, while on other devices, where a look would wait for them, everything goes the
+    general way, whose result for exact boxes is the same.
+    """
+    _check(images)
+    assert boxes.shape == (len(images), 6), "one box per image"
+    boxes = boxes.to(torch.float32)
+    if exact is None:
+        exact = boxes.device.type == "cpu" and bool((boxes[:, 2:4] == input_size).all())
+    return _gather(images, boxes, input_size) if exact else _resample(images, boxes, input_size)
+
+
+def _check(images: Tensor) -> None:
+    assert images.dtype == torch.uint8, f"images are uint8 until they are here, not {images.dtype}"
+    assert images.ndim == 4, "images are [B, H, W, 3]"
+    assert images.shape[3] == 3, "images are [B, H, W, 3]"
+
+
+def _gather(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
+    """`augment` for boxes of exactly the input's size: an index gather on uint8, then one conversion."""
+    top, left, _, _, flip_h, flip_v = boxes.to(torch.int64)[:, :, None].unbind(1)  # each [B, 1]
+    steps = torch.arange(input_size, device=images.device)
+    rows = top + torch.where(flip_v > 0, input_size - 1 - steps, steps)  # [B, S]
+    columns = left + torch.where(flip_h > 0, input_size - 1 - steps, steps)
+    batch = torch.arange(len(images), device=images.device)[:, None, None]
+    pixels = images[batch, rows[:, :, None], columns[:, None, :]]  # [B, S, S, 3]
+    return pixels.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+
+
+def _resample(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
+    """`augment` for any boxes: rows, then columns, each one batched product with per-image weights."""
+    b, h, w, _ = images.shape
+    top, left, height, width, flip_h, flip_v = boxes.unbind(1)
+    weights_y = _triangle_weights(top, height, flip_v, h, input_size)
+    weights_x = _triangle_weights(left, width, flip_h, w, input_size)
+    with torch.autocast(images.device.type, enabled=False):
+        pixels = images.reshape(b, h, w * 3).to(torch.float32).div_(255)
+        rows = torch.bmm(weights_y, pixels).view(b, input_size, w, 3)
+        rows = rows.permute(0, 3, 1, 2).reshape(b, 3 * input_size, w)
+        out = torch.bmm(rows, weights_x.transpose(1, 2)).view(b, 3, input_size, input_size)
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+def _triangle_weights(start: Tensor, length: Tensor, flip: Tensor, size: int, out: int) -> Tensor:
+    """``[B, out, size]``: each output pixel as a weighted mean of the pixels of ``[start, start + length)``.
+
+    The antialiased bilinear filter: a triangle about the output pixel's centre that reaches one output pixel
+    to each side, but at least one input pixel; cut off at the box and normalised (align_corners=False).
+    """
+    start, length = start[:, None, None], length[:, None, None]
+    steps = torch.arange(out, device=start.device, dtype=torch.float32)[:, None]
+    steps = torch.where(flip[:, None, None] > 0, out - 1 - steps, steps)  # [B, out, 1]
+    scale = length / out
+    pixels = torch.arange(size, device=start.device, dtype=torch.float32) - start  # [B, 1, size]
+    distance = (pixels + 0.5 - scale * (steps + 0.5)).abs() / scale.clamp(min=1)
+    inside = (pixels >= 0) & (pixels < length)
+    weights = (1 - distance).clamp_(min=0) * inside
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def resize(images: Tensor, input_size: int) -> Tensor:
+    """The evaluation transform: the whole image, bilinear with antialiasing.
+
+    uint8 ``[B, H, W, 3]`` -> float32 ``[B, 3, S, S]`` in 0..1, channels last in memory.
+    """
+    _check(images)
+    pixels = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+    if pixels.shape[2:] != (input_size, input_size):
+        with torch.autocast(images.device.type, enabled=False):
+            pixels = F.interpolate(pixels, (input_size, input_size), mode="bilinear", antialias=True)
+    return pixels.contiguous(memory_format=torch.channels_last)
+
+
+def normalise(x: Tensor, mean: Tensor | Sequence[float], std: Tensor | Sequence[float]) -> Tensor:
+    """``(x - mean) / std`` per channel, ``[B, 3, S, S]``. Unlike torchvision's, never waits for the device."""
+    return (x - _per_channel(mean, x)) / _per_channel(std, x)
+
+
+def _per_channel(values: Tensor | Sequence[float], like: Tensor) -> Tensor:
+    if not isinstance(values, Tensor):
+        values = torch.tensor(tuple(values), dtype=like.dtype).to(like.device, non_blocking=True)
+    return values.view(-1, 1, 1)
