@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 DATA   ?= data/flair.hdf5
 CONFIG ?=
 ARGS   ?=
-HAVE    = $(if $(wildcard $(DATA)),--data_path $(DATA),)
+FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
 .PHONY: help setup test lint flair-data flair-fl flair-c
 
@@ -36,7 +36,7 @@ flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
 flair-fl: $(READY) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ARGS="--key value ..."
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),fl-r-17) $(HAVE) $(ARGS)
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(HAVE) $(ARGS)
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)

@@ -137,7 +137,7 @@ def checked(scores: npt.ArrayLike, targets: npt.ArrayLike) -> tuple[Array, BoolA
     if values.ndim != 2 or values.shape != truth.shape:
         raise ValueError(f"scores {values.shape} and targets {truth.shape} must have one shape [N, K]")
     if values.size and np.isnan(values.min()):
-        raise diverged(np.count_nonzero(np.isnan(values)), values.size)
+        raise diverged(int(np.isnan(values).sum()), values.size)
     return values, truth
 
 

@@ -160,13 +160,12 @@ def resize(images: Tensor, input_size: int) -> Tensor:
     _check(images)
     pixels = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)
     if pixels.shape[2:] != (input_size, input_size):
-        with torch.autocast(images.device.type, enabled=False):
-            pixels = F.interpolate(pixels, (input_size, input_size), mode="bilinear", antialias=True)
+        pixels = F.interpolate(pixels, (input_size, input_size), mode="bilinear", antialias=True)
     return pixels.contiguous(memory_format=torch.channels_last)
 
 
 def normalise(x: Tensor, mean: Tensor | Sequence[float], std: Tensor | Sequence[float]) -> Tensor:
-    """``(x - mean) / std`` per channel, ``[B, 3, S, S]``. Unlike torchvision's, never waits for the device."""
+    """``(x - mean) / std`` per channel, ``[B, 3, S, S]``, without the device sync of torchvision's."""
     return (x - _per_channel(mean, x)) / _per_channel(std, x)
 
 

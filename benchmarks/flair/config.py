@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import yaml
 from pydantic import (
@@ -214,7 +214,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML in which a repeated key is an error and 1e-4 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(
@@ -255,9 +255,8 @@ def _explain(fault: Any, kind: type[Any]) -> str:
     name = ".".join(map(str, fault["loc"]))
     if fault["type"] != "unexpected_keyword_argument":
         return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
-    for part in fault["loc"][:-1]:
-        kind = next(f.type for f in dataclasses.fields(kind) if f.name == part)
-        kind = globals()[kind] if isinstance(kind, str) else kind
+    for section in fault["loc"][:-1]:
+        kind = get_type_hints(kind)[section]
     known = [f.name for f in dataclasses.fields(kind)]
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
     prefix = "".join(f"{part}." for part in fault["loc"][:-1])
@@ -363,13 +362,13 @@ def usage() -> str:
         "  --run_dir DIR            where the run's files go; one run a directory",
         "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
         "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
-        f"  --recipe {'|'.join(RECIPES)}      --scale {'|'.join(SCALES)}      sets of switches, see config.py",
+        f"  --recipe {'|'.join(RECIPES)}  --scale {'|'.join(SCALES)}   sets of switches, see config.py",
     ]
 
-    def walk(kind: type[Any], prefix: str) -> None:
+    def walk(kind: Any, prefix: str) -> None:
         for item in dataclasses.fields(kind):
             if item.default_factory is not dataclasses.MISSING:
-                walk(item.default_factory, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+                walk(item.default_factory, f"{prefix}{item.name}.")
             else:
                 lines.append(f"  --{prefix}{item.name} {item.default}   ({item.type})")
 

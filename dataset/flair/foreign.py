@@ -27,6 +27,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from dataset.flair.columns import label_matrix
 from dataset.flair.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
 from dataset.flair.native import IdColumn, Storage, StoredImages, opened
 
@@ -154,11 +155,10 @@ class ForeignReader:
     def _matrices(self, labels: Mapping[str, list[IntArray]], count: int) -> dict[str, LabelMatrix]:
         matrices = {}
         for taxonomy, parts in labels.items():
-            num_labels = len(self.label_mappings[taxonomy])
             pairs = np.concatenate(parts)
-            flat = np.unique(pairs[:, 0] * num_labels + pairs[:, 1])  # sorted by row, then column
-            indptr = np.searchsorted(flat, np.arange(count + 1) * num_labels).astype(np.int64)
-            matrices[taxonomy] = LabelMatrix(indptr, (flat % num_labels).astype(np.uint16), num_labels)
+            matrices[taxonomy] = label_matrix(
+                pairs[:, 0], pairs[:, 1], count, len(self.label_mappings[taxonomy])
+            )
         return matrices
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:
@@ -168,7 +168,7 @@ class ForeignReader:
             group = self._file()[split]
             if not self.grouped:
                 return [_rgb(group[index.image_ids[row]]["image"][()]) for row in rows.tolist()]
-            images: list[npt.NDArray[np.uint8]] = []
+            images: list[memoryview | npt.NDArray[np.uint8]] = []
             for row in rows.tolist():
                 user = int(index.user_index[row])
                 images.append(group[index.user_ids[user]]["images"][row - int(index.user_offsets[user])])

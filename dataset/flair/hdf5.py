@@ -117,10 +117,10 @@ class FlairFile:
         out = np.empty((len(rows), image_size, image_size, 3), np.uint8)
         for i, image in enumerate(stored):
             try:
-                if isinstance(image, np.ndarray):
-                    out[i] = resize(image[None], image_size)[0]
-                else:
+                if isinstance(image, memoryview):
                     out[i] = decode(image, image_size)
+                else:
+                    out[i] = resize(image[None], image_size)[0]
             except ValueError as error:
                 image_id = self.split(split).image_ids[int(rows[i])]
                 raise ValueError(

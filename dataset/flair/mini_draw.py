@@ -2,13 +2,14 @@
 
 Shape letters: N images, M marks, S side in pixels.
 
-An image is its user's background (two colours, a wave, a colour cast, a noise level) under one mark for each of
-its fine labels. The mark's silhouette and hue tell the coarse label; its shade, its stripes' width and direction
-tell the fine label. Place, size, tilt, opacity, brightness and noise are random per image, and marks overlap.
+An image is its user's background (two colours, a wave, a colour cast, a noise level) under one mark for each
+of its fine labels. The mark's silhouette and hue tell the coarse label; its shade and its stripes' width and
+direction tell the fine label. Place, size, tilt, opacity, brightness and noise are random per image; marks
+overlap, and confetti in all labels' colours lies over them.
 
-Portability: everything random is a 64- or 32-bit integer hash, and pixels come from single-precision additions,
-multiplications, divisions and comparisons alone, each rounded as IEEE 754 demands, in an order that does not
-depend on the batch. So the pixels are the same for any numpy, machine, and choice of rows.
+Portability: everything random is a 64- or 32-bit integer hash, and pixels come from single-precision sums,
+products, quotients, square roots and comparisons alone, each rounded as IEEE 754 demands, in an order that
+does not depend on the batch. So the pixels are the same for any numpy, machine, and choice of rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SPECKS = 12  # per image
 _CHUNK_PIXELS = 1 << 16  # images are drawn so many pixels at a time, to stay in the processor's cache
 
 
@@ -50,68 +53,70 @@ def uniform(keys: Keys) -> npt.NDArray[np.float64]:
 
 def _shares(keys: Keys) -> list[Floats]:
     """Eight independent numbers in [0, 1] from each key: its bytes."""
-    return [((keys >> np.uint64(8 * i)) & np.uint64(255)).astype(np.float32) / np.float32(255) for i in range(8)]
+    octets = [(keys >> np.uint64(8 * i)) & np.uint64(255) for i in range(8)]
+    return [octet.astype(np.float32) / np.float32(255) for octet in octets]
 
 
-Shape = Callable[[Floats, Floats], Floats]
+_Plane = Any  # Floats: numpy's types lose single precision where a Python number takes part
+_Silhouette = Callable[[_Plane, _Plane], _Plane]
 
 
-def _box(p: Floats, q: Floats) -> Floats:
+def _box(p: _Plane, q: _Plane) -> _Plane:
     return np.maximum(np.abs(p), np.abs(q))
 
 
-def _plus(p: Floats, q: Floats) -> Floats:
+def _plus(p: _Plane, q: _Plane) -> _Plane:
     p, q = np.abs(p), np.abs(q)
     return np.minimum(np.maximum(3 * p, q), np.maximum(p, 3 * q))
 
 
-def _crescent(p: Floats, q: Floats) -> Floats:
+def _crescent(p: _Plane, q: _Plane) -> _Plane:
     return np.maximum(p * p + q * q, 2 - ((p - 0.4) * (p - 0.4) + q * q) * 2.2)
 
 
-def _star(p: Floats, q: Floats) -> Floats:
+def _star(p: _Plane, q: _Plane) -> _Plane:
     p, q = np.abs(p), np.abs(q)
     return p + q + 5 * p * q
 
 
-def _hourglass(p: Floats, q: Floats) -> Floats:
+def _hourglass(p: _Plane, q: _Plane) -> _Plane:
     q = np.abs(q)
     return np.maximum(q, np.abs(p) - q + 0.85)
 
 
-def _dots(p: Floats, q: Floats) -> Floats:
+def _dots(p: _Plane, q: _Plane) -> _Plane:
     p, q = np.abs(p) - 0.55, np.abs(q) - 0.55
     return (p * p + q * q) * 6
 
 
-def _pair(p: Floats, q: Floats) -> Floats:
+def _pair(p: _Plane, q: _Plane) -> _Plane:
     p = np.abs(p) - 0.55
     return (p * p + q * q * 0.3) * 6
 
 
-def _target(p: Floats, q: Floats) -> Floats:
+def _target(p: _Plane, q: _Plane) -> _Plane:
     square = p * p + q * q
     return np.minimum(np.abs(square - 0.75) * 4, square * 8)
 
 
 # Label -> its colour, and its silhouette: d(p, q) < 1 inside; p, q in units of the mark's radius.
-_MARKS: dict[str, tuple[tuple[int, int, int], Shape]] = {
-    "animal": ((150, 85, 35), _crescent),
+_MARKS: dict[str, tuple[tuple[int, int, int], _Silhouette]] = {
+    "animal": ((145, 60, 215), _crescent),
     "art": ((235, 50, 205), lambda p, q: np.abs(_box(p, q) - 0.7) * 3.3),
-    "celebration": ((255, 150, 195), _dots),
+    "celebration": ((205, 140, 85), _dots),
     "equipment": ((60, 105, 215), _plus),
     "fire": ((255, 80, 10), lambda p, q: np.maximum(p * p + q * q, 0.7 - 3 * q)),
     "food": ((250, 180, 40), lambda p, q: p * p + q * q),
-    "games": ((130, 45, 210), lambda p, q: _plus((p + q) * 0.75, (p - q) * 0.75)),
-    "interior_room": ((225, 200, 150), lambda p, q: np.maximum(_box(p, q), 1 + 3 * np.minimum(p, q))),
+    "games": ((120, 75, 35), lambda p, q: _plus((p + q) * 0.75, (p - q) * 0.75)),
+    "interior_room": ((255, 150, 195), lambda p, q: np.maximum(_box(p, q), 1 + 3 * np.minimum(p, q))),
     "light": ((255, 250, 130), _star),
     "liquid": ((40, 215, 230), lambda p, q: np.abs(p * p + q * q - 0.62) * 2.6),
-    "material": ((140, 145, 60), lambda p, q: np.abs(p) + np.abs(q)),
+    "material": ((55, 50, 45), lambda p, q: np.abs(p) + np.abs(q)),
     "music": ((20, 20, 110), _pair),
-    "outdoor": ((140, 190, 255), lambda p, q: np.maximum(np.abs(p), 2.6 * np.abs(q))),
+    "outdoor": ((240, 245, 255), lambda p, q: np.maximum(np.abs(p), 2.6 * np.abs(q))),
     "plant": ((45, 165, 55), lambda p, q: np.maximum(1.25 * q, 1.6 * np.abs(p) - 0.8 * q + 0.2)),
     "recreation": ((170, 240, 40), _hourglass),
-    "religion": ((250, 250, 250), _target),
+    "religion": ((225, 205, 150), _target),
     "structure": ((185, 40, 50), lambda p, q: _box(p, q) * 1.15),
 }
 COARSE_LABELS = tuple(sorted(_MARKS))
@@ -165,6 +170,7 @@ def _draw_chunk(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
         for channel in range(3):
             colour[rows, channel] += shine * rgb[chosen, channel, None, None]
     colour /= weight[:, None]
+    _confetti(scene, colour, size)
     return _photograph(scene, colour, size)
 
 
@@ -179,9 +185,8 @@ def _wave(phase: Floats) -> Floats:
 
 def _background(scene: Scene, size: int) -> Floats:
     """Two colours of the user's, mixed by a slow wave whose direction is the image's, ``[N, 3, S, S]``."""
-    first, second = _shares(keyed(0, "first colour", scene.user_keys)), _shares(
-        keyed(0, "second colour", scene.user_keys)
-    )
+    first = _shares(keyed(0, "first colour", scene.user_keys))
+    second = _shares(keyed(0, "second colour", scene.user_keys))
     own = _shares(keyed(0, "background", scene.image_keys))
     at = (np.arange(size, dtype=np.float32) + np.float32(0.5)) / np.float32(size)
     across = (own[0] * 3 - 1.5)[:, None] * at + own[1][:, None]
@@ -200,7 +205,7 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
     order = np.argsort(scene.mark_coarse, kind="stable")  # marks of a shape lie together while they are drawn
     image, coarse, number = scene.mark_image[order], scene.mark_coarse[order], number[order]
     crowd = np.bincount(scene.mark_image, minlength=len(scene.image_keys))[image].astype(np.float32)
-    shift, _ = _shares(keyed(0, "places", scene.image_keys))[:2], None
+    shift = _shares(keyed(0, "places", scene.image_keys))
     own = _shares(keyed(0, "mark", scene.image_keys[image], number))
     fine = _shares(scene.mark_fine[order])
     # Places follow the plane-filling R2 sequence from a start of the image's own, so that marks spread out.
@@ -233,6 +238,21 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return opacity[back], lit[back], rgb[back]
+
+
+def _confetti(scene: Scene, colour: Floats, size: int) -> None:
+    """Specks in the colours of any labels, a sixteenth of the side wide: a pixel's colour alone tells little."""
+    draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(_SPECKS, dtype=np.uint64)
+    cell = ((draws >> np.uint64(8)) + number * (draws | np.uint64(1))) & np.uint64(255)  # no cell comes twice
+    own = _shares(keyed(0, "speck", scene.image_keys[:, None], number))
+    rgb = _COLOURS[np.minimum(own[0] * len(_COLOURS), len(_COLOURS) - 1).astype(np.int64)]
+    rgb *= (0.75 + 0.4 * own[1])[..., None]
+    side = np.arange(max(1, size // 16))
+    down = ((cell >> np.uint64(4)).astype(np.int64) * size // 16)[..., None] + side
+    across = ((cell & np.uint64(15)).astype(np.int64) * size // 16)[..., None] + side
+    image = np.arange(len(colour))[:, None, None, None]
+    for channel in range(3):
+        colour[image, channel, down[..., :, None], across[..., None, :]] = rgb[..., channel, None, None]
 
 
 def _photograph(scene: Scene, colour: Floats, size: int) -> npt.NDArray[np.uint8]:

@@ -27,7 +27,7 @@ MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_labe
 REMAKE = "make it again with python -m dataset.flair.download_preprocess"
 
 Storage = Literal["jpeg", "raw"]
-StoredImages = Sequence[memoryview] | Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
+StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
 
 
 class Reader(Protocol):
@@ -136,7 +136,12 @@ def content_checksum(file: h5py.File) -> str:
 
 def read_json(file: h5py.File, name: str) -> Any:
     """A JSON text that is stored as bytes under ``metadata``."""
-    return json.loads(bytes(file[f"metadata/{name}"][()]))
+    data = file[f"metadata/{name}"]
+    if data.attrs.get("sha256") != checksum(data[()]):
+        raise ValueError(
+            f"{file.filename} is damaged: metadata/{name} does not agree with its checksum; {REMAKE}"
+        )
+    return json.loads(bytes(data[()]))
 
 
 class NativeReader:
@@ -160,6 +165,9 @@ class NativeReader:
                 t: dict(read_json(file, name)) for t, name in MAPPINGS.items()
             }
             self.provenance: dict[str, Any] = read_json(file, "provenance")
+            missing = [name for name in self.splits if "images" not in file[name]]
+            if missing:
+                raise ValueError(f"{path} is damaged: {missing[0]}/images is missing; {REMAKE}")
             self._data_at = {name: file[f"{name}/images"].id.get_offset() or 0 for name in self.splits}
         self._image_offsets: dict[str, IntArray] = {}
         self._descriptor: int | None = None
@@ -204,7 +212,8 @@ class NativeReader:
                 self._read_into(out[done : done + stop - start], self._data_at[split] + start * size)
                 done += stop - start
             return out
-        offsets, images = self.image_offsets(split), []
+        offsets = self.image_offsets(split)
+        images: list[memoryview | npt.NDArray[np.uint8]] = []
         for start, stop in runs:
             buffer = np.empty(int(offsets[stop] - offsets[start]), np.uint8)
             self._read_into(buffer, self._data_at[split] + int(offsets[start]))

@@ -70,11 +70,11 @@ def _check_split(split: SplitIndex, grouped: bool, mappings: Mapping[str, Mappin
         twice = np.flatnonzero(ordered[1:] == ordered[:-1])
         if len(twice):
             raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
+    if grouped and not _steps(split.user_offsets, users, images, least=1):
+        raise ValueError("user_offsets do not rise from 0 to the number of images")
     if len(split.user_index) != images or not _within(split.user_index, users):
         raise ValueError("user_index does not give each image one of the users")
     if grouped:
-        if not _steps(split.user_offsets, users, images, least=1):
-            raise ValueError("user_offsets do not rise from 0 to the number of images")
         if not np.array_equal(split.user_index, np.repeat(np.arange(users), np.diff(split.user_offsets))):
             raise ValueError("user_index contradicts user_offsets")
     elif len(split.user_offsets):

@@ -1,0 +1,204 @@
+"""How fast FLAIR is preprocessed, in how much memory, beside what the predecessors do, on the same parquet.
+
+    python -m benchmarks.flair.bench_preprocess --output bench_preprocess.json [--images 4000]
+
+The parquet repeats a local folder of ``apple/flair``'s layout under new ids. The opponent, ``naive``, is one
+process that decodes every image once and writes one HDF5 group of pixels per user, as pfl-research's script
+does (which decodes twice), with the whole table in memory so that no random access slows it. Each contender
+is a process of its own; seconds are its work without imports, up to data that is safe on the disk (fsync).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from dataset.command_line import run
+from dataset.flair import download_preprocess
+from dataset.flair.arguments import OneLineParser
+from dataset.flair.hdf5 import FlairFile, FlairWriter
+from dataset.flair.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
+
+CONTENDERS = {
+    "naive": [],
+    "jpeg+header": ["--verify", "header"],
+    "jpeg+full": ["--verify", "full"],
+    "raw": ["--storage", "raw"],
+}
+TARGETS = {"jpeg+header": 10.0, "jpeg+full": 1.7, "raw": 1.5}
+
+
+def repeat(folder: Path, images: int, target: Path) -> None:
+    """Write one shard of ``images`` records: the folder's records again and again under new ids."""
+    target.mkdir()
+    table = pa.concat_tables(pq.read_table(path) for path in sorted(folder.rglob("*.parquet")))
+    with pq.ParquetWriter(target / "train-00000-of-00001.parquet", table.schema) as writer:
+        for done in range(0, images, len(table)):
+            part = table.slice(0, min(len(table), images - done))
+            users = pa.array([f"{user}-{done}" for user in part["user_id"].to_pylist()])
+            ids = pa.array(np.arange(done, done + len(part)))
+            part = part.set_column(part.schema.get_field_index("user_id"), "user_id", users)
+            part = part.set_column(part.schema.get_field_index("image_id"), "image_id", ids)
+            writer.write_table(part, row_group_size=100)
+
+
+def naive(folder: Path, output: Path) -> None:
+    """Decode every image and write one group per user."""
+    table = pa.concat_tables(pq.read_table(path) for path in sorted(folder.glob("*.parquet")))
+    columns = {name: table[name].to_pylist() for name in table.column_names if name != "image"}
+    users: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for row, key in enumerate(zip(columns["partition"], columns["user_id"])):
+        users[key].append(row)
+    mappings = {
+        name: {label: i for i, label in enumerate(sorted(set().union(*columns[name])))} for name in TAXONOMIES
+    }
+    with h5py.File(output, "w") as file:
+        for (split, user), rows in users.items():
+            images = [table["image"][row]["bytes"].as_py() for row in rows]
+            pixels = np.stack([np.asarray(Image.open(io.BytesIO(image))) for image in images])
+            group = file.create_group(f"{split}/{user}")
+            group["image_ids"] = np.asarray([columns["image_id"][row] for row in rows], "S")
+            for name, mapping in mappings.items():
+                pairs = [(i, mapping[label]) for i, row in enumerate(rows) for label in columns[name][row]]
+                group[f"{name}_row"], group[f"{name}_col"] = np.array(pairs, np.uint16).reshape(-1, 2).T
+            group.create_dataset("images", data=pixels)
+    with open(output, "rb") as written:
+        os.fsync(written.fileno())
+
+
+def one(contender: str, folder: Path, output: Path, extra: Sequence[str]) -> None:
+    """Run a contender in this process and print its seconds and peak memory as JSON."""
+    start = time.perf_counter()
+    if contender == "naive":
+        naive(folder, output)
+    else:
+        arguments = ["--source", str(folder), "--output_file", str(output), *CONTENDERS[contender], *extra]
+        download_preprocess.main(arguments)
+    seconds = time.perf_counter() - start
+    print(
+        json.dumps(
+            {"seconds": seconds, "peak_rss_mb": peak_rss_mb(), "output_mb": output.stat().st_size / 1e6}
+        )
+    )
+
+
+def peak_rss_mb() -> float:
+    """Peak resident memory of this process (getrusage would count the parent's before exec, too)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+
+
+def measure(contender: str, folder: Path, images: int, extra: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a contender in a process of its own on ``folder``; its output is deleted."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        command = [sys.executable, "-m", __spec__.name, "--one", contender, "--source", str(folder)]
+        command += ["--output", str(Path(scratch) / "out.hdf5"), *extra]
+        os.sync()  # what an earlier contender left to be written is not this one's to wait for
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        result: dict[str, Any] = json.loads(done.stdout)
+    result["images_per_s"] = images / result["seconds"]
+    print(f"{contender:>12} {images:>6} images: {result}", file=sys.stderr)
+    return result
+
+
+def opening(users: int, folder: Path) -> dict[str, float]:
+    """Seconds to open a file of so many users (8.35 images each on average) and read its index."""
+    counts = np.random.default_rng(0).geometric(1 / 8.35, users)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    total = int(offsets[-1])
+    sizes, labels = {"labels": (17, 3), "fine_grained_labels": (1628, 5)}, {}
+    for name, (width, each) in sizes.items():
+        columns = np.sort((np.arange(total)[:, None] + np.arange(each)) % (width - each), axis=1)
+        labels[name] = LabelMatrix(np.arange(total + 1) * each, columns.ravel().astype(np.uint16), width)
+    split = SplitIndex(
+        [f"{user:08d}@N00" for user in range(users)],
+        offsets,
+        np.repeat(np.arange(users, dtype=np.int32), counts),
+        [str(10**10 + image) for image in range(total)],
+        labels,
+    )
+    mappings = {name: {f"{i:04d}": i for i in range(width)} for name, (width, _) in sizes.items()}
+    index, path = DatasetIndex({"train": split}, mappings), folder / "opening.hdf5"
+    with FlairWriter(path, index, storage="raw", image_size=1) as writer:
+        writer.write("train", np.arange(total), np.zeros((total, 1, 1, 3), np.uint8))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        with FlairFile(path) as file:
+            file.split("train")
+        times.append(time.perf_counter() - start)
+    return {
+        "users": users,
+        "images": total,
+        "seconds": min(times),
+        "worst_of_5_s": max(times),
+        "target_s": 0.2,
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.bench_preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--source", type=Path, default=Path("../shared/data/clothing-flair"))
+    parser.add_argument("--images", type=int, default=4000, help="for the comparison")
+    parser.add_argument("--memory_images", type=int, nargs=2, default=(2000, 20000))
+    parser.add_argument("--folder", type=Path, help="for scratch files (the system's)")
+    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
+    given, extra = parser.parse_known_args(argv)
+    if given.one:
+        one(given.one, given.source, given.output, extra)
+        return
+    if not given.source.is_dir():
+        raise ValueError(f"--source {given.source} is not a folder; give one with parquet as apple/flair's")
+    few, many = given.memory_images
+    report: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.platform(), "images": given.images}
+    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+        repeat(given.source, given.images, Path(scratch) / "speed")
+        report["speed"] = {name: measure(name, Path(scratch) / "speed", given.images) for name in CONTENDERS}
+        base = report["speed"]["naive"]["images_per_s"]
+        report["times_naive"] = {
+            name: {"measured": report["speed"][name]["images_per_s"] / base, "target": target}
+            for name, target in TARGETS.items()
+        }
+        for images in (few, many):
+            repeat(given.source, images, Path(scratch) / f"memory-{images}")
+        report["memory"] = {}
+        for name, options in {"jpeg+full": (), "raw": ("--image_size", "64")}.items():
+            peaks = [
+                measure(name, Path(scratch) / f"memory-{images}", images, options)["peak_rss_mb"]
+                for images in (few, many)
+            ]
+            report["memory"][name] = {
+                "images": [few, many],
+                "peak_rss_mb": peaks,
+                "ratio": peaks[1] / peaks[0],
+            }
+        report["opening"] = opening(41_131, Path(scratch))
+    given.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: report[key] for key in ("times_naive", "memory", "opening")}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

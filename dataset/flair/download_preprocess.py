@@ -1,0 +1,360 @@
+"""Download FLAIR, or take a local copy, and make one HDF5 file of it.
+
+    python -m dataset.flair.download_preprocess --output_file F [--source hf|apple|DIR] [--storage jpeg|raw]
+
+Two passes over the source, each with bounded memory. The first reads users, labels and image sizes, checks
+each image and keeps compact columns, from which every image's place in the file follows; the second puts each
+image at its place. The output has its name only when it is complete and checked; dataset/flair/hdf5.py
+describes its schema.
+
+--verify full, the default, decodes every image to the end of its stream, strictly: damage is found now, and
+not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs some minutes on
+two cores, once. --verify header reads headers and end markers only, which finds files that are cut off or are
+no images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import PIL
+import pyarrow as pa
+from tqdm import tqdm
+
+from dataset.command_line import run
+from dataset.flair import remote
+from dataset.flair.arguments import OneLineParser
+from dataset.flair.columns import Placement, build_index
+from dataset.flair.hdf5 import FlairWriter, Storage
+from dataset.flair.images import check as check_stream
+from dataset.flair.images import decode, jpeg_size
+from dataset.flair.index import TAXONOMIES, DatasetIndex
+from dataset.flair.sources import Image, Records, Source, local
+
+TOOL_VERSION = "1.0"
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the output is to be."""
+
+    output_file: Path
+    storage: Storage = "jpeg"
+    image_size: int = 256
+    grouped: bool = True
+    verify: str = "full"
+    on_bad_image: str = "fail"
+    vocabulary: Mapping[str, list[str]] | None = None
+    workers: int = 2
+
+
+@dataclass
+class Scan:
+    """What the first pass keeps of R records."""
+
+    table: pa.Table
+    num_bytes: npt.NDArray[np.int64]  # [R]
+    faults: dict[int, str]  # by record
+
+
+def preprocess(source: Source, options: Options) -> None:
+    """Make ``options.output_file`` from a source.
+
+    Raises ValueError that names user and image for an image that cannot be used (unless such are skipped),
+    and for records that contradict one another; OSError if the disk is full.
+    """
+    with ThreadPoolExecutor(options.workers) as pool:
+        scan = _scan(source, options, pool)
+        while True:
+            index, placement = _index(scan, source, options)
+            found = _write(source, scan, index, placement, options, pool)
+            if not found:
+                break
+            scan.faults.update(found)  # raw storage found images that cannot be decoded: again, without them
+    source.discard()
+
+
+def _scan(source: Source, options: Options, pool: ThreadPoolExecutor) -> Scan:
+    strictly = options.verify == "full"
+    tables: list[pa.Table] = []
+    num_bytes, faults = array("q"), dict[int, str]()
+
+    def check(batch: Records) -> tuple[Records, list[str | None]]:
+        return batch, [_fault(image, strictly) for image in batch.images]
+
+    with _progress(source, "1/2 check") as progress:
+        for batch, found in _ahead(pool, check, source.records(), 2 * options.workers):
+            for image, fault in zip(batch.images, found):
+                if fault is not None:
+                    at = len(num_bytes) - sum(map(len, tables))
+                    _bad(batch.table, at, f"{batch.origin}: {fault}", options)
+                    faults[len(num_bytes)] = fault
+                num_bytes.append(0 if image is None else len(image))
+            tables.append(batch.table)
+            progress.update(len(found))
+    if len(num_bytes) == len(faults):
+        raise ValueError(f"{source.provenance['source']} holds no usable image")
+    return Scan(pa.concat_tables(tables), np.frombuffer(num_bytes, np.int64), faults)
+
+
+def _fault(image: Image, strictly: bool) -> str | None:
+    """What is wrong with an image, or None."""
+    if image is None:
+        return "it is listed, but its file is missing"
+    try:
+        jpeg_size(image)
+        if strictly:
+            check_stream(image)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _bad(table: pa.Table, at: int, fault: str, options: Options) -> None:
+    if options.on_bad_image == "fail":
+        user, image = table["user_id"][at].as_py(), table["image_id"][at].as_py()
+        raise ValueError(
+            f"image {image} of user {user} cannot be used, {fault}; mend the source, or leave such images "
+            "out with --on_bad_image skip"
+        )
+
+
+def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, Placement]:
+    keep = np.ones(len(scan.num_bytes), bool)
+    keep[list(scan.faults)] = False
+    skipped = [
+        {
+            "user_id": scan.table["user_id"][record].as_py(),
+            "image_id": scan.table["image_id"][record].as_py(),
+            "reason": fault,
+        }
+        for record, fault in sorted(scan.faults.items())
+    ]
+    provenance: dict[str, Any] = {
+        **source.provenance,
+        "counts": {},
+        "verify": options.verify,
+        "skipped_images": skipped,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tool": "dataset.flair.download_preprocess",
+        "tool_version": TOOL_VERSION,
+        "pillow_version": PIL.__version__,
+    }
+    index, placement = build_index(
+        scan.table,
+        keep,
+        grouped=options.grouped,
+        vocabulary=options.vocabulary or {},
+        provenance=provenance,
+    )
+    provenance["counts"] = {
+        name: {"users": split.num_users, "images": split.num_images} for name, split in index.splits.items()
+    }
+    return index, placement
+
+
+def _write(
+    source: Source,
+    scan: Scan,
+    index: DatasetIndex,
+    placement: Placement,
+    options: Options,
+    pool: ThreadPoolExecutor,
+) -> dict[int, str]:
+    """The second pass; returns the images that it found undecodable, in which case nothing was written."""
+    image_bytes = {}
+    for number, name in enumerate(placement.names):
+        here = np.flatnonzero(placement.split == number)
+        image_bytes[name] = np.empty(len(here), np.int64)
+        image_bytes[name][placement.row[here]] = scan.num_bytes[here]
+    raw = options.storage == "raw"
+    writer = FlairWriter(
+        options.output_file,
+        index,
+        storage=options.storage,
+        image_bytes=None if raw else image_bytes,
+        image_size=options.image_size if raw else None,
+    )
+    found: dict[int, str] = {}
+
+    def put(batch: tuple[int, Sequence[Image]]) -> int:
+        start, images = batch
+        records = np.arange(start, start + len(images))
+        for number, name in enumerate(placement.names):
+            here = records[placement.split[records] == number]
+            here = here[np.argsort(placement.row[here])]
+            picked = [image for record in here.tolist() if (image := images[record - start]) is not None]
+            rows = placement.row[here]
+            if not raw:
+                writer.write(name, rows, picked)
+                continue
+            pixels = np.empty((len(picked), options.image_size, options.image_size, 3), np.uint8)
+            for i, image in enumerate(picked):
+                try:
+                    pixels[i] = decode(image, options.image_size)
+                except ValueError as error:
+                    _bad(scan.table, int(here[i]), str(error), options)
+                    found[int(here[i])] = str(error)
+            writer.write(name, rows, pixels)
+        return len(images)
+
+    try:
+        with writer, _progress(source, "2/2 write") as progress:
+            for count in _ahead(pool, put, _numbered(source.images()), 2 * options.workers):
+                progress.update(count)
+            if found:
+                raise _UndecodableError
+    except _UndecodableError:
+        return found
+    return {}
+
+
+class _UndecodableError(Exception):
+    """Leaves the writer's block so that nothing is kept."""
+
+
+def _numbered(batches: Iterable[Sequence[Image]]) -> Iterator[tuple[int, Sequence[Image]]]:
+    start = 0
+    for images in batches:
+        yield start, images
+        start += len(images)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, work: Callable[[In], Out], items: Iterable[In], depth: int
+) -> Iterator[Out]:
+    """``map(work, items)`` in order, with at most ``depth`` items under way."""
+    waiting: deque[Future[Out]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) == depth:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _progress(source: Source, what: str) -> Any:
+    return tqdm(total=source.num_images, desc=what, unit="image", mininterval=0.5, file=sys.stderr)
+
+
+def check_disk(source: Source, options: Options) -> None:
+    """Raise OSError if the disk of the output has no room for the download and the output together."""
+    folder = options.output_file.parent
+    while not folder.exists():
+        folder = folder.parent
+    raw = source.num_images * options.image_size**2 * 3
+    output = raw if options.storage == "raw" else source.image_bytes
+    need, free = output + source.download_bytes, shutil.disk_usage(folder).free
+    if need > free:
+        download = f"{source.download_bytes / 1e9:.2f} GB to download and " if source.download_bytes else ""
+        raise OSError(
+            f"{download}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
+            f"{free / 1e9:.2f} GB are free there: free some or choose another disk"
+        )
+
+
+def read_vocabulary(path: Path) -> dict[str, list[str]]:
+    """The names of each taxonomy from JSON ``{"labels": [...], ...}``, or from {name: anything} for each."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--label_mapping {path} is not JSON ({error})") from None
+    if not isinstance(content, dict) or not content or set(content) - set(TAXONOMIES):
+        raise ValueError(f"--label_mapping {path} needs an object with the keys {' and '.join(TAXONOMIES)}")
+    for taxonomy, names in content.items():
+        if not isinstance(names, (list, dict)) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"--label_mapping {path}: {taxonomy} is neither a list of names nor an object")
+    return {taxonomy: sorted(set(names)) for taxonomy, names in content.items()}
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m dataset.flair.download_preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
+    add(
+        "--source",
+        default="hf",
+        help="hf: apple/flair on Hugging Face (default); apple: Apple's; or a folder",
+    )
+    add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes (default), or pixels")
+    add("--image_size", type=int, default=256, help="raw: side in pixels (256); other images are resized")
+    add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
+    add("--verify", choices=("header", "full"), default="full", help="see above")
+    add(
+        "--on_bad_image", choices=("fail", "skip"), default="fail", help="skip leaves them out and lists them"
+    )
+    add(
+        "--label_mapping", type=Path, help="JSON that fixes the labels: {labels: [], fine_grained_labels: []}"
+    )
+    add("--revision", default=remote.REVISION, help=f"commit, for --source hf ({remote.REVISION})")
+    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
+    add("--workers", type=int, default=_cores(), help="threads (the number of cores)")
+    add("--overwrite", action="store_true", help="replace an existing output file")
+    return parser.parse_args(argv)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    given = _arguments(argv)
+    output: Path = given.output_file
+    if output.is_dir():
+        raise ValueError(f"--output_file {output} is a folder; give the name of a file")
+    if output.exists() and not given.overwrite:
+        raise ValueError(f"{output} exists; give --overwrite to replace it")
+    for name in ("image_size", "workers"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    options = Options(
+        output,
+        given.storage,
+        given.image_size,
+        not given.not_group_data_by_user,
+        given.verify,
+        given.on_bad_image,
+        read_vocabulary(given.label_mapping) if given.label_mapping else None,
+        given.workers,
+    )
+    folder = given.download_folder or output.with_name(output.name + ".download")
+    source: Source
+    if given.source == "hf":
+        source = remote.hugging_face(folder, given.revision)
+    elif given.source == "apple":
+        source = remote.apple(folder)
+    else:
+        source = local(Path(given.source))
+    check_disk(source, options)
+    preprocess(source, options)
+    print(f"{output} is complete; python -m dataset.flair.hdf5 {output} describes it", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

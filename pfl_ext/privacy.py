@@ -1,0 +1,382 @@
+"""Central differential privacy for pfl: clip each user's update, add Gaussian noise once to their sum.
+
+Letters: P parameters, G layers, C bound of one update's norm, U users of a round, T rounds.
+
+What differs from pfl 0.6, on whose classes this builds, and why:
+
+* **The mean is divided by a constant**, the expected cohort. pfl divides by the cohort that came, which
+  depends on who takes part, so that its sensitivity is not the one accounted for under Poisson sampling.
+* **The noise is drawn from a stream named by (seed, round)**. pfl's is unseeded where the seed is 0 (each
+  worker then adds its own), and torch's CPU generator keeps 32 bits of a seed: over 5,000 rounds two draw
+  the same noise with probability 0.3 %, and equal noise can be subtracted. Here: Philox with 128-bit keys.
+* **Clipping is one pass over one vector** and reads nothing back from the device. pfl compares and logs the
+  norm on the host for every user, scales tensor by tensor, and lets rounding exceed the bound.
+* **A user whose update is not finite contributes zero and is counted.** In pfl a NaN passes (``nan > C`` is
+  false) and destroys the model.
+* **State can be saved**: pfl's adaptive bound starts anew at each resume. No round is released twice.
+* The adaptive indicator is in the total budget, its minimal noise known beforehand (``Calibration``).
+
+Sums are floating point and the generator is not cryptographic: fit for research on simulated users, not
+for a deployment against an adversary who knows the code (Mironov 2012). The metrics are exact, not private.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pfl.context import CentralContext, UserContext
+from pfl.hyperparam import HyperParamClsOrFloat
+from pfl.hyperparam.base import get_param_value
+from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.privacy.adaptive_clipping import MutableClippingBound
+from pfl.privacy.gaussian_mechanism import GaussianMechanism
+from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+from pfl_ext.privacy_accounting import Calibration
+from pfl_ext.randomness import derive, stream
+
+Clipping = Literal["flat", "per_layer"]
+
+ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
+MARGIN = 2.0**-14  # bounds are undercut by this; rounding in a row of 1024 is at most 2^-15 of a norm
+NOISE_CHUNK = 2**20
+TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A clipped update. Scalars are 0-dim tensors on the update's device, not yet read."""
+
+    tensors: list[Tensor]  # float32, shapes as given
+    norm: Tensor  # float64, before clipping
+    whole: Tensor  # bool: no layer exceeded its bound
+    finite: Tensor  # bool: otherwise the tensors are zero
+
+
+def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
+    """How many successive tensors form each layer: all one for ``flat``, else those of the same module."""
+    if clipping == "flat":
+        return [len(names)]
+    return [len(list(run)) for _, run in groupby(names, key=lambda name: name.rpartition(".")[0])]
+
+
+@torch.no_grad()
+def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float) -> Clipped:
+    """New float32 tensors with a joint L2 norm of at most ``bound``, each of G layers' ``bound / sqrt(G)``.
+
+    The bound holds exactly, measured in float64, whatever the inputs' precision: it is undercut by 2^-14 to
+    leave room for rounding. Below it nothing changes. NaN, infinity, and values whose square overflows
+    float32 (above 1.8e19) make the whole update zero. Nothing is read back from a GPU.
+    """
+    device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
+    for count in layers:
+        layer = [t.detach().reshape(-1).float() for t in tensors[start : start + count]]
+        size = sum(t.numel() for t in layer)
+        parts += [*layer, torch.zeros(-size % ROW, device=device)]
+        rows_of_layer.append(-(-size // ROW))
+        start += count
+    rows = torch.cat(parts).view(-1, ROW)
+    squares = torch.linalg.vector_norm(rows, dim=1).double().square()
+    norms = torch.stack([part.sum() for part in squares.split(rows_of_layer)]).sqrt()  # [G]
+    limit = bound * (1 - MARGIN) / math.sqrt(len(layers))
+    over = norms > limit
+    finite = torch.isfinite(norms).all()
+    scales = torch.where(over, limit / norms, 1.0).float()
+    for part, scale in zip(rows.split(rows_of_layer), scales):
+        part.mul_(scale)
+    if device.type != "cpu":
+        rows.masked_fill_(~finite, 0.0)
+    elif not bool(finite):
+        rows.zero_()
+    flat, out, offset = rows.view(-1), [], 0
+    for part, tensor in zip(parts, [*_with_paddings(tensors, layers)]):
+        if tensor is not None:
+            out.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += part.numel()
+    return Clipped(out, norms.square().sum().sqrt(), ~over.any(), finite)
+
+
+def _with_paddings(tensors: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor | None]:
+    """The tensors with None for the padding behind each layer."""
+    found, start = [], 0
+    for count in layers:
+        found += [*tensors[start : start + count], None]
+        start += count
+    return found
+
+
+def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
+    """``[size]`` standard normal float32 on the CPU, a function of ``seed`` alone (any number of bits).
+
+    The same on every worker and whatever the device; threads only share the work (chunks of 2^20 each have
+    their own stream). Measured on one core: 16 ns a value.
+    """
+    out = np.empty(size, np.float32)
+
+    def fill(start: int) -> None:
+        stream(seed, "gaussian noise", start // NOISE_CHUNK).standard_normal(
+            dtype=np.float32, out=out[start : start + NOISE_CHUNK]
+        )
+
+    starts = range(0, size, NOISE_CHUNK)
+    if threads == 1 or len(starts) == 1:
+        for start in starts:
+            fill(start)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, starts))
+    return torch.from_numpy(out)
+
+
+class FlatGaussianMechanism(GaussianMechanism):
+    """pfl's ``GaussianMechanism`` over one vector; for local use as it is, and below for central use.
+
+    :param clipping_bound: C, L2.
+    :param relative_noise_stddev: the noise's standard deviation over C.
+    """
+
+    def __init__(
+        self,
+        clipping_bound: HyperParamClsOrFloat,
+        relative_noise_stddev: float,
+        *,
+        clipping: Clipping = "flat",
+        threads: int = 1,
+    ) -> None:
+        super().__init__(clipping_bound, relative_noise_stddev)
+        self._clipping, self._threads = clipping, threads
+
+    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
+        """Clip in place (the mapping, not the tensors)."""
+        names = list(statistics.keys())
+        bound = float(get_param_value(self._clipping_bound))
+        clipped = clip(list(statistics.values()), layers_of(names, self._clipping), bound)
+        for name, tensor in zip(names, clipped.tensors):
+            statistics[name] = tensor
+        return clipped
+
+    def constrain_sensitivity(
+        self,
+        statistics: MappedVectorStatistics,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+        seed: int | None = None,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Clip, and report the norm and whether it was clipped."""
+        clipped = self.clip(statistics)
+        finite = bool(clipped.finite)
+        metrics = [
+            ("l2 norm bound", get_param_value(self._clipping_bound), 1),
+            ("fraction of clipped norms", float(not clipped.whole), 1),
+            ("refused updates", float(not finite), 1),
+            ("norm before clipping", float(clipped.norm) if finite else 0.0, int(finite)),
+        ]
+        return statistics, Metrics([(name_formatting_fn(n), Weighted(v, w)) for n, v, w in metrics])
+
+    @torch.no_grad()
+    def add_noise(
+        self,
+        statistics: MappedVectorStatistics,
+        cohort_size: int,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+        seed: int | None = None,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
+        assert seed is not None, "noise without a seed would differ between workers"
+        std = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
+        names, tensors = list(statistics.keys()), list(statistics.values())
+        flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
+        signal = float(torch.linalg.vector_norm(flat))
+        flat.add_(gaussian_noise(seed, flat.numel(), self._threads).to(flat.device), alpha=std)
+        for name, tensor, part in zip(names, tensors, flat.split([t.numel() for t in tensors])):
+            statistics[name] = part.view(tensor.shape)
+        noise = std * math.sqrt(flat.numel())
+        return statistics, Metrics(
+            [
+                (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
+                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / noise)),
+            ]
+        )
+
+
+def metric_name(description: str) -> PrivacyMetricName:
+    """The name of a metric of `PrivateMean`; its text is "Central DP | " and the description."""
+    return PrivacyMetricName(description, is_local_privacy=False)
+
+
+METRICS = (
+    "clipping bound",
+    "fraction clipped",
+    "norm before clipping",
+    "refused updates",
+    "users",
+    "noise std. dev. on the mean",
+    "signal-to-noise ratio",
+    "noisy fraction unclipped",
+)
+"""Descriptions of the metrics of a round: C used in it; exact fraction of users with a layer clipped or
+refused; their mean norm; how many were not finite; how many took part; the noise on each parameter of the
+mean; norm of the clipped mean over the expected norm of its noise; (adaptive only) what moved C."""
+
+
+class PrivateMean(CentrallyAppliedPrivacyMechanism):
+    """The mean of clipped updates under central DP, at a fixed bound.
+
+    A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors).
+    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
+    expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
+
+    Several workers: users' updates and tallies are summed over workers before ``postprocess_server``,
+    which runs on every worker with the same central seed; each adds the same noise once to the same sum.
+
+    Empty shares: pfl skips the server step in a round without users, and its workers fall out of step when
+    only one has none. A dataset must then yield one user *without data points*, who counts for nothing.
+
+    :param calibration: how much noise; rounds beyond its last are refused.
+    :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
+        after a resume. None: the central context's 32-bit seed, reproducible and for research only.
+    :param threads: that draw the noise; no effect on it.
+    """
+
+    def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:
+        config, share = (
+            calibration.config,
+            calibration.executed.cohort_size / calibration.simulated.cohort_size,
+        )
+        self._bound = MutableClippingBound(config.clipping_bound)
+        self._gaussian = FlatGaussianMechanism(
+            self._bound,
+            calibration.value_noise_multiplier * share,
+            clipping=config.clipping,
+            threads=threads,
+        )
+        super().__init__(self._gaussian)
+        self.calibration, self._noise_seed, self._next_round = calibration, noise_seed, 0
+
+    @property
+    def clipping_bound(self) -> float:
+        """C of the coming round."""
+        return float(self._bound.value())
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds whose noisy mean was released."""
+        return self._next_round
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold besides the noise seed."""
+        return {"clipping_bound": self.clipping_bound, "rounds_done": float(self._next_round)}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`.
+
+        :raises ValueError: when it is not one.
+        """
+        if set(state) != {"clipping_bound", "rounds_done"} or not state["clipping_bound"] > 0:
+            raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start the run anew")
+        self._bound.set_value(float(state["clipping_bound"]))
+        self._next_round = int(state["rounds_done"])
+
+    def postprocess_one_user(
+        self, *, stats: MappedVectorStatistics, user_context: UserContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Clip, and add the user's tally: present, clipped, refused, norm, vote of plus or minus 1/2."""
+        if stats.weight != 1:
+            raise ValueError("private training weights every user by 1: set federated.weighting to users")
+        clipped = self._gaussian.clip(stats)
+        one = torch.ones_like(clipped.norm)
+        whole = clipped.whole & clipped.finite
+        tally = torch.stack(
+            [
+                one,
+                one - whole.double(),
+                one - clipped.finite.double(),
+                torch.where(clipped.finite, clipped.norm, 0.0),
+                whole.double() - 0.5,
+            ]
+        ).float()
+        if user_context.num_datapoints == 0:
+            for name in stats:
+                stats[name] = torch.zeros_like(stats[name])
+            tally.zero_()
+        stats[TALLY] = tally
+        return stats, Metrics()
+
+    def postprocess_server(
+        self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add the round's noise to the sum and make the expected cohort its weight.
+
+        :raises ValueError: when the round is beyond the budget, was released before, or skips rounds (as
+            after a resume without `load_state`).
+        """
+        round_number = central_context.current_central_iteration
+        self.calibration.refuse_round(round_number)
+        if round_number != self._next_round:
+            raise ValueError(
+                f"round {round_number} of private training came where round {self._next_round} was due: "
+                "resume from a checkpoint that holds the privacy mechanism's state"
+            )
+        assert central_context.seed is not None
+        seed = central_context.seed if self._noise_seed is None else self._noise_seed
+        tally = stats.pop(TALLY)[0].tolist()
+        cohort, bound = self.calibration.executed.cohort_size, self.clipping_bound
+        stats, added = self._gaussian.add_noise(
+            stats, cohort, metric_name, derive(seed, "dp noise", round_number)
+        )
+        stats.weight = float(cohort)
+        metrics = self._round_metrics(bound, tally, added) | self._adapt(seed, round_number, tally[4])
+        self._next_round += 1
+        return stats, metrics
+
+    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics) -> Metrics:
+        users, clipped, refused, norms, _ = tally
+        std = added[metric_name("DP noise std. dev.")].overall_value
+        ratio = added[metric_name("signal-to-DP-noise ratio")].overall_value
+        values = [
+            Weighted.from_unweighted(bound),
+            Weighted(clipped, users),
+            Weighted(norms, users - refused),
+            Weighted.from_unweighted(refused),
+            Weighted.from_unweighted(users),
+            Weighted.from_unweighted(std / self.calibration.executed.cohort_size),
+            Weighted.from_unweighted(ratio),
+        ]
+        return Metrics([(metric_name(name), value) for name, value in zip(METRICS, values)])
+
+    def _adapt(self, seed: int, round_number: int, votes: float) -> Metrics:
+        """Nothing: the bound is fixed."""
+        return Metrics()
+
+
+class AdaptivePrivateMean(PrivateMean):
+    """`PrivateMean` whose bound follows a quantile of the norms (Andrew et al. 2021, arXiv 1905.03871).
+
+    ``C <- C exp(-step (b - quantile))`` with b the noisy fraction of unclipped updates, from votes of plus or
+    minus 1/2: ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / C_sm``, C_sm the expected cohort. An
+    absent user moves b towards 1/2, which keeps its sensitivity at 1/2. A refused update votes "clipped".
+    With per-layer clipping "unclipped" means in no layer.
+    """
+
+    def _adapt(self, seed: int, round_number: int, votes: float) -> Metrics:
+        config, cohort = self.calibration.config, self.calibration.executed.cohort_size
+        noise = stream(seed, "dp indicator noise", round_number).standard_normal()
+        fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
+        self._bound.set_value(
+            self.clipping_bound * math.exp(-config.clip_step * (fraction - config.quantile))
+        )
+        return Metrics([(metric_name("noisy fraction unclipped"), Weighted.from_unweighted(fraction))])
+
+
+def private_mean(calibration: Calibration, **options: Any) -> PrivateMean:
+    """The mechanism that ``calibration.config`` names; for the options see `PrivateMean`."""
+    chosen = {"gaussian": PrivateMean, "adaptive": AdaptivePrivateMean}[calibration.config.mechanism]
+    return chosen(calibration, **options)

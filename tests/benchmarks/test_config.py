@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair import paper
+from benchmarks.flair.config import (
+    CONFIGS,
+    RECIPES,
+    Config,
+    Runtime,
+    build,
+    config_path,
+    digest,
+    parse,
+    usage,
+)
+
+SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def config(*argv: str) -> Config:
+    return parse(argv).config
+
+
+def test_every_setting_of_table_1_has_a_config_and_every_config_a_setting() -> None:
+    ready = {setting.lower() for setting in paper.settings() if not setting.startswith("PFL")}
+    assert ready <= set(SHIPPED)
+    assert {name.upper() for name in SHIPPED} <= set(paper.settings())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_says_what_the_paper_says(name: str) -> None:
+    mode, init, labels = name.split("-")
+    made = config("--config", name)
+    assert made.setting == name.upper()
+    assert made.mode == ("centralised" if mode == "c" else "federated")
+    assert made.data.taxonomy == ("labels" if labels == "17" else "fine_grained_labels")
+    assert made.model.pretrained == (init == "f")
+    if mode == "c":
+        assert (made.centralised.num_epochs, made.centralised.learning_rate, made.centralised.batch_size) == (
+            (50, 1e-4, 512) if init == "f" else (100, 5e-4, 512)
+        )
+    else:
+        # Predecessors 8: scratch runs at the fine-tuning rate, because one config serves both.
+        assert made.local.learning_rate == (0.01 if init == "f" else 0.1)
+        assert (made.federated.num_rounds, made.federated.cohort_size, made.server.learning_rate) == (
+            5000,
+            200,
+            0.1,
+        )
+        assert (made.local.num_epochs, made.local.batch_size, made.local.max_images) == (2, 16, 512)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_opens_with_what_a_reader_must_know(name: str) -> None:
+    head = config_path(name).read_text().split("\nsetting:")[0]
+    assert all(
+        word in head for word in (name.upper(), "FLAIR", "Command:", "Expected:", "Time:", "Deviates:")
+    )
+    row = paper.row(name.upper())
+    assert row is not None
+    assert f"C-AP {row['C-AP']:g}" in head
+
+
+def test_the_command_line_beats_the_yaml_which_beats_the_defaults(tmp_path: Path) -> None:
+    """Predecessors 14: YAML beats the command line, so every run of a sweep is the same run."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("federated:\n  mu: 0.01\n  algorithm: fedprox\n  cohort_size: 7\n")
+    assert config("--config", str(path)).federated.mu == 0.01
+    assert config("--config", str(path)).federated.num_rounds == Config().federated.num_rounds
+    for form in (["--federated.mu=5"], ["--federated.mu", "5"]):
+        made = config("--config", str(path), *form)
+        assert made.federated.mu == 5.0
+        assert made.federated.cohort_size == 7
+
+
+def test_the_argv_that_a_wandb_agent_sends_is_taken_whole() -> None:
+    """``${args}`` expands to --key=value for each parameter, numbers and booleans as Python prints them."""
+    sent = [
+        "--federated.cohort_size=50",
+        "--local.learning_rate=0.03162277660168379",
+        "--local.straddle=False",
+        "--seed=3",
+        "--server.learning_rate=1e-05",
+        "--server.optimizer=yogi",
+    ]
+    made = config("--config", "fl-f-17", *sent)
+    assert made.federated.cohort_size == 50
+    assert made.local.learning_rate == 0.03162277660168379
+    assert made.local.straddle is False
+    assert made.seed == 3
+    assert made.server.learning_rate == 1e-05
+    assert made.server.optimizer == "yogi"
+
+
+def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
+    """Each default, written as text, comes back as itself; so no field is out of a sweep's reach."""
+
+    def leaves(node: object, prefix: str = "") -> dict[str, object]:
+        out: dict[str, object] = {}
+        for item in dataclasses.fields(node):  # type: ignore[arg-type]
+            value = getattr(node, item.name)
+            out |= (
+                leaves(value, f"{prefix}{item.name}.")
+                if dataclasses.is_dataclass(value)
+                else {prefix + item.name: value}
+            )
+        return out
+
+    for key, value in leaves(Config()).items():
+        made = leaves(config(f"--{key}={value}"))
+        assert made[key] == value, key
+        assert type(made[key]) is type(value), key
+        assert f"--{key} " in usage()
+    for key, value in leaves(Runtime(), "runtime.").items():
+        assert leaves(parse([f"--{key}={value}"]).runtime, "runtime.")[key] == value
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["--local.learnin_rate=1"],
+            "there is no config key local.learnin_rate; did you mean local.learning_rate?",
+        ),
+        (["--bogus=1"], "there is no config key bogus"),
+        (["--local.learning_rate=fast"], "local.learning_rate is 'fast': input should be a valid number"),
+        (["--local.batch_size=2.5"], "local.batch_size is '2.5'"),
+        (["--local.batch_size=0"], "local.batch_size is '0': input should be greater than 0"),
+        (["--server.optimizer=adm"], "server.optimizer is 'adm': input should be 'adam', 'yogi'"),
+        (["--local=3"], "local is '3'"),
+        (["--local=3", "--local.batch_size=3"], "--local was given a value of its own"),
+        (["--seed=-1"], "seed is '-1'"),
+        (["--server.learning_rate=nan"], "server.learning_rate is 'nan'"),
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: no such file and no shipped config"),
+        (["--recipe=pfll"], "recipe is 'pfll': choose one of paper, pfl"),
+        (["--scale=huge"], "scale is 'huge'"),
+        (["--resume=maybe"], "--resume is 'maybe'"),
+        (["stray"], "cannot read the argument 'stray'"),
+        (["--seed"], "--seed needs a value"),
+        (["--data.image_size=100"], "model.input_size is 224, more than data.image_size = 100"),
+        (["--runtime.precision=fp8"], "runtime.precision|precision is 'fp8'"),
+        (["--federated.algorithm=scaffold"], "set local.straddle to false"),
+    ],
+)
+def test_a_mistake_is_named_with_its_mend(argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse(argv)
+    assert any(part in str(caught.value) for part in message.split("|"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("seed: [1", "not readable YAML"),
+        ("- a\n- b", "must hold a mapping"),
+        ("seed: 1\nseed: 2", "stands twice"),
+        ("federatd:\n  mu: 1", "did you mean federated?"),
+        ("!!python/object/apply:os.system ['true']", "not readable YAML"),
+        ("local: 3", "local is 3"),
+        ("\x00", "not readable YAML"),
+    ],
+)
+def test_a_bad_yaml_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="(?s)" + message.replace("?", r"\?")):
+        parse(["--config", str(path)])
+
+
+def test_a_recipe_is_its_switches_and_explicit_keys_beat_it(tmp_path: Path) -> None:
+    made = config("--recipe", "pfl")
+    for section, switches in RECIPES["pfl"].items():
+        for key, value in switches.items():
+            assert getattr(getattr(made, section), key) == value
+            assert getattr(getattr(Config(), section), key) != value
+    assert config("--recipe=pfl", "--server.beta2=0.95").server.beta2 == 0.95
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: pfl\nserver:\n  beta2: 0.9\n")
+    assert config("--config", str(path)).server.beta2 == 0.9
+    assert config("--config", str(path)).server.adam_form == "torch"
+    assert config("--config", str(path), "--recipe=pfl").server.beta2 == 0.99
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_mini_scale_changes_size_and_not_the_task(name: str) -> None:
+    full, mini = config("--config", name), config("--config", name, "--scale", "mini")
+    assert (mini.data.taxonomy, mini.model.pretrained, mini.mode) == (
+        full.data.taxonomy,
+        full.model.pretrained,
+        full.mode,
+    )
+    assert mini.federated.num_rounds < full.federated.num_rounds
+
+
+def test_the_digest_tells_configs_apart_and_nothing_else() -> None:
+    assert digest(config("--seed=1")) != digest(config("--seed=2"))
+    assert digest(config("--runtime.threads=1")) == digest(config())
+    assert digest(build(Config, json.loads(json.dumps(dataclasses.asdict(config()))), "again")) == digest(
+        config()
+    )

@@ -1,0 +1,207 @@
+"""Every kind of damage to a file is found, and reported in one line with exit code 2."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dataset.command_line import run
+from dataset.flair.hdf5 import FlairFile, main
+from dataset.flair.index import TAXONOMIES
+from dataset.flair.native import checksum
+from dataset.flair.validate import validate
+from tests.dataset.test_hdf5 import write
+
+
+def rejected(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which the command refuses a file."""
+    assert run(main, [str(path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    assert str(path) in output.err
+    return output.err
+
+
+def put(file: h5py.File, name: str, array: np.ndarray[Any, Any]) -> None:
+    """Replace a data set and its checksum, as no accident would."""
+    del file[name]
+    file[name] = array
+    file[name].attrs["sha256"] = checksum(array)
+
+
+def test_a_sound_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(main, [str(write(tmp_path / "f.hdf5", "jpeg"))]) == 0
+    text = capsys.readouterr().out
+    assert "train: 3 users, 7 images (per user: median 2, mean 2.33, max 4)" in text
+    assert "1.000 labels/image" in text
+    assert "jpeg, grouped by user, valid" in text
+    assert "source: drawn" in text
+
+
+def content(path: Path) -> list[Any]:
+    """Everything that the file says."""
+    with FlairFile(path) as file:
+        found: list[Any] = [file.splits, file.grouped, file.storage, file.image_size, file.provenance]
+        found += [file.label_mapping(taxonomy) for taxonomy in TAXONOMIES]
+        for name in file.splits:
+            split = file.split(name)
+            rows = np.arange(split.num_images)
+            found += [list(split.user_ids), list(split.image_ids), split.user_offsets.tolist()]
+            found += [split.labels[taxonomy].dense(rows).tolist() for taxonomy in TAXONOMIES]
+            found.append(file.read_images(name, rows, 32).tobytes())
+        return found
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_is_found_or_touches_nothing(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "f.hdf5"
+    if not path.exists():
+        write(path, "jpeg")
+    sound = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(sound) - 1))
+    sound[at] ^= 1 << data.draw(st.integers(0, 7))
+    damaged = tmp_path / "damaged.hdf5"
+    damaged.write_bytes(sound)
+    try:
+        validate(damaged)
+        finding = None
+    except ValueError as error:
+        finding = str(error)
+    if finding is None:
+        assert content(damaged) == content(path)
+    else:
+        assert "damaged.hdf5" in finding
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+def test_a_flipped_bit_in_an_image_is_reported_with_its_user_and_image(
+    tmp_path: Path, storage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "f.hdf5", storage)
+    with h5py.File(path) as file:
+        last = file["train/images"].id.get_offset() + file["train/images"].id.get_storage_size() - 30
+    whole = bytearray(path.read_bytes())
+    whole[last] ^= 4
+    path.write_bytes(whole)
+    line = rejected(path, capsys)
+    assert "image 6 of user c (train, row 6): it does not agree with its checksum" in line
+
+
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.9999])
+def test_a_truncated_file_is_refused_on_opening(
+    tmp_path: Path, part: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "f.hdf5", "jpeg")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(part * len(whole))])
+    rejected(path, capsys)
+    with pytest.raises(ValueError, match=r"truncated|not an HDF5 file|damaged"):
+        FlairFile(path)
+
+
+def offsets_fall(file: h5py.File) -> None:
+    put(file, "train/user_offsets", np.array([0, 4, 3, 7]))
+
+
+def image_offsets_fall(file: h5py.File) -> None:
+    offsets = file["train/image_offsets"][()]
+    offsets[[2, 3]] = offsets[[3, 2]]
+    put(file, "train/image_offsets", offsets)
+
+
+def label_out_of_range(file: h5py.File) -> None:
+    indices = file["val/labels_indices"][()]
+    indices[0] = 17
+    put(file, "val/labels_indices", indices)
+
+
+def user_in_two_splits(file: h5py.File) -> None:
+    put(file, "val/user_ids", np.array([b"a", b"e"]))
+
+
+def image_without_header(file: h5py.File) -> None:
+    start, stop = (int(offset) for offset in file["train/image_offsets"][1:3])
+    file["train/images"][start : start + 2] = 0
+    crc = file["train/image_crc32"][()]
+    crc[1] = zlib.crc32(bytes(file["train/images"][start:stop]))
+    put(file, "train/image_crc32", crc)
+
+
+def missing(file: h5py.File) -> None:
+    del file["val/image_ids"]
+
+
+def missing_images(file: h5py.File) -> None:
+    del file["train/images"]
+
+
+def other_type(file: h5py.File) -> None:
+    put(file, "train/labels_indptr", file["train/labels_indptr"][()].astype(np.int32))
+
+
+def stale_checksum(file: h5py.File) -> None:
+    file["train/user_ids"][0] = b"z"
+
+
+def mapping_not_alphabetical(file: h5py.File) -> None:
+    put(file, "metadata/label_mapping", np.frombuffer(b'{"x": 1, "y": 0}', np.uint8))
+
+
+def other_content(file: h5py.File) -> None:
+    put(file, "train/image_ids", np.array([b"%d" % i for i in range(50, 57)]))
+
+
+def newer(file: h5py.File) -> None:
+    file.attrs["schema_version"] = 2
+
+
+def no_mapping(file: h5py.File) -> None:
+    del file["metadata/label_mapping"]
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (offsets_fall, "split train: user_offsets do not rise"),
+        (image_offsets_fall, "train/image_offsets do not rise"),
+        (label_out_of_range, r"split val: a label index of labels is out of range (0..1)"),
+        (user_in_two_splits, "user a is in two splits, train and val"),
+        (image_without_header, "image 1 of user a (train, row 1): it is not a JPEG"),
+        (missing, "val/image_ids"),
+        (missing_images, "train/images"),
+        (other_type, "train/labels_indptr has type int32"),
+        (stale_checksum, "train/user_ids does not agree with its checksum"),
+        (mapping_not_alphabetical, "the mapping of labels is not alphabetical"),
+        (other_content, "its content checksum does not agree"),
+        (newer, "schema version 2, newer than 1"),
+        (no_mapping, "label_mapping"),
+    ],
+)
+def test_each_kind_of_damage_is_named(
+    tmp_path: Path, damage: Callable[[h5py.File], None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "f.hdf5", "jpeg")
+    with h5py.File(path, "r+") as file:
+        damage(file)
+    assert message in rejected(path, capsys)
+
+
+def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no file" in rejected(tmp_path / "missing.hdf5", capsys)
+    (tmp_path / "text.hdf5").write_text("hello")
+    assert "is not an HDF5 file" in rejected(tmp_path / "text.hdf5", capsys)
+    with h5py.File(tmp_path / "other.hdf5", "w") as file:
+        file["x"] = 1
+    assert "none of the layouts" in rejected(tmp_path / "other.hdf5", capsys)
+    assert "no file" in rejected(tmp_path, capsys)

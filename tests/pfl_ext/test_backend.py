@@ -1,0 +1,183 @@
+"""The round trip through pfl: known answers with a model small enough to compute by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+
+from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
+from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.metrics import MultiLabelScores
+from tests.pfl_ext.stores import NumberedStore
+
+WHOLE = LocalSampling(num_epochs=1, batch_size=64, max_images=None, flip="none", input_size=8)
+
+
+class Linear(nn.Module):
+    """Logits are linear in an image's mean colour."""
+
+    def __init__(self, num_labels: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 3 * num_labels).reshape(num_labels, 3))
+
+    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+        return images.float().mean((1, 2)) / 255 @ self.weight.T
+
+    def loss(self, images: Tensor, targets: Tensor, boxes: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self(images), targets)
+
+    def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor) -> dict[str, Any]:
+        raise AssertionError("users are not scored")
+
+
+def train(
+    store: NumberedStore,
+    *,
+    rounds: int = 1,
+    cohort: int,
+    local_rate: float = 0.5,
+    server: Any = None,
+    weighting: Any = None,
+    sampling: LocalSampling = WHOLE,
+    on_evaluation: Any = lambda *_: None,
+    every: int = 1,
+) -> Tensor:
+    """The weight after so many rounds, through pfl's own loop."""
+    module = Linear()
+    optimizer = server(module.parameters()) if server else torch.optim.SGD(module.parameters(), lr=1.0)
+    model = PyTorchModel(module, torch.optim.SGD, optimizer)
+    data = FederatedImageDataset(store, sampling, seed=1)
+    backend = CentrallyEvaluatedBackend(
+        data,
+        CentralEvaluation(NumberedStore([7, 2]), batch_size=4),
+        seed=1,
+        postprocessors=[weighting or WeightByUser()],
+        on_evaluation=on_evaluation,
+    )
+    FederatedAveraging().run(
+        NNAlgorithmParams(rounds, every, cohort, 1),
+        backend,
+        model,
+        NNTrainHyperParams(
+            local_num_epochs=sampling.num_epochs,
+            local_learning_rate=local_rate,
+            local_batch_size=sampling.batch_size,
+        ),
+        NNEvalHyperParams(local_batch_size=None),
+        send_metrics_to_platform=False,
+    )
+    return module.weight.detach()
+
+
+def gradient(weight: Tensor, images: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> Tensor:
+    """Of the mean binary cross-entropy over images and labels, by hand: (sigmoid(z) - y) x^T / (n K)."""
+    x = torch.from_numpy(images).double().mean((1, 2)) / 255
+    y = torch.from_numpy(targets).double()
+    return ((torch.sigmoid(x @ weight.double().T) - y).T @ x) / y.numel()
+
+
+def test_one_user_one_step_is_a_gradient_step() -> None:
+    store = NumberedStore([6])
+    start = Linear().weight.detach()
+    expected = start.double() - 0.5 * gradient(start, *store.read(np.arange(6)))
+    torch.testing.assert_close(train(store, cohort=1), expected.float(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "weighting, shares", [(WeightByUser(), (0.5, 0.5)), (WeightByDatapoints(), (0.25, 0.75))]
+)
+def test_updates_are_averaged_with_the_weights_asked_for(weighting: Any, shares: Sequence[float]) -> None:
+    store = NumberedStore([2, 6])
+    start = Linear().weight.detach()
+    steps = [gradient(start, *store.read(np.arange(*rows))) for rows in ((0, 2), (2, 8))]
+    expected = start.double() - 0.5 * sum(share * step for share, step in zip(shares, steps))
+    torch.testing.assert_close(
+        train(store, cohort=2, weighting=weighting), expected.float(), rtol=0, atol=1e-7
+    )
+
+
+def test_the_server_optimizer_sees_minus_the_mean_update() -> None:
+    """FedAvgM: v <- 0.9 v + g over two rounds with the whole population each time."""
+    store = NumberedStore([4])
+    weight = Linear().weight.detach().double()
+    velocity = torch.zeros_like(weight)
+    for _ in range(2):
+        velocity = 0.9 * velocity + 0.5 * gradient(weight, *store.read(np.arange(4)))
+        weight = weight - 0.3 * velocity
+    got = train(store, cohort=1, rounds=2, server=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9))
+    torch.testing.assert_close(got, weight.float(), rtol=0, atol=1e-6)
+
+
+def test_what_is_scored_is_the_model_at_the_start_of_the_round() -> None:
+    seen: list[tuple[int, Tensor, float]] = []
+
+    def note(round_number: int, metrics: Metrics, model: PyTorchModel) -> None:
+        weight = model.pytorch_model.weight.detach().clone()
+        seen.append((round_number, weight, metrics[LOSS].overall_value))
+
+    store = NumberedStore([5, 3, 4])
+    after_four = train(store, rounds=5, cohort=2, every=2, on_evaluation=note)
+    assert [round_number for round_number, *_ in seen] == [0, 2, 4]
+    assert torch.equal(seen[0][1], Linear().weight.detach())
+    assert torch.equal(seen[1][1], train(store, rounds=2, cohort=2))
+    assert torch.equal(seen[2][1], train(store, rounds=4, cohort=2))
+    assert not torch.equal(seen[2][1], after_four)
+    images, targets = NumberedStore([7, 2]).read(np.arange(9))
+    for _, weight, loss in seen:
+        module = Linear()
+        module.weight.data.copy_(weight)
+        expected = module.loss(torch.from_numpy(images), torch.from_numpy(targets).float(), torch.empty(0))
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_scores_stand_at_their_own_rows_whatever_the_batches() -> None:
+    store = NumberedStore([7, 2])
+    module = Linear()
+    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    images, targets = store.read(np.arange(9))
+    expected = torch.sigmoid(module(torch.from_numpy(images))).detach().numpy()
+    for batch_size in (1, 4, 100):
+        scores = CentralEvaluation(store, batch_size=batch_size)(model)[SCORES]
+        assert isinstance(scores, MultiLabelScores)
+        np.testing.assert_allclose(scores.scores(), expected, rtol=1e-6)
+        assert np.array_equal(scores.targets(), targets)
+
+
+def test_workers_score_disjoint_shares_that_make_up_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pfl_ext import evaluation
+
+    store = NumberedStore([7, 2])
+    module = Linear()
+    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    alone = CentralEvaluation(store, batch_size=2)(model)
+    monkeypatch.setattr("pfl.internal.ops.all_reduce_metrics", lambda metrics: metrics)
+    total: Any = None
+    for rank in range(3):
+        distributed = type("Fake", (), {"world_size": 3, "global_rank": rank})
+        monkeypatch.setattr(evaluation, "get_ops", lambda d=distributed: type("Ops", (), {"distributed": d}))
+        part = CentralEvaluation(store, batch_size=2)(model)
+        assert len(part[SCORES].rows()) == 3
+        total = part if total is None else total + part
+    np.testing.assert_array_equal(total[SCORES].scores(), alone[SCORES].scores())
+    assert total[LOSS].overall_value == pytest.approx(alone[LOSS].overall_value, rel=1e-12)
+
+
+def test_global_random_state_does_not_matter() -> None:
+    results = []
+    for seed in (0, 1):
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        results.append(train(NumberedStore([5, 3, 40]), rounds=3, cohort=2))
+    assert torch.equal(*results)
