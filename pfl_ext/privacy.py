@@ -23,188 +23,21 @@ for a deployment against an adversary who knows the code (Mironov 2012). The met
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from pfl.context import CentralContext, UserContext
-from pfl.hyperparam import HyperParamClsOrFloat
-from pfl.hyperparam.base import get_param_value
-from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.metrics import Metrics, Weighted
 from pfl.privacy.adaptive_clipping import MutableClippingBound
-from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
 from pfl.stats import MappedVectorStatistics
-from torch import Tensor
 
-from pfl_ext.privacy_accounting import Calibration
+from pfl_ext.privacy_accounting import BOUND_RANGE, Calibration
+from pfl_ext.privacy_mechanisms import FlatGaussianMechanism
 from pfl_ext.randomness import derive, stream
 
-Clipping = Literal["flat", "per_layer"]
-
-ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
-MARGIN = 2.0**-14  # bounds are undercut by this; rounding in a row of 1024 is at most 2^-15 of a norm
-NOISE_CHUNK = 2**20
 TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates
-
-
-@dataclass(frozen=True)
-class Clipped:
-    """A clipped update. Scalars are 0-dim tensors on the update's device, not yet read."""
-
-    tensors: list[Tensor]  # float32, shapes as given
-    norm: Tensor  # float64, before clipping
-    whole: Tensor  # bool: no layer exceeded its bound
-    finite: Tensor  # bool: otherwise the tensors are zero
-
-
-def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
-    """How many successive tensors form each layer: all one for ``flat``, else those of the same module."""
-    if clipping == "flat":
-        return [len(names)]
-    return [len(list(run)) for _, run in groupby(names, key=lambda name: name.rpartition(".")[0])]
-
-
-@torch.no_grad()
-def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float) -> Clipped:
-    """New float32 tensors with a joint L2 norm of at most ``bound``, each of G layers' ``bound / sqrt(G)``.
-
-    The bound holds exactly, measured in float64, whatever the inputs' precision: it is undercut by 2^-14 to
-    leave room for rounding. Below it nothing changes. NaN, infinity, and values whose square overflows
-    float32 (above 1.8e19) make the whole update zero. Nothing is read back from a GPU.
-    """
-    device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
-    for count in layers:
-        layer = [t.detach().reshape(-1).float() for t in tensors[start : start + count]]
-        size = sum(t.numel() for t in layer)
-        parts += [*layer, torch.zeros(-size % ROW, device=device)]
-        rows_of_layer.append(-(-size // ROW))
-        start += count
-    rows = torch.cat(parts).view(-1, ROW)
-    squares = torch.linalg.vector_norm(rows, dim=1).double().square()
-    norms = torch.stack([part.sum() for part in squares.split(rows_of_layer)]).sqrt()  # [G]
-    limit = bound * (1 - MARGIN) / math.sqrt(len(layers))
-    over = norms > limit
-    finite = torch.isfinite(norms).all()
-    scales = torch.where(over, limit / norms, 1.0).float()
-    for part, scale in zip(rows.split(rows_of_layer), scales):
-        part.mul_(scale)
-    if device.type != "cpu":
-        rows.masked_fill_(~finite, 0.0)
-    elif not bool(finite):
-        rows.zero_()
-    flat, out, offset = rows.view(-1), [], 0
-    for part, tensor in zip(parts, [*_with_paddings(tensors, layers)]):
-        if tensor is not None:
-            out.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += part.numel()
-    return Clipped(out, norms.square().sum().sqrt(), ~over.any(), finite)
-
-
-def _with_paddings(tensors: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor | None]:
-    """The tensors with None for the padding behind each layer."""
-    found, start = [], 0
-    for count in layers:
-        found += [*tensors[start : start + count], None]
-        start += count
-    return found
-
-
-def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
-    """``[size]`` standard normal float32 on the CPU, a function of ``seed`` alone (any number of bits).
-
-    The same on every worker and whatever the device; threads only share the work (chunks of 2^20 each have
-    their own stream). Measured on one core: 16 ns a value.
-    """
-    out = np.empty(size, np.float32)
-
-    def fill(start: int) -> None:
-        stream(seed, "gaussian noise", start // NOISE_CHUNK).standard_normal(
-            dtype=np.float32, out=out[start : start + NOISE_CHUNK]
-        )
-
-    starts = range(0, size, NOISE_CHUNK)
-    if threads == 1 or len(starts) == 1:
-        for start in starts:
-            fill(start)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, starts))
-    return torch.from_numpy(out)
-
-
-class FlatGaussianMechanism(GaussianMechanism):
-    """pfl's ``GaussianMechanism`` over one vector; for local use as it is, and below for central use.
-
-    :param clipping_bound: C, L2.
-    :param relative_noise_stddev: the noise's standard deviation over C.
-    """
-
-    def __init__(
-        self,
-        clipping_bound: HyperParamClsOrFloat,
-        relative_noise_stddev: float,
-        *,
-        clipping: Clipping = "flat",
-        threads: int = 1,
-    ) -> None:
-        super().__init__(clipping_bound, relative_noise_stddev)
-        self._clipping, self._threads = clipping, threads
-
-    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
-        """Clip in place (the mapping, not the tensors)."""
-        names = list(statistics.keys())
-        bound = float(get_param_value(self._clipping_bound))
-        clipped = clip(list(statistics.values()), layers_of(names, self._clipping), bound)
-        for name, tensor in zip(names, clipped.tensors):
-            statistics[name] = tensor
-        return clipped
-
-    def constrain_sensitivity(
-        self,
-        statistics: MappedVectorStatistics,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-        seed: int | None = None,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Clip, and report the norm and whether it was clipped."""
-        clipped = self.clip(statistics)
-        finite = bool(clipped.finite)
-        metrics = [
-            ("l2 norm bound", get_param_value(self._clipping_bound), 1),
-            ("fraction of clipped norms", float(not clipped.whole), 1),
-            ("refused updates", float(not finite), 1),
-            ("norm before clipping", float(clipped.norm) if finite else 0.0, int(finite)),
-        ]
-        return statistics, Metrics([(name_formatting_fn(n), Weighted(v, w)) for n, v, w in metrics])
-
-    @torch.no_grad()
-    def add_noise(
-        self,
-        statistics: MappedVectorStatistics,
-        cohort_size: int,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-        seed: int | None = None,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
-        assert seed is not None, "noise without a seed would differ between workers"
-        std = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
-        names, tensors = list(statistics.keys()), list(statistics.values())
-        flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
-        signal = float(torch.linalg.vector_norm(flat))
-        flat.add_(gaussian_noise(seed, flat.numel(), self._threads).to(flat.device), alpha=std)
-        for name, tensor, part in zip(names, tensors, flat.split([t.numel() for t in tensors])):
-            statistics[name] = part.view(tensor.shape)
-        noise = std * math.sqrt(flat.numel())
-        return statistics, Metrics(
-            [
-                (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
-                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / noise)),
-            ]
-        )
 
 
 def metric_name(description: str) -> PrivacyMetricName:
@@ -370,9 +203,8 @@ class AdaptivePrivateMean(PrivateMean):
         config, cohort = self.calibration.config, self.calibration.executed.cohort_size
         noise = stream(seed, "dp indicator noise", round_number).standard_normal()
         fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
-        self._bound.set_value(
-            self.clipping_bound * math.exp(-config.clip_step * (fraction - config.quantile))
-        )
+        bound = self.clipping_bound * math.exp(-config.clip_step * (fraction - config.quantile))
+        self._bound.set_value(min(max(bound, BOUND_RANGE[0]), BOUND_RANGE[1]))
         return Metrics([(metric_name("noisy fraction unclipped"), Weighted.from_unweighted(fraction))])
 
 

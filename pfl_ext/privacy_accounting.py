@@ -33,9 +33,11 @@ Sampler = Literal["poisson", "fixed"]
 Mechanism = Literal["gaussian", "adaptive"]
 
 STEP = 1e-3  # noise multipliers are whole multiples of this, rounded up
+BOUND_RANGE = (1e-9, 1e9)  # of the clipping bound, within which float32 norms neither under- nor overflow
 NO_GUARANTEE_BELOW = 0.1  # noise multiplier under which epsilon (then over 100) is given as infinite
 PAPER_ORDERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512)
 """RDP orders of tensorflow_privacy's compute_noise, with which the paper's code calibrates."""
+GRID = 7e-3  # PLD's grid is this over sqrt(T): it then overstates epsilon by about T grid^2 = 5e-5
 RELATIONS = {
     "poisson": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
     "fixed": dp_accounting.NeighboringRelation.REPLACE_ONE,
@@ -57,7 +59,7 @@ def epsilon_spent(
     """Epsilon of ``rounds`` subsampled Gaussian rounds at ``delta``; an upper bound, infinite if hopeless.
 
     ``noise_multiplier`` is the noise's standard deviation on the sum over the bound of one user's norm.
-    ``coarse``: PLD on a ten times wider grid, faster and a little above. ``orders``: RDP's, or the library's.
+    ``coarse``: PLD on a five times wider grid, faster and a little above. ``orders``: RDP's, or the library's.
     """
     _refuse_unsound(sampler, accountant)
     assert 0 < cohort_size <= population
@@ -77,7 +79,7 @@ def epsilon_spent(
     if accountant == "rdp":
         ledger = RdpAccountant(orders, neighboring_relation=RELATIONS[sampler])
     else:
-        interval = (1e-3 if coarse else 1e-4) * max(1.0, noise_multiplier**-2)
+        interval = GRID / math.sqrt(rounds) * (5 if coarse else 1) * max(1.0, noise_multiplier**-2)
         ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
     return float(ledger.compose(event, rounds).get_epsilon(delta))
 
@@ -101,7 +103,7 @@ def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start
         low, high = high, 2 * high
         if high * STEP > 1e6:
             raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
-    stride = max(1, high // 64)
+    stride = max(1, high // 512)
     while high - stride > low:
         if epsilon_of((high - stride) * STEP) > epsilon:
             low = high - stride
@@ -198,6 +200,8 @@ class PrivacyConfig:
                 raise ValueError(f"privacy.{key} is {value}: it must be positive and finite")
         if not 0 < self.quantile < 1:
             raise ValueError(f"privacy.quantile is {self.quantile}: it must lie between 0 and 1")
+        if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
+            raise ValueError(f"privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}")
         if self.delta is not None and not 0 < self.delta < 1:
             raise ValueError(f"privacy.delta is {self.delta}: it must lie between 0 and 1")
 
@@ -233,7 +237,7 @@ class PrivacyConfig:
             config=self,
             num_rounds=num_rounds,
             simulated=system(noise_cohort, multiplier),
-            executed=system(cohort_size, multiplier * cohort_size / noise_cohort),
+            executed=system(cohort_size, multiplier * (cohort_size / noise_cohort)),
         )
         if calibration.epsilon > self.epsilon:
             raise ValueError(
@@ -254,9 +258,8 @@ class PrivacyConfig:
             bug: dict[str, Any] = {"rounds": -(-rounds * population // cohort), "sampler": "poisson"}
             start = search(1.0, accountant="pld", coarse=True, **bug)
             return search(start, accountant="rdp", orders=PAPER_ORDERS, **bug)
-        if self.sampler == "fixed":
-            return search(1.0)
-        return search(search(1.0, accountant="pld", coarse=True))
+        start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
+        return search(start if self.sampler == "poisson" else 3 * start)
 
 
 @dataclass(frozen=True)
@@ -277,7 +280,7 @@ class Calibration:
         if self.config.mechanism == "adaptive" and self.config.indicator_std_fraction <= smallest:
             raise ValueError(
                 f"privacy.indicator_std_fraction is {self.config.indicator_std_fraction:g} and must exceed "
-                f"{smallest:.6g}: at a noise multiplier of {z:g} and {self.simulated.cohort_size} users a count "
+                f"{smallest:.6g}: at noise multiplier {z:g} and {self.simulated.cohort_size} users a count "
                 "with so little noise would by itself spend the whole budget"
             )
 
@@ -344,7 +347,7 @@ class Calibration:
         done = self.num_rounds if rounds is None else rounds
         system, executed = self.simulated, self.executed
         claim = (
-            f"simulated_system is a SIMULATION of {system.cohort_size} users a round: its epsilon is not this "
+            f"simulated_system SIMULATES {system.cohort_size} users a round: its epsilon is not this "
             f"run's, which trains {executed.cohort_size} and has the one of as_executed"
             if self.is_simulation
             else "the run is the system accounted for: simulated_system and as_executed are the same"

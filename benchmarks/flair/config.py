@@ -14,11 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import yaml
 from pydantic import (
     ConfigDict,
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -30,6 +31,7 @@ from pydantic.dataclasses import dataclass
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -88,11 +90,11 @@ class ServerConfig:
 
     optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "adam"
     learning_rate: PositiveFloat = 0.1
-    beta1: NonNegativeFloat = 0.9
-    beta2: NonNegativeFloat = 0.999
-    epsilon: NonNegativeFloat = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 0.01
     adam_form: Literal["keras", "torch"] = "keras"
-    momentum: NonNegativeFloat = 0.0
+    momentum: Fraction = 0.0
     schedule: Literal["constant", "warmup_linear"] = "constant"
     warmup_rounds: NonNegativeInt = 30
     final_learning_rate: NonNegativeFloat = 0.02
@@ -283,8 +285,21 @@ def check(config: Config) -> Config:
             f"model.input_size is {config.model.input_size}, more than data.image_size = "
             f"{config.data.image_size}: the network's input is cut from the image"
         )
-    if config.federated.algorithm == "scaffold" and config.local.straddle:
-        raise ValueError("federated.algorithm=scaffold counts steps by epochs: set local.straddle to false")
+    server, num_rounds = config.server, config.federated.num_rounds
+    if config.mode == "federated" and server.schedule != "constant" and server.warmup_rounds >= num_rounds:
+        raise ValueError(
+            f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
+            "lower it"
+        )
+    if config.federated.algorithm == "scaffold":
+        if config.local.straddle:
+            raise ValueError(
+                "federated.algorithm=scaffold counts steps by epochs: set local.straddle to false"
+            )
+        if config.federated.weighting != "users":
+            raise ValueError(
+                "federated.algorithm=scaffold averages over users: set federated.weighting to users"
+            )
     return config
 
 

@@ -241,7 +241,7 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
 
 
 def _confetti(scene: Scene, colour: Floats, size: int) -> None:
-    """Specks in the colours of any labels, a sixteenth of the side wide: a pixel's colour alone tells little."""
+    """Specks in the colours of any labels, a sixteenth of the side wide: one pixel alone tells little."""
     draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(_SPECKS, dtype=np.uint64)
     cell = ((draws >> np.uint64(8)) + number * (draws | np.uint64(1))) & np.uint64(255)  # no cell comes twice
     own = _shares(keyed(0, "speck", scene.image_keys[:, None], number))

@@ -147,7 +147,7 @@ def _binary(shard: Shard, batch: Any) -> list[Image]:
         column = column.flatten()[column.type.get_field_index("bytes")]
     if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
         raise ValueError(f"{shard.name}: the column 'image' holds {column.type}, not the images' bytes")
-    return [memoryview(value.as_buffer()) if value.is_valid else None for value in column]
+    return [memoryview(value.as_buffer()).cast("B") if value.is_valid else None for value in column]
 
 
 @dataclass

@@ -145,6 +145,9 @@ def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
         (["--data.image_size=100"], "model.input_size is 224, more than data.image_size = 100"),
         (["--runtime.precision=fp8"], "runtime.precision|precision is 'fp8'"),
         (["--federated.algorithm=scaffold"], "set local.straddle to false"),
+        (["--federated.algorithm=scaffold", "--local.straddle=false"], "set federated.weighting to users"),
+        (["--recipe=pfl", "--federated.num_rounds=20"], "server.warmup_rounds is 30"),
+        (["--server.beta1=1"], "server.beta1 is '1': input should be less than 1"),
     ],
 )
 def test_a_mistake_is_named_with_its_mend(argv: list[str], message: str) -> None:

@@ -128,13 +128,14 @@ def test_the_content_hash_is_of_the_data_and_not_of_its_provenance(tmp_path: Pat
 def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     path = write(tmp_path / "f.hdf5", "raw")
     before = path.read_bytes()
-    images = np.zeros((2, 8, 8, 3), np.uint8)
-    with (
-        pytest.raises(AssertionError, match="a row is written once"),
-        FlairWriter(path, dataset_index(), storage="raw", image_size=8) as writer,
-    ):
-        for _ in range(2):
-            writer.write("train", np.arange(2), images)
+
+    def write_twice() -> None:
+        with FlairWriter(path, dataset_index(), storage="raw", image_size=8) as writer:
+            for _ in range(2):
+                writer.write("train", np.arange(2), np.zeros((2, 8, 8, 3), np.uint8))
+
+    with pytest.raises(AssertionError, match="a row is written once"):
+        write_twice()
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == before
 

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair.train import main
+from dataset.command_line import run
+from dataset.flair.mini import MiniSpec, write_mini
+
+TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
+SMALL = (
+    "--data.image_size=20",
+    "--model.input_size=16",
+    "--federated.num_rounds=3",
+    "--federated.cohort_size=4",
+    "--evaluation.every_rounds=1",
+    "--centralised.num_epochs=2",
+    "--centralised.batch_size=16",
+    "--runtime.checkpoint_every=1",
+    "--runtime.progress=false",
+)
+
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def mini_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mini data set of a dozen users."""
+    path = tmp_path_factory.mktemp("data") / "tiny.hdf5"
+    write_mini(path, TINY)
+    return path
+
+
+@pytest.fixture
+def train(mini_file: Path, tmp_path: Path) -> Train:
+    """Run the training command on the tiny data set; the run directory."""
+
+    def call(*argv: str, name: str = "run", code: int = 0) -> Path:
+        directory = tmp_path / name
+        words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *argv]
+        assert run(main, words) == code
+        return directory
+
+    return call

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from functools import cache
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as strict_dataclass
+
+from pfl_ext.privacy_accounting import STEP, Calibration, PrivacyConfig, epsilon_spent
+from pfl_ext.privacy_sampling import fixed_cohort, poisson_cohort, private_cohort
+
+FLAIR_USERS, ROUNDS = 41_131, 5_000
+REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
+
+
+def paper(cohort: int, **options: Any) -> Calibration:
+    return PrivacyConfig(noise_cohort_size=cohort, **options).calibrate(FLAIR_USERS, min(200, cohort), ROUNDS)
+
+
+def test_the_papers_setting_needs_a_multiplier_of_17_33() -> None:
+    """Predecessors 4: 0.545 in pfl's config, 53.49 in the paper's code."""
+    calibration = paper(5000)
+    assert calibration.simulated.delta == pytest.approx(8.4026e-6, rel=1e-5)
+    assert calibration.simulated.noise_multiplier == pytest.approx(17.33, abs=0.01)
+    assert 1.999 < calibration.epsilon <= 2
+    assert calibration.epsilon_rdp == pytest.approx(2.171, abs=0.002)
+    assert calibration.simulated.sampling_probability == 5000 / FLAIR_USERS
+
+
+def test_a_simulated_cohort_buys_the_run_itself_no_privacy() -> None:
+    """200 users with a 25th of the noise: what the paper's runs really have is 4.7, not 2."""
+    calibration = paper(5000)
+    assert calibration.is_simulation
+    assert calibration.executed.noise_multiplier == pytest.approx(17.334 / 25)
+    direct = PLDAccountant(REMOVE).compose(
+        dp_accounting.PoissonSampledDpEvent(200 / FLAIR_USERS, dp_accounting.GaussianDpEvent(17.334 / 25)), ROUNDS
+    )
+    assert calibration.epsilon_executed == pytest.approx(direct.get_epsilon(FLAIR_USERS**-1.1), rel=1e-3)
+    assert calibration.epsilon_executed > 4.7
+
+
+@pytest.mark.parametrize(
+    "cohort, rdp, bug",
+    [(200, 1.025, 10.72), (1000, 3.82, 23.93), (2000, 7.52, 33.84), (5000, 18.68, 53.49), (10000, 37.32, 75.64)],
+)
+def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: float) -> None:
+    """flair.md A6."""
+    assert paper(cohort, accountant="rdp").simulated.noise_multiplier == pytest.approx(rdp, rel=2e-3)
+    assert paper(cohort, noise="paper_bug").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
+
+
+@pytest.mark.parametrize("cohort, pld", [(1000, 3.553), (10000, 34.622)])
+def test_multipliers_by_pld(cohort: int, pld: float) -> None:
+    assert paper(cohort).simulated.noise_multiplier == pytest.approx(pld, abs=0.002)
+
+
+def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
+    calibration = paper(5000, noise="paper_bug", accountant="rdp")
+    assert calibration.epsilon == pytest.approx(0.634, abs=0.001)
+    assert calibration.to_json()["config"]["noise"] == "paper_bug"
+
+
+GRID = [
+    (population, cohort, rounds, epsilon)
+    for population, cohort, rounds in [(100, 10, 1), (100, 100, 20), (3000, 60, 300), (50_000, 1000, 1000)]
+    for epsilon in (0.5, 2.0, 8.0)
+]
+
+
+@pytest.mark.parametrize("population, cohort, rounds, epsilon", GRID)
+def test_calibrated_noise_keeps_the_budget_and_no_more_of_it_is_wasted(
+    population: int, cohort: int, rounds: int, epsilon: float
+) -> None:
+    """Against dp-accounting itself, on a finer grid; PLD is never above RDP."""
+    calibration = PrivacyConfig(epsilon=epsilon, mechanism="gaussian").calibrate(population, cohort, rounds)
+    delta, multiplier = population**-1.1, calibration.simulated.noise_multiplier
+
+    def direct(noise: float, accountant: Any) -> float:
+        event = dp_accounting.PoissonSampledDpEvent(cohort / population, dp_accounting.GaussianDpEvent(noise))
+        return float(accountant.compose(event, rounds).get_epsilon(delta))
+
+    fine = 3e-3 / math.sqrt(rounds) * max(1.0, multiplier**-2)
+    tight = direct(multiplier, PLDAccountant(REMOVE, value_discretization_interval=fine))
+    assert tight <= calibration.epsilon <= epsilon
+    assert calibration.epsilon - tight < 2e-3
+    assert direct(multiplier - 3 * STEP, PLDAccountant(REMOVE, value_discretization_interval=fine)) > epsilon
+    assert tight <= direct(multiplier, RdpAccountant()) == calibration.epsilon_rdp
+
+
+@pytest.mark.parametrize("population, cohort, rounds, epsilon", [(100, 10, 1, 2.0), (3000, 60, 300, 2.0)])
+def test_sampling_without_replacement_is_accounted_as_replacing_a_user(
+    population: int, cohort: int, rounds: int, epsilon: float
+) -> None:
+    """Two users' updates lie up to twice the bound apart."""
+    config = PrivacyConfig(epsilon=epsilon, sampler="fixed", accountant="rdp", mechanism="gaussian")
+    calibration = config.calibrate(population, cohort, rounds)
+
+    def direct(noise: float) -> float:
+        event = dp_accounting.GaussianDpEvent(noise / 2)
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(population, cohort, event)
+        return RdpAccountant(neighboring_relation=REPLACE).compose(sampled, rounds).get_epsilon(population**-1.1)
+
+    assert direct(calibration.simulated.noise_multiplier) == calibration.epsilon <= epsilon
+    assert direct(calibration.simulated.noise_multiplier - STEP) > epsilon
+    assert calibration.to_json()["neighbouring_relation"] == "replace_one"
+    poisson = dataclasses.replace(config, sampler="poisson").calibrate(population, cohort, rounds)
+    assert calibration.simulated.noise_multiplier > 2 * poisson.simulated.noise_multiplier
+
+
+def test_the_full_batch_without_replacement_is_the_plain_gaussian_mechanism() -> None:
+    """With everyone in each round no sampling helps: sensitivity 2C, so the noise of z / 2."""
+    spent = epsilon_spent(
+        6.0, population=50, cohort_size=50, rounds=3, delta=1e-3, sampler="fixed", accountant="rdp"
+    )
+    plain = RdpAccountant().compose(dp_accounting.GaussianDpEvent(3.0), 3)
+    assert spent == pytest.approx(plain.get_epsilon(1e-3))
+
+
+@cache
+def small(**options: Any) -> Calibration:
+    return PrivacyConfig(**{"epsilon": 2.0, **options}).calibrate(2000, 50, 40)
+
+
+def test_epsilon_grows_with_the_rounds_to_its_budget_and_no_further() -> None:
+    calibration = small()
+    spent = [calibration.epsilon_after(rounds) for rounds in (0, 1, 10, 20, 40)]
+    assert spent[0] == 0
+    assert all(a < b for a, b in zip(spent, spent[1:]))
+    assert spent[-1] == calibration.epsilon <= 2
+    with pytest.raises(ValueError, match=r"beyond the 40 rounds .* num_rounds"):
+        calibration.epsilon_after(41)
+
+
+def test_the_indicators_share_is_taken_out_of_the_total() -> None:
+    """The vote alone (sensitivity 1/2) and the update alone compose back to the multiplier accounted for."""
+    calibration = small(indicator_std_fraction=0.05)
+    z, values, votes = (
+        calibration.simulated.noise_multiplier,
+        calibration.value_noise_multiplier,
+        calibration.indicator_std / 0.5,
+    )
+    assert calibration.indicator_std == 0.05 * 50
+    assert values > z
+    assert (values**-2 + votes**-2) ** -0.5 == pytest.approx(z, rel=1e-12)
+    assert small(mechanism="gaussian").value_noise_multiplier == z
+    both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(values), dp_accounting.GaussianDpEvent(votes)])
+    total = RdpAccountant().compose(dp_accounting.PoissonSampledDpEvent(50 / 2000, both), 40)
+    assert total.get_epsilon(2000**-1.1) == pytest.approx(calibration.epsilon_rdp, rel=1e-6)
+
+
+def test_an_indicator_noise_below_its_minimum_is_refused_with_the_minimum() -> None:
+    calibration = small()
+    least = calibration.minimal_indicator_std_fraction
+    assert small(indicator_std_fraction=1.01 * least).value_noise_multiplier > 1
+    with pytest.raises(ValueError, match=f"indicator_std_fraction .* must exceed {least:.6g}"):
+        small(indicator_std_fraction=0.99 * least)
+    small(indicator_std_fraction=0.99 * least, mechanism="gaussian")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"epsilon": 0.0}, "privacy.epsilon"),
+        ({"epsilon": math.inf}, "privacy.epsilon"),
+        ({"delta": 1.0}, "privacy.delta"),
+        ({"delta": 0.01}, "not below one in 2000"),
+        ({"quantile": 1.0}, "privacy.quantile"),
+        ({"clipping_bound": -1.0}, "privacy.clipping_bound"),
+        ({"clipping_bound": 1e-12}, "privacy.clipping_bound"),
+        ({"sampler": "fixed"}, "set accountant to rdp"),
+        ({"noise_cohort_size": 10}, "below the cohort_size of 50"),
+        ({"noise_cohort_size": 2001}, "at most 2000"),
+        ({"epsilon": 1e-9}, "raise it"),
+    ],
+)
+def test_senseless_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
+    report = small(noise_cohort_size=2000).to_json(10)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["as_executed"]["noise_multiplier"] == report["simulated_system"]["noise_multiplier"] / 40
+    assert report["simulated_system"]["epsilon_spent"] < report["simulated_system"]["epsilon_at_end"] <= 2
+    assert "SIMULATES 2000 users" in report["claim"]
+    assert report["accountant_version"].startswith("dp-accounting 0.")
+    hopeless = PrivacyConfig(epsilon=8, noise_cohort_size=2000).calibrate(2000, 1, 1).to_json()
+    assert hopeless["as_executed"]["epsilon_at_end"] is None
+
+
+def test_without_simulation_both_systems_are_one() -> None:
+    calibration = small()
+    assert not calibration.is_simulation
+    assert calibration.executed == calibration.simulated
+    assert "accounted for" in calibration.to_json()["claim"]
+
+
+def test_the_config_nests_in_a_strict_pydantic_config() -> None:
+    @strict_dataclass(frozen=True)
+    class Outer:
+        privacy: PrivacyConfig
+
+    outer = TypeAdapter(Outer).validate_python({"privacy": {"epsilon": 3, "sampler": "poisson"}})
+    assert outer.privacy == PrivacyConfig(epsilon=3.0)
+    with pytest.raises(ValidationError):
+        TypeAdapter(Outer).validate_python({"privacy": {"accountant": "moments"}})
+
+
+def test_poisson_cohorts_include_each_user_independently_with_the_same_probability() -> None:
+    population, expected, rounds = 400, 40, 2000
+    joined = np.zeros((rounds, population), bool)
+    for r in range(rounds):
+        cohort = poisson_cohort(7, r, population, expected)
+        assert (np.diff(cohort) > 0).all()
+        joined[r, cohort] = True
+    sizes = joined.sum(1)
+    assert sizes.mean() == pytest.approx(40, abs=4 * math.sqrt(36 / rounds))
+    assert sizes.var() == pytest.approx(36, rel=0.15)  # N q (1 - q); a fixed size has none
+    assert np.abs(joined.mean(0) - 0.1).max() < 5 * math.sqrt(0.09 / rounds)
+    together = (joined[:, :200] & joined[:, 200:]).mean()
+    assert together == pytest.approx(0.01, abs=0.001)
+
+
+def test_fixed_cohorts_have_their_size_and_no_user_twice() -> None:
+    """Predecessors 5: with replacement some user is drawn twice in 200 of 41,131 in 38 % of rounds."""
+    counts = np.zeros(100)
+    for r in range(500):
+        cohort = fixed_cohort(7, r, 100, 20)
+        assert len(np.unique(cohort)) == 20
+        counts[cohort] += 1
+    assert np.abs(counts / 500 - 0.2).max() < 5 * math.sqrt(0.16 / 500)
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+def test_cohorts_are_functions_of_seed_and_round(sampler: Any) -> None:
+    first = private_cohort(sampler, 3, 8, 1000, 100)
+    assert np.array_equal(first, private_cohort(sampler, 3, 8, 1000, 100))
+    assert not np.array_equal(first, private_cohort(sampler, 3, 9, 1000, 100))
+    assert not np.array_equal(first, private_cohort(sampler, 4, 8, 1000, 100))
+    assert len(private_cohort(sampler, 3, 8, 1000, 1000)) == 1000
+    with pytest.raises(ValueError, match="cohort_size is 1001"):
+        private_cohort(sampler, 3, 8, 1000, 1001)
