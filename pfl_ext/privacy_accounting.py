@@ -59,7 +59,8 @@ def epsilon_spent(
     """Epsilon of ``rounds`` subsampled Gaussian rounds at ``delta``; an upper bound, infinite if hopeless.
 
     ``noise_multiplier`` is the noise's standard deviation on the sum over the bound of one user's norm.
-    ``coarse``: PLD on a five times wider grid, faster and a little above. ``orders``: RDP's, or the library's.
+    ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above. ``orders``:
+    RDP's, or the library's.
     """
     _refuse_unsound(sampler, accountant)
     assert 0 < cohort_size <= population
@@ -77,9 +78,10 @@ def epsilon_spent(
             population, cohort_size, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
         )
     if accountant == "rdp":
+        orders = range(2, 64, 4) if coarse else orders
         ledger = RdpAccountant(orders, neighboring_relation=RELATIONS[sampler])
     else:
-        interval = GRID / math.sqrt(rounds) * (5 if coarse else 1) * max(1.0, noise_multiplier**-2)
+        interval = max(1e-4, GRID / math.sqrt(rounds)) * (5 if coarse else 1) * max(1.0, noise_multiplier**-2)
         ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
     return float(ledger.compose(event, rounds).get_epsilon(delta))
 
@@ -259,7 +261,9 @@ class PrivacyConfig:
             start = search(1.0, accountant="pld", coarse=True, **bug)
             return search(start, accountant="rdp", orders=PAPER_ORDERS, **bug)
         start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
-        return search(start if self.sampler == "poisson" else 3 * start)
+        if self.sampler == "fixed":
+            start = search(3 * start, coarse=True)
+        return search(start)
 
 
 @dataclass(frozen=True)

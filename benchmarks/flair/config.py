@@ -183,7 +183,7 @@ RECIPES: Mapping[str, Tree] = {
 """flair.md A8. Not offered, being defects: one crop for a whole batch, and a population of 10,000,000."""
 
 CONFIGS = Path(__file__).parent / "configs"
-SCALES: Mapping[str, Path] = {"mini": CONFIGS / "scales" / "mini.yaml"}
+SCALES: Mapping[str, Path] = {path.stem: path for path in sorted((CONFIGS / "scales").glob("*.yaml"))}
 
 
 def merge(base: Tree, over: Tree) -> Tree:

@@ -58,8 +58,8 @@ def build_index(
     Raises ValueError that names user and image for a label outside the vocabulary, an unknown partition and
     an image that comes twice.
     """
+    ids = {name: _ids(table[name]) for name in ("user_id", "image_id")}
     table = table.combine_chunks()
-    ids = {name: IdColumn.of(table[name].to_pylist()).raw for name in ("user_id", "image_id")}
 
     def whose(record: int) -> str:
         return f"image {ids['image_id'][record].decode()} of user {ids['user_id'][record].decode()}"
@@ -96,6 +96,16 @@ def build_index(
             labels,
         )
     return DatasetIndex(splits, mappings, provenance, grouped), placement
+
+
+def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
+    """Strings as a fixed-width byte array, chunk by chunk: few Python objects at a time."""
+    width = pc.max(pc.binary_length(column)).as_py() or 1
+    ids, done = np.zeros(len(column), f"S{width}"), 0
+    for chunk in column.cast(pa.binary()).chunks:
+        ids[done : done + len(chunk)] = chunk.to_pylist()
+        done += len(chunk)
+    return ids
 
 
 def _coded(column: pa.ChunkedArray) -> tuple[list[str], IntArray]:

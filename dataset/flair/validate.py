@@ -29,7 +29,7 @@ from dataset.flair.native import (
     opened,
 )
 
-_BLOCK = 256  # images that are read and checked at once
+_BLOCK = 32  # images that are read and checked at once
 _TYPES = {
     "user_offsets": "<i8",
     "user_index": "<i4",
