@@ -256,11 +256,11 @@ class PrivacyConfig:
             facts |= {"delta": delta, "sampler": self.sampler, "accountant": self.accountant} | how
             return least_multiplier(lambda z: epsilon_spent(z, **facts), self.epsilon, start)
 
+        start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
         if self.noise == "paper_bug":
             bug: dict[str, Any] = {"rounds": -(-rounds * population // cohort), "sampler": "poisson"}
-            start = search(1.0, accountant="pld", coarse=True, **bug)
+            start *= math.sqrt(population / cohort)
             return search(start, accountant="rdp", orders=PAPER_ORDERS, **bug)
-        start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
         if self.sampler == "fixed":
             start = search(3 * start, coarse=True)
         return search(start)

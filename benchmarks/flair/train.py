@@ -9,16 +9,17 @@ or ``--section.field=value``; the command line wins over the YAML file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.flair.centralised import train_centralised
-from benchmarks.flair.config import Config, parse, usage
+from benchmarks.flair.config import Config, Run, parse, usage
 from benchmarks.flair.federated import train_federated
 from benchmarks.flair.recorder import Recorder
 from benchmarks.flair.results import final_scores, show, write_results
@@ -30,6 +31,7 @@ from dataset.flair.task import FlairTask
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
 
+PFL_DEVICE = "PFL_PYTORCH_DEVICE"  # the environment variable by which pfl is told
 FLAIR_FILE = Path("data/flair.hdf5")
 MINI = MiniSpec(train_users=600, val_users=120, test_users=120, image_size=36, num_fine_labels=68)
 MINI_FILE = Path(f"data/flair-mini-v{MINI_VERSION}.hdf5")
@@ -79,17 +81,30 @@ def build_model(config: Config, num_labels: int, weights: Path | None) -> ImageC
     return ImageClassifier(backbone, input_size=config.model.input_size, exact_crops=exact)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Parse, build, train, report."""
-    if {"--help", "-h"} & set(argv):
-        print(__doc__ + "\n" + usage())
-        return
-    argv, data_path = resolve_data(argv)
-    run = parse(argv)
-    if run.runtime.device != "auto":
-        os.environ["PFL_PYTORCH_DEVICE"] = run.runtime.device
-    if run.runtime.threads is not None:
-        torch.set_num_threads(run.runtime.threads)
+@contextlib.contextmanager
+def pfl_device(name: str) -> Iterator[None]:
+    """Have pfl use this device within; ``auto`` leaves the choice to pfl.
+
+    :raises ValueError: for a device that torch does not know or that this machine lacks.
+    """
+    before = os.environ.get(PFL_DEVICE)
+    try:
+        if name != "auto":
+            torch.empty(0, device=name)
+            os.environ[PFL_DEVICE] = name
+    except (RuntimeError, AssertionError) as fault:
+        raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(PFL_DEVICE, None)
+        else:
+            os.environ[PFL_DEVICE] = before
+
+
+def execute(run: Run, data_path: Path) -> None:
+    """Train and report one run, or show the results that it already has."""
     config = run.config
     federated = config.mode == "federated"
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
@@ -112,6 +127,19 @@ def main(argv: Sequence[str]) -> None:
             model = train(run, task.split("train"), task.split("val"), module, recorder)
             results = write_results(recorder, final_scores(recorder, model, task), module, data_path)
     show(results, directory)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, build, train, report."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__ + "\n" + usage())
+        return
+    argv, data_path = resolve_data(argv)
+    run = parse(argv)
+    if run.runtime.threads is not None:
+        torch.set_num_threads(run.runtime.threads)
+    with pfl_device(run.runtime.device):
+        execute(run, data_path)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def _write(
             pixels = np.empty((len(picked), options.image_size, options.image_size, 3), np.uint8)
             for i, image in enumerate(picked):
                 try:
-                    pixels[i] = decode(image, options.image_size)
+                    decode(image, options.image_size, pixels[i])
                 except ValueError as error:
                     _bad(scan.table, int(here[i]), str(error), options)
                     found[int(here[i])] = str(error)

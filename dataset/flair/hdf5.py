@@ -118,7 +118,7 @@ class FlairFile:
         for i, image in enumerate(stored):
             try:
                 if isinstance(image, memoryview):
-                    out[i] = decode(image, image_size)
+                    decode(image, image_size, out[i])
                 else:
                     out[i] = resize(image[None], image_size)[0]
             except ValueError as error:

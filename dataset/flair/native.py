@@ -168,7 +168,7 @@ class NativeReader:
             missing = [name for name in self.splits if "images" not in file[name]]
             if missing:
                 raise ValueError(f"{path} is damaged: {missing[0]}/images is missing; {REMAKE}")
-            self._data_at = {name: file[f"{name}/images"].id.get_offset() or 0 for name in self.splits}
+            self.data_at = {name: file[f"{name}/images"].id.get_offset() or 0 for name in self.splits}
         self._image_offsets: dict[str, IntArray] = {}
         self._descriptor: int | None = None
 
@@ -209,14 +209,14 @@ class NativeReader:
             out, done = np.empty((len(rows), *shape), np.uint8), 0
             for start, stop in runs:
                 size = out[0].nbytes
-                self._read_into(out[done : done + stop - start], self._data_at[split] + start * size)
+                self._read_into(out[done : done + stop - start], self.data_at[split] + start * size)
                 done += stop - start
             return out
         offsets = self.image_offsets(split)
         images: list[memoryview | npt.NDArray[np.uint8]] = []
         for start, stop in runs:
             buffer = np.empty(int(offsets[stop] - offsets[start]), np.uint8)
-            self._read_into(buffer, self._data_at[split] + int(offsets[start]))
+            self._read_into(buffer, self.data_at[split] + int(offsets[start]))
             cuts = (offsets[start : stop + 1] - offsets[start]).tolist()
             view = buffer.data
             images += [view[a:b] for a, b in pairwise(cuts)]

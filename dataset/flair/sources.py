@@ -138,7 +138,6 @@ def _parquet(shard: Shard, columns: list[str]) -> Iterator[Any]:
                 raise ValueError(f"it has no column {missing[0]!r}, as apple/flair has")
             for group in range(file.num_row_groups):
                 yield from file.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False)
-                pa.default_memory_pool().release_unused()  # or the allocator keeps tens of megabytes more
     except (OSError, ValueError) as error:  # pyarrow's errors are of these types
         raise ValueError(f"{path} cannot be read as parquet: {error}") from None
 

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from dataset.flair.images import jpeg_size
-from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, IntArray, SplitIndex
+from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex
 from dataset.flair.native import (
     MAPPINGS,
     REMAKE,
@@ -29,7 +29,7 @@ from dataset.flair.native import (
     opened,
 )
 
-_BLOCK = 32  # images that are read and checked at once
+_BLOCK = 32  # images that a thread checks at once
 _TYPES = {
     "user_offsets": "<i8",
     "user_index": "<i4",
@@ -190,7 +190,8 @@ def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) 
         raise ValueError(f"{path} is damaged: {name}/images has the wrong shape; {REMAKE}")
     crc = group["image_crc32"][()]
 
-    def damage(rows: IntArray) -> str | None:
+    def damage(start: int) -> str | None:
+        rows = np.arange(start, min(start + _BLOCK, count))
         for row, image in zip(rows.tolist(), reader.stored(name, rows)):
             fault = None
             if zlib.crc32(image) != crc[row]:
@@ -206,8 +207,7 @@ def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) 
                 return f"image {image_id} of user {user} ({name}, row {row}): {fault}"
         return None
 
-    blocks = (np.arange(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for fault in pool.map(damage, blocks):
+        for fault in pool.map(damage, range(0, count, _BLOCK)):
             if fault:
                 raise ValueError(f"{path} is damaged: {fault}; {REMAKE}")

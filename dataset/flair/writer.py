@@ -11,6 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -151,8 +152,10 @@ class FlairWriter:
                 file[name]["image_crc32"][...] = crc
                 file[name]["image_crc32"].attrs["sha256"] = checksum(crc)
             file.attrs["content_sha256"] = content_checksum(file)
-        _sync(self._temporary)
-        validate(self._temporary)
+        with ThreadPoolExecutor(1) as pool:  # the disk and the processor work side by side
+            on_disk = pool.submit(_sync, self._temporary)
+            validate(self._temporary)
+            on_disk.result()
         self._temporary.replace(self._path)
         _sync(self._path.parent)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from dataset.flair.hdf5 import FlairFile, FlairWriter, Storage
 from dataset.flair.images import decode, jpeg_size, resize
@@ -278,3 +278,32 @@ def test_grey_and_oblong_images_become_square_rgb() -> None:
     pixels = decode(buffer.getvalue(), 24)
     assert pixels.shape == (24, 24, 3)
     assert (pixels == 77).all()
+
+
+@pytest.mark.parametrize("image_size", [None, 96, 64, 40, 24, 10, 3])
+@pytest.mark.parametrize("shape", [(96, 96), (131, 70)])
+def test_decoding_in_place_gives_the_same_pixels_and_never_fewer_than_twice_the_side_before_resizing(
+    image_size: int | None, shape: tuple[int, int]
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    data = jpeg_of(np.asarray(Image.fromarray(noise).filter(ImageFilter.GaussianBlur(3))))
+    pixels = decode(data, image_size)
+    assert pixels.shape == ((image_size, image_size, 3) if image_size else (*shape, 3))
+    out = np.zeros_like(pixels)
+    decode(data, image_size, out)
+    assert np.array_equal(out, pixels)
+    with Image.open(io.BytesIO(data)) as image:  # Pillow as the oracle
+        expected = (
+            image if image_size is None else image.resize((image_size, image_size), Image.Resampling.BILINEAR)
+        )
+        apart = np.abs(np.asarray(expected).astype(int) - pixels)
+    whole = image_size is None or min(shape) < 4 * image_size
+    assert apart.max() == 0 if whole else apart.mean() < 2.0
+
+
+def test_a_cmyk_image_becomes_rgb() -> None:
+    buffer = io.BytesIO()
+    Image.new("CMYK", (16, 16), (255, 0, 0, 0)).save(buffer, "JPEG")
+    red, green, blue = decode(buffer.getvalue(), 8).mean(axis=(0, 1))
+    assert red < 10
+    assert min(green, blue) > 240
