@@ -12,7 +12,7 @@ CONFIG ?=
 ARGS   ?=
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint flair-data flair-fl flair-c
+.PHONY: help setup test lint flair-data flair-fl flair-c flair-pfl
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 
 
 flair-fl: $(READY) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ARGS="--key value ..."
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
+
+flair-pfl: $(READY) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
+	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)

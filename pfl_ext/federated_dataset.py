@@ -18,6 +18,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from pfl_ext.prefetch import prefetched
+from pfl_ext.privacy_sampling import poisson_cohort
 from pfl_ext.randomness import seed32, stream
 from pfl_ext.transforms import Crop, Flip, draw_boxes
 
@@ -187,8 +188,11 @@ class FederatedImageDataset(FederatedDataset):
     """A pfl ``FederatedDataset`` over an `ImageStore`.
 
     The cohort of a round, the images that a heavy user brings, their order and their crops depend on
-    (seed, round, user) alone. Cohorts are drawn without replacement (the paper; pfl-research draws with
-    replacement: predecessors 5) unless ``replacement``. Reading runs ahead on ``threads`` threads.
+    (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
+    paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
+    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over.
+    ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
+    Reading runs ahead on ``threads`` threads.
 
     :raises ValueError: when a cohort is larger than the population.
     """
@@ -199,15 +203,17 @@ class FederatedImageDataset(FederatedDataset):
         sampling: LocalSampling,
         *,
         seed: int,
+        cohort_seed: int | None = None,
         partition: Partition | None = None,
-        replacement: bool = False,
+        sampler: Literal["fixed", "replacement", "poisson"] = "fixed",
         prefetch: int = 4,
         threads: int = 1,
     ) -> None:
         self.partition = natural_partition(store) if partition is None else partition
         super().__init__(self._user_by_id, self._no_sampler)
         self._store, self._sampling, self._seed = store, sampling, seed
-        self._replacement, self._prefetch, self._threads = replacement, prefetch, threads
+        self._cohort_seed = seed if cohort_seed is None else cohort_seed
+        self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
         self._round = 0
 
     def set_round(self, round_number: int) -> None:
@@ -222,18 +228,17 @@ class FederatedImageDataset(FederatedDataset):
         return self.user_dataset(list(self.partition.user_ids).index(user_id))
 
     def cohort(self, cohort_size: int) -> IntArray:
-        """The users of this round's cohort, the same on every worker.
-
-        With ``replacement=False`` every user at most once.
-        """
+        """The users of this round's cohort, the same on every worker."""
         population = len(self.partition.user_ids)
-        if cohort_size > population and not self._replacement:
+        if cohort_size > population and self._sampler != "replacement":
             raise ValueError(
                 f"cohort_size is {cohort_size} but there are only {population} training users: "
                 f"set cohort_size to at most {population}"
             )
-        rng = stream(self._seed, "cohort", self._round)
-        return rng.choice(population, cohort_size, replace=self._replacement).astype(np.int64)
+        if self._sampler == "poisson":
+            return poisson_cohort(self._cohort_seed, self._round, population, cohort_size)
+        rng = stream(self._cohort_seed, "cohort", self._round)
+        return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:
         """Positions of the cohort for each worker, by predicted work, longest first."""
@@ -268,5 +273,8 @@ class FederatedImageDataset(FederatedDataset):
             ahead=self._prefetch,
             threads=self._threads,
         )
+        if self._sampler == "poisson" and not mine:
+            nobody = self._store.read(np.empty(0, np.int64))
+            yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0
         for member, dataset in zip(mine, datasets):
             yield dataset, seed32(self._seed, "local noise", self._round, member.user, member.turn)

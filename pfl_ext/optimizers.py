@@ -42,9 +42,17 @@ class PerVariableClippedSGD(torch.optim.SGD):
 
 
 def clip_each(gradients: list[Tensor], max_norm: float) -> None:
-    """Scale every gradient whose L2 norm exceeds ``max_norm`` down to it, in place, without a sync."""
+    """Scale every gradient whose L2 norm exceeds ``max_norm`` down to it, in place, without a sync.
+
+    On a CPU, where looking at a norm costs nothing, gradients that need no scaling are not written again.
+    """
+    if not gradients:
+        return
+    norms = torch.stack(list(torch._foreach_norm(gradients)))
+    if norms.device.type == "cpu":
+        gradients = [g for g, norm in zip(gradients, norms.tolist()) if not norm <= max_norm]
+        norms = norms[~(norms <= max_norm)]
     if gradients:
-        norms = torch.stack(list(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, list((max_norm / norms.clamp(min=max_norm)).unbind()))
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import (
@@ -28,6 +28,8 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
+
+from pfl_ext.privacy_accounting import PrivacyConfig
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
@@ -135,6 +137,15 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class PrivacySection(PrivacyConfig):
+    """Private training (the PFL rows): pfl_ext's `PrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = "entropy"
+    """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
+    runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """All that decides a run's numbers."""
 
@@ -150,6 +161,8 @@ class Config:
     federated: FederatedConfig = field(default_factory=FederatedConfig)
     centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    privacy: PrivacySection | None = None
+    """None: no privacy."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -258,7 +271,8 @@ def _explain(fault: Any, kind: type[Any]) -> str:
     if fault["type"] != "unexpected_keyword_argument":
         return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
     for section in fault["loc"][:-1]:
-        kind = get_type_hints(kind)[section]
+        hint = get_type_hints(kind)[section]
+        kind = next((part for part in get_args(hint) if part is not type(None)), hint)
     known = [f.name for f in dataclasses.fields(kind)]
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
     prefix = "".join(f"{part}." for part in fault["loc"][:-1])
@@ -291,6 +305,17 @@ def check(config: Config) -> Config:
             f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
             "lower it"
         )
+    if config.privacy is not None:
+        if config.mode != "federated":
+            raise ValueError(
+                "privacy is for federated training: remove the section, or set mode to federated"
+            )
+        if config.federated.replacement:
+            raise ValueError("privacy needs cohorts without replacement: set federated.replacement to false")
+        if config.federated.weighting != "users":
+            raise ValueError("private training weights every user alike: set federated.weighting to users")
+        if config.federated.algorithm == "scaffold":
+            raise ValueError("scaffold keeps state of each user on the server, which privacy does not cover")
     if config.federated.algorithm == "scaffold":
         if config.local.straddle:
             raise ValueError(
@@ -358,7 +383,12 @@ def parse(argv: Sequence[str]) -> Run:
                 raise ValueError(f"--{dotted}: --{section} was given a value of its own")
         node[leaf] = None if text.lower() in ("none", "null") else text
     path = config_path(plain["config"] or "fl-r-17")
-    tree = merge(expand(read_yaml(path), str(path)), expand(typed, "command line"))
+    shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed
+    tree = merge(expand(shipped, str(path)), expand(typed, "command line"))
+    if not isinstance(shipped.get("privacy"), dict) and "privacy" not in explicit:
+        tree.pop("privacy", None)  # a scale's privacy is for private settings only
+    if fixed_seed and isinstance(tree.get("privacy"), dict):
+        tree["privacy"].setdefault("noise_seed", "run")
     runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
     config = check(build(Config, tree, f"{path.name} and command line"))
     resume = plain["resume"] or "auto"
@@ -382,7 +412,9 @@ def usage() -> str:
 
     def walk(kind: Any, prefix: str) -> None:
         for item in dataclasses.fields(kind):
-            if item.default_factory is not dataclasses.MISSING:
+            if item.name == "privacy":
+                walk(PrivacySection, "privacy.")
+            elif item.default_factory is not dataclasses.MISSING:
                 walk(item.default_factory, f"{prefix}{item.name}.")
             else:
                 lines.append(f"  --{prefix}{item.name} {item.default}   ({item.type})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
@@ -16,13 +16,15 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.flair.config import Config, Run
+from benchmarks.flair.config import Config, Run, Tree
+from benchmarks.flair.ledger import Ledger
 from benchmarks.flair.recorder import Recorder
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, iid_partition
 from pfl_ext.models import ImageClassifier
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
+from pfl_ext.privacy import METRICS, metric_name
 
 
 def local_sampling(config: Config) -> LocalSampling:
@@ -44,12 +46,17 @@ def local_sampling(config: Config) -> LocalSampling:
 def training_data(run: Run, store: ImageStore) -> FederatedImageDataset:
     """The training users, real or IID."""
     config, runtime = run.config, run.runtime
+    sampler: Literal["fixed", "replacement", "poisson"] = "fixed"
+    if config.privacy is not None:
+        sampler = config.privacy.sampler
+    elif config.federated.replacement:
+        sampler = "replacement"
     return FederatedImageDataset(
         store,
         local_sampling(config),
         seed=config.seed,
         partition=iid_partition(store, config.seed) if config.data.partition == "iid" else None,
-        replacement=config.federated.replacement,
+        sampler=sampler,
         prefetch=runtime.prefetch,
         threads=runtime.reader_threads,
     )
@@ -138,11 +145,15 @@ class RoundCallback(TrainingProcessCallback):
     ) -> tuple[bool, Metrics]:
         """pfl's hook, after the update of round ``central_iteration``."""
         values = {str(name): get_overall_value(value) for name, value in aggregate_metrics}
-        line = {
+        line: Tree = {
             "users": int(values["train population | number of devices"]),
             "images": int(aggregate_metrics_weight(aggregate_metrics)),
             "learning_rate": values["learning rate"],
         }
+        if self._recorder.ledger is not None:
+            private = {name: values.get(str(metric_name(name))) for name in METRICS}
+            line["users"] = int(private["users"])  # pfl counts the nobody of an empty cohort
+            line["privacy"] = {name: value for name, value in private.items() if value is not None}
         self._recorder.step_done(central_iteration, line, model)
         self.set_learning_rate(model, central_iteration + 1)
         return False, Metrics()
@@ -164,9 +175,14 @@ def train_federated(
     algorithm, params = algorithm_and_params(config, module, len(users.partition.user_ids))
     model = pfl_model(run, module)
     evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
-    weighting = WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
+    postprocessors: list[Any] = [
+        WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
+    ]
+    if config.privacy is not None:
+        recorder.ledger = Ledger(config, len(users.partition.user_ids), recorder.directory)
+        postprocessors.append(recorder.ledger.mechanism)
     backend = CentrallyEvaluatedBackend(
-        users, evaluation, seed=config.seed, postprocessors=[weighting], on_evaluation=recorder.evaluated
+        users, evaluation, seed=config.seed, postprocessors=postprocessors, on_evaluation=recorder.evaluated
     )
     start = recorder.restore(model)
     algorithm._current_central_iteration = start

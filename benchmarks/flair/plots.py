@@ -76,3 +76,24 @@ def per_class_bars(
     axes.legend(frameon=False, ncols=3, loc="upper right")
     axes.grid(axis="y", alpha=0.3)
     _save(figure, path)
+
+
+def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds."""
+    told = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
+    rounds = [number for number, _ in told]
+    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
+    panels = (
+        ("clipping bound", "clipping bound (L2)", "log"),
+        ("fraction clipped", "fraction of updates clipped", "linear"),
+        ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update", "log"),
+    )
+    for axes, (name, label, scale) in zip(figure.subplots(3, sharex=True), panels):
+        axes.plot(rounds, [values[name] for _, values in told], color=BLUE)
+        axes.set(ylabel=label, yscale=scale)
+        axes.grid(alpha=0.3)
+        if scale == "linear":
+            axes.set_ylim(0, 1.02)
+    axes.set_xlabel("round of training")
+    figure.suptitle(title)
+    _save(figure, path)

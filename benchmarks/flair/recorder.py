@@ -22,6 +22,7 @@ from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.flair.config import Run, Tree, digest
+from benchmarks.flair.ledger import Ledger
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 
@@ -63,6 +64,7 @@ class Recorder:
     def __init__(self, run: Run, directory: Path, num_steps: int, unit: str) -> None:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
+        self.ledger: Ledger | None = None
         self._digest = digest(run.config)
         self._val: dict[str, float] | None = None
         self._last = directory / "checkpoint" / "last.safetensors"
@@ -136,6 +138,8 @@ class Recorder:
         """Write the last line, which holds nothing but the val of the model after the last update."""
         self._write_line({self.unit: step})
         self._bar.close()
+        if self.ledger is not None:
+            self.ledger.write(step, self.history())
 
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
@@ -159,6 +163,9 @@ class Recorder:
             "metrics_bytes": self._metrics.stat().st_size if self._metrics.exists() else 0,
             "seconds": self.wall_clock,
         }
+        if self.ledger is not None:
+            state["privacy"] = self.ledger.mechanism.state()
+            self.ledger.write(step, self.history())
         checkpoint.save(self._last, tensors, state)
 
     def restore(self, model: PyTorchModel) -> int:
@@ -177,6 +184,8 @@ class Recorder:
         with self._metrics.open("r+") as file:
             file.truncate(state["metrics_bytes"])
         self._seconds = state["seconds"]
+        if self.ledger is not None:
+            self.ledger.mechanism.load_state(state["privacy"])
         step = int(state["step"])
         self._bar.update(step)
         print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)

@@ -79,6 +79,9 @@ def write_results(recorder: Recorder, scores: Tree, module: ImageClassifier, dat
         title,
         directory / "plots" / "per_class_ap.png",
     )
+    if recorder.ledger is not None:
+        plots.privacy_curves(recorder.history(), title, directory / "plots" / "privacy.png")
+        recorder.ledger.close()
     results = {
         "setting": config.setting,
         "dataset": str(data_path),

@@ -10,6 +10,7 @@ or ``--section.field=value``; the command line wins over the YAML file.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from pfl_ext.randomness import torch_stream
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"  # the environment variable by which pfl is told
 FLAIR_FILE = Path("data/flair.hdf5")
-MINI = MiniSpec(train_users=600, val_users=120, test_users=120, image_size=36, num_fine_labels=68)
+MINI = MiniSpec(train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68)
 MINI_FILE = Path(f"data/flair-mini-v{MINI_VERSION}.hdf5")
 MINI_WORD = Path("mini")
 """``--data_path mini`` asks for the mini data set even where there is a FLAIR file."""
@@ -134,6 +135,7 @@ def main(argv: Sequence[str]) -> None:
     if {"--help", "-h"} & set(argv):
         print(__doc__ + "\n" + usage())
         return
+    logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting tells of each RDP order that it skips
     argv, data_path = resolve_data(argv)
     run = parse(argv)
     if run.runtime.threads is not None:

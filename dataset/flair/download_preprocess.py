@@ -8,7 +8,7 @@ image at its place. The output has its name only when it is complete and checked
 describes its schema.
 
 --verify full, the default, decodes every image to the end of its stream, strictly: damage is found now, and
-not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs about a minute
+not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs a few minutes
 on two cores, once. --verify header reads headers and end markers only, which finds files that are cut off or
 are no images. With --storage raw every image is decoded in any case, in the second pass.
 """

@@ -144,7 +144,7 @@ def test_users_are_drawn_evenly() -> None:
 
 
 def test_a_user_drawn_twice_with_replacement_trains_on_different_crops() -> None:
-    data = users(NumberedStore([6]), replacement=True)
+    data = users(NumberedStore([6]), sampler="replacement")
     first, second = [user for user, _ in data.get_cohort(2)]
     assert not all(
         torch.equal(a[2], b[2]) for a, b in zip(local_batches(first, SMALL), local_batches(second, SMALL))
@@ -210,3 +210,26 @@ def test_only_this_workers_users_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     got = [str(user.user_id) for user, _ in data.get_cohort(8)]
     assert got == [f"user-{cohort[1]}", f"user-{cohort[5]}"]
     assert store.reads == 2
+
+
+def test_poisson_cohorts_vary_in_size_around_what_was_asked_for() -> None:
+    data = users(NumberedStore([1] * 200), sampler="poisson")
+    sizes = []
+    for round_number in range(300):
+        data.set_round(round_number)
+        cohort = data.cohort(20)
+        assert len(set(cohort.tolist())) == len(cohort)
+        sizes.append(len(cohort))
+    assert abs(np.mean(sizes) - 20) < 4 * np.sqrt(18 / 300)
+    assert 3 < np.std(sizes) < 5.5
+
+
+def test_an_empty_poisson_cohort_is_one_user_without_images() -> None:
+    data = users(NumberedStore([1] * 3), sampler="poisson")
+    for round_number in range(1000):
+        data.set_round(round_number)
+        if not len(data.cohort(1)):
+            break
+    ((nobody, _),) = data.get_cohort(1)
+    assert len(nobody) == 0
+    assert local_batches(nobody, SMALL) == []

@@ -294,7 +294,6 @@ def test_pfls_backend_releases_noise_in_an_empty_round_as_in_any() -> None:
         assert list(stats.keys()) == ["w"]
         assert stats.weight == 2
         assert stats["w"].abs().min() > 0
-        assert metrics.to_simple_dict()["number of parameters"] == 4
         users.append(value(metrics, "users"))
     assert users == [2, 0, 1]
     assert mechanism.rounds_done == 3

@@ -23,6 +23,7 @@ REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
 
+@cache
 def paper(cohort: int, **options: Any) -> Calibration:
     return PrivacyConfig(noise_cohort_size=cohort, **options).calibrate(FLAIR_USERS, min(200, cohort), ROUNDS)
 
@@ -66,9 +67,8 @@ def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: 
     assert paper(cohort, noise="paper_bug").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
 
 
-@pytest.mark.parametrize("cohort, pld", [(1000, 3.553), (10000, 34.622)])
-def test_multipliers_by_pld(cohort: int, pld: float) -> None:
-    assert paper(cohort).simulated.noise_multiplier == pytest.approx(pld, abs=0.002)
+def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:
+    assert paper(1000).simulated.noise_multiplier == pytest.approx(3.553, abs=0.002)
 
 
 def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
@@ -79,9 +79,9 @@ def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
 
 GRID = [
     (population, cohort, rounds, epsilon)
-    for population, cohort, rounds in [(100, 10, 1), (100, 100, 20), (3000, 60, 300), (50_000, 1000, 1000)]
+    for population, cohort, rounds in [(100, 10, 1), (100, 100, 20), (3000, 60, 300)]
     for epsilon in (0.5, 2.0, 8.0)
-]
+] + [(50_000, 1000, 1000, 2.0)]
 
 
 @pytest.mark.parametrize("population, cohort, rounds, epsilon", GRID)

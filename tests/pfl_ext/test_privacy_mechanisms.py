@@ -179,6 +179,7 @@ def test_local_privacy_composes_over_participations(mechanism: Any) -> None:
     assert spent[1] < spent[2] < spent[3] < 16
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")  # pfl's
 def test_the_fast_form_of_local_privacy_adds_as_much_noise_to_the_sum() -> None:
     config = LocalPrivacyConfig("gaussian", clipping_bound=0.5, epsilon=1.0, delta=1e-3)
     context = CentralContext(0, False, 9, Population.TRAIN, None, None, seed=3)

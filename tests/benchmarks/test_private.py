@@ -1,0 +1,127 @@
+"""Private runs of the training command: what they promise, keep secret and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.flair import recorder
+from benchmarks.flair.config import Tree, parse
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.test_train import error_line, lines, results
+
+PRIVATE = (
+    "--config=pfl-r-17",
+    "--privacy.epsilon=50",
+    "--privacy.delta=0.01",
+    "--privacy.noise_cohort_size=10",
+    "--privacy.indicator_std_fraction=0.5",
+)
+
+
+def privacy(directory: Path) -> Tree:
+    return dict(json.loads((directory / "privacy.json").read_text()))
+
+
+def test_the_paper_setting_is_calibrated_to_its_known_noise() -> None:
+    """Sigma 17.33 by PLD for N = 41,131, T = 5,000, noise cohort 5,000 (flair.md A6)."""
+    config = parse(["--config=pfl-r-17"]).config
+    assert config.privacy is not None
+    made = config.privacy.calibrate(41_131, config.federated.cohort_size, config.federated.num_rounds)
+    assert made.simulated.noise_multiplier == pytest.approx(17.33, abs=0.01)
+    assert made.epsilon <= 2
+    assert made.simulated.delta == pytest.approx(8.4026e-6, rel=1e-4)
+
+
+def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = train(*PRIVATE)
+    told = privacy(directory)
+    assert (told["population"], told["num_rounds"], told["rounds_done"], told["delta"]) == (12, 3, 3, 0.01)
+    assert told["simulated_system"]["epsilon_spent"] == told["simulated_system"]["epsilon_at_end"] <= 50
+    assert told["is_simulation"]
+    assert told["as_executed"]["cohort_size"] == 4
+    bounds = told["by_round"]["clipping bound"]
+    assert bounds[0] == 0.1
+    assert len(set(bounds)) == 3
+    assert len(told["by_round"]["signal-to-noise ratio"]) == 3
+    assert [line["privacy"]["clipping bound"] for line in lines(directory)[:3]] == bounds
+    assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
+    summary = capsys.readouterr().err
+    assert "privacy: epsilon" in summary
+    assert "SIMULATED with cohorts of 4 for 10" in summary
+    assert "research only" not in summary
+
+
+def test_noise_and_cohorts_are_secret_unless_a_seed_is_asked_for(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = train(*PRIVATE, name="first"), train(*PRIVATE, name="second")
+    assert results(first)["model_sha256"] != results(second)["model_sha256"]
+    assert not list(first.rglob("noise_seed"))
+    again = [train(*PRIVATE, "--seed=0", name=name) for name in ("third", "fourth")]
+    assert results(again[0])["model_sha256"] == results(again[1])["model_sha256"]
+    assert privacy(again[0])["seeded_for_research_only"]
+    assert "for research only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [[], ["--seed=0"]], ids=["entropy", "seeded"])
+def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
+    seed: list[str], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predecessors 10 and 11: noise replayed or lost, the clipping bound starting anew."""
+    argv = (*PRIVATE, *seed, "--runtime.checkpoint_every=2", "--federated.num_rounds=4")
+    real = recorder.Recorder.step_done
+    seen: list[Tree] = []
+
+    def watch(self: Any, step: int, values: Any, model: Any) -> None:
+        real(self, step, values, model)
+        seen.append({"round": step, **values})
+        if step == 2 and len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(recorder.Recorder, "step_done", watch)
+    directory = train(*argv, code=130)
+    assert privacy(directory)["rounds_done"] == 2
+    if not seed:
+        assert (directory / "checkpoint" / "noise_seed").stat().st_mode & 0o777 == 0o600
+    train(*argv)
+    assert [line["round"] for line in seen] == [0, 1, 2, 2, 3]
+    assert seen[2] == seen[3]
+    assert privacy(directory)["rounds_done"] == 4
+    if seed:
+        assert results(train(*argv, name="whole"))["model_sha256"] == results(directory)["model_sha256"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--privacy.noise_cohort_size=13"], "only 12 users"),
+        (["--privacy.noise_cohort_size=3"], "below the cohort_size of 4"),
+        (["--privacy.epsilon=0"], "privacy.epsilon is 0"),
+        (["--privacy.sampler=fixed"], "set accountant to rdp"),
+        (["--federated.weighting=images"], "set federated.weighting to users"),
+        (["--federated.replacement=true"], "needs cohorts without replacement"),
+        (["--mode=centralised"], "privacy is for federated training"),
+        (["--privacy.delta=0.5"], "not below one in 12 users"),
+        (["--privacy.indicator_std_fraction=0.001"], "privacy.indicator_std_fraction is 0.001"),
+        (["--privacy.epsilonn=1"], "did you mean privacy.epsilon?"),
+    ],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
+)
+def test_a_private_mistake_ends_in_one_line_and_code_2(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*PRIVATE, *argv, code=2)
+    assert message in error_line(capsys)
+
+
+def test_the_privacy_of_a_run_cannot_be_changed_on_resuming(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*PRIVATE)
+    capsys.readouterr()
+    train(*PRIVATE, "--privacy.epsilon=60", code=2)
+    assert "privacy.epsilon: 50.0 -> 60.0" in error_line(capsys)
