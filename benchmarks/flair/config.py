@@ -413,6 +413,7 @@ def usage() -> str:
     def walk(kind: Any, prefix: str) -> None:
         for item in dataclasses.fields(kind):
             if item.name == "privacy":
+                lines.append(f"  --privacy none   ({item.type}; any key below gives one)")
                 walk(PrivacySection, "privacy.")
             elif item.default_factory is not dataclasses.MISSING:
                 walk(item.default_factory, f"{prefix}{item.name}.")

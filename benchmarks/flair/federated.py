@@ -151,9 +151,10 @@ class RoundCallback(TrainingProcessCallback):
             "learning_rate": values["learning rate"],
         }
         if self._recorder.ledger is not None:
-            private = {name: values.get(str(metric_name(name))) for name in METRICS}
+            named = {name: str(metric_name(name)) for name in METRICS}
+            private = {name: values[key] for name, key in named.items() if key in values}
+            line["privacy"] = private
             line["users"] = int(private["users"])  # pfl counts the nobody of an empty cohort
-            line["privacy"] = {name: value for name, value in private.items() if value is not None}
         self._recorder.step_done(central_iteration, line, model)
         self.set_learning_rate(model, central_iteration + 1)
         return False, Metrics()

@@ -19,7 +19,7 @@ class Ledger:
     """Calibrates the noise before the first round, and accounts for every round that was released.
 
     The seed of a private run's noise and cohorts is secret: it lies in ``checkpoint/noise_seed``, readable by
-    its owner alone, so that a resumed run releases no round with a second, different noise; `close` deletes it.
+    its owner alone, so that a resumed run releases no round with a second, other noise; `close` deletes it.
     One process: several workers must be given the seed of one of them.
 
     :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
