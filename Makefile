@@ -28,7 +28,7 @@ $(READY): requirements.txt
 	@touch $@
 
 test: lint ## ruff, mypy --strict and all tests
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto
 
 lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
