@@ -43,7 +43,7 @@ def local_sampling(config: Config) -> LocalSampling:
     )
 
 
-def training_data(run: Run, store: ImageStore) -> FederatedImageDataset:
+def training_data(run: Run, store: ImageStore, cohort_seed: int | None = None) -> FederatedImageDataset:
     """The training users, real or IID."""
     config, runtime = run.config, run.runtime
     sampler: Literal["fixed", "replacement", "poisson"] = "fixed"
@@ -55,6 +55,7 @@ def training_data(run: Run, store: ImageStore) -> FederatedImageDataset:
         store,
         local_sampling(config),
         seed=config.seed,
+        cohort_seed=cohort_seed,
         partition=iid_partition(store, config.seed) if config.data.partition == "iid" else None,
         sampler=sampler,
         prefetch=runtime.prefetch,
@@ -171,21 +172,24 @@ def train_federated(
 ) -> PyTorchModel:
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
     config = run.config
-    users = training_data(run, store)
+    if config.privacy is not None:
+        recorder.ledger = Ledger(config, len(store.user_ids), recorder.directory)
+    users = training_data(run, store, recorder.ledger.cohort_seed if recorder.ledger else None)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
-    algorithm, params = algorithm_and_params(config, module, len(users.partition.user_ids))
+    algorithm, params = algorithm_and_params(config, module, len(store.user_ids))
     model = pfl_model(run, module)
     evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
     postprocessors: list[Any] = [
         WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
     ]
-    if config.privacy is not None:
-        recorder.ledger = Ledger(config, len(users.partition.user_ids), recorder.directory)
+    if recorder.ledger is not None:
         postprocessors.append(recorder.ledger.mechanism)
     backend = CentrallyEvaluatedBackend(
         users, evaluation, seed=config.seed, postprocessors=postprocessors, on_evaluation=recorder.evaluated
     )
     start = recorder.restore(model)
+    if start > 0 and config.federated.algorithm == "scaffold":
+        raise ValueError("a checkpoint does not hold SCAFFOLD's state of each user: choose another --run_dir")
     algorithm._current_central_iteration = start
     callback = RoundCallback(config, recorder)
     callback.set_learning_rate(model, start)

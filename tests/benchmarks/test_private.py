@@ -61,6 +61,8 @@ def test_noise_and_cohorts_are_secret_unless_a_seed_is_asked_for(
     first, second = train(*PRIVATE, name="first"), train(*PRIVATE, name="second")
     assert results(first)["model_sha256"] != results(second)["model_sha256"]
     assert not list(first.rglob("noise_seed"))
+    cohorts = [[line["images"] for line in lines(directory)[:3]] for directory in (first, second)]
+    assert cohorts[0] != cohorts[1]
     again = [train(*PRIVATE, "--seed=0", name=name) for name in ("third", "fourth")]
     assert results(again[0])["model_sha256"] == results(again[1])["model_sha256"]
     assert privacy(again[0])["seeded_for_research_only"]

@@ -118,6 +118,15 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert results(cut)["test"] == results(whole)["test"]
 
 
+def test_scaffold_is_not_resumed_without_its_state(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users")
+    directory = train(*argv)
+    (directory / "results.json").unlink()
+    capsys.readouterr()
+    train(*argv, code=2)
+    assert "does not hold SCAFFOLD's state" in capsys.readouterr().err
+
+
 def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
     one = train(name="one")
     other = train("--runtime.prefetch=0", "--runtime.reader_threads=1", "--runtime.cache_gb=0", name="other")
