@@ -36,7 +36,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON state into one safetensors file, atomically."""
+    """Write tensors and a JSON state into one safetensors file, atomically.
+
+    :raises OSError: when the disk is full, say; what the file held before is whole then.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -45,6 +48,8 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, An
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except SafetensorError as fault:  # an I/O error in safetensors' clothes
+        raise OSError(f"{path} cannot be written: {fault}") from fault
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from pfl_ext import checkpoint
 from pfl_ext.prefetch import prefetched
@@ -102,6 +103,20 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(
         checkpoint.write_json(tmp_path / "c.json", {})
     assert checkpoint.load(path)[1] == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    path = tmp_path / "c.safetensors"
+    checkpoint.save(path, {"a": torch.zeros(2)}, {"step": 1})
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"c\.safetensors cannot be written: .*No space left"):
+        checkpoint.save(path, {"a": torch.ones(2)}, {"step": 2})
+    assert checkpoint.load(path)[1] == {"step": 1}
 
 
 def test_a_damaged_checkpoint_is_named_in_one_line(tmp_path: Path) -> None:
