@@ -366,6 +366,14 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
     return out
 
 
+def _is_choice(dotted: str, text: str) -> bool:
+    """Whether a key's type is a choice of words with this one among them (as ``none`` in ``augment.flip``)."""
+    kind: Any = Config
+    for part in dotted.split("."):
+        kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
+    return text in get_args(kind)
+
+
 def parse(argv: Sequence[str]) -> Run:
     """The run that a command line asks for. Defaults < YAML < command line.
 
@@ -381,7 +389,7 @@ def parse(argv: Sequence[str]) -> Run:
             node = node.setdefault(section, {})
             if not isinstance(node, dict):
                 raise ValueError(f"--{dotted}: --{section} was given a value of its own")
-        node[leaf] = None if text.lower() in ("none", "null") else text
+        node[leaf] = None if text.lower() in ("none", "null") and not _is_choice(dotted, text) else text
     path = config_path(plain["config"] or "fl-r-17")
     shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed
     tree = merge(expand(shipped, str(path)), expand(typed, "command line"))

@@ -74,6 +74,11 @@ def test_the_command_line_beats_the_yaml_which_beats_the_defaults(tmp_path: Path
         assert made.federated.cohort_size == 7
 
 
+def test_none_is_nothing_where_a_field_may_be_empty_and_a_word_where_it_is_a_choice() -> None:
+    assert config("--local.max_images=none").local.max_images is None
+    assert config("--augment.flip=none").augment.flip == "none"
+
+
 def test_the_argv_that_a_wandb_agent_sends_is_taken_whole() -> None:
     """``${args}`` expands to --key=value for each parameter, numbers and booleans as Python prints them."""
     sent = [

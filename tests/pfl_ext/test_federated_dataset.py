@@ -198,8 +198,7 @@ def test_workers_share_a_cohort_without_overlap(sizes: list[int], workers: int, 
     assert sorted(p for share in shares for p in share) == list(range(len(sizes)))
     work = SMALL.num_steps(data.partition.sizes[cohort]) + 1
     loads = [int(work[share].sum()) for share in shares]
-    best = max(work.sum() / workers, work.max())
-    assert max(loads) <= best * 4 / 3 + 1  # Graham's bound for longest-first
+    assert max(loads) <= work.sum() / workers + work.max() * (1 - 1 / workers)  # Graham's bound
 
 
 def test_only_this_workers_users_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
