@@ -367,7 +367,7 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _is_choice(dotted: str, text: str) -> bool:
-    """Whether a key's type is a choice of words with this one among them (as ``none`` in ``augment.flip``)."""
+    """Whether a key's type is a choice of words with this one among them, as ``none`` of ``augment.flip``."""
     kind: Any = Config
     for part in dotted.split("."):
         kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
