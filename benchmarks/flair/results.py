@@ -49,14 +49,16 @@ def final_scores(recorder: Recorder, model: PyTorchModel, task: FlairTask) -> Tr
     """Val and test of the last model and of the best one; the model is left at the best."""
     threads = recorder.run.runtime.reader_threads
     evaluations = {name: CentralEvaluation(task.split(name), threads=threads) for name in ("val", "test")}
-    last = {name: columns(evaluation(model)) for name, evaluation in evaluations.items()}
-    model.pytorch_model.load_state_dict(recorder.best_weights())
-    val, test = evaluations["val"](model), evaluations["test"](model)
-    scores = test[SCORES]
+    metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    last = {name: columns(scored) for name, scored in metrics.items()}
+    if recorder.best.step != recorder.num_steps:
+        model.pytorch_model.load_state_dict(recorder.best_weights())
+        metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
     return {
-        "val": columns(val),
-        "test": columns(test),
+        "val": columns(metrics["val"]),
+        "test": columns(metrics["test"]),
         "last": last,
         "best_step": recorder.best.step,
         "per_class_ap": {name: float(value) for name, value in zip(task.label_names, ap)},

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,8 +35,10 @@ from pfl_ext.randomness import torch_stream
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"  # the environment variable by which pfl is told
 FLAIR_FILE = Path("data/flair.hdf5")
-MINI = MiniSpec(train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68)
-MINI_FILE = Path(f"data/flair-mini-v{MINI_VERSION}.hdf5")
+MINI = MiniSpec(
+    train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68, difficulty=0.25
+)
+MINI_FILE = Path(f"data/flair-mini-{zlib.crc32(f'{MINI_VERSION} {MINI}'.encode()):08x}.hdf5")
 MINI_WORD = Path("mini")
 """``--data_path mini`` asks for the mini data set even where there is a FLAIR file."""
 

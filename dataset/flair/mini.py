@@ -84,6 +84,7 @@ class MiniSpec:
         num_fine_labels: F, at least the 17 coarse names.
         max_user_images: cap on a user's images; None leaves what the scale gives (4,151 for FLAIR's users).
         size_factor: multiplies every user's number of images, rounded up.
+        difficulty: of the images: scales specks, grain and exposure, 0 to 1; labels do not depend on it.
     """
 
     train_users: int = 41131
@@ -94,6 +95,7 @@ class MiniSpec:
     num_fine_labels: int = 1628
     max_user_images: int | None = None
     size_factor: float = 1.0
+    difficulty: float = 1.0
 
     def __post_init__(self) -> None:
         ranges = dict.fromkeys(("train_users", "val_users", "test_users", "max_user_images"), (1, 10**8))
@@ -105,6 +107,8 @@ class MiniSpec:
                 raise ValueError(f"{name} is {value}; give {low} to {high}")
         if not 0 < self.size_factor <= 1000:
             raise ValueError(f"size_factor is {self.size_factor}; give a number above 0 and at most 1000")
+        if not 0 <= self.difficulty <= 1:
+            raise ValueError(f"difficulty is {self.difficulty}; give a number from 0 to 1")
 
     def users(self, split: str) -> int:
         """U of a split."""
@@ -149,7 +153,7 @@ def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray)
         mark_coarse=parents[columns],
         mark_fine=looks[columns],
     )
-    return draw(scene, spec.image_size)
+    return draw(scene, spec.image_size, spec.difficulty)
 
 
 def _within(counts: IntArray) -> IntArray:

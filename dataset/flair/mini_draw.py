@@ -147,17 +147,20 @@ class Scene:
         )
 
 
-def draw(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
-    """The images, ``[N, S, S, 3]`` uint8 RGB."""
+def draw(scene: Scene, size: int, difficulty: float = 1.0) -> npt.NDArray[np.uint8]:
+    """The images, ``[N, S, S, 3]`` uint8 RGB.
+
+    ``difficulty`` scales what hides the marks: specks, grain, and the range of exposures.
+    """
     count, step = len(scene.image_keys), max(1, _CHUNK_PIXELS // (size * size))
     out = np.empty((count, size, size, 3), np.uint8)
     for start in range(0, count, step):
         stop = min(start + step, count)
-        out[start:stop] = _draw_chunk(scene.part(start, stop), size)
+        out[start:stop] = _draw_chunk(scene.part(start, stop), size, difficulty)
     return out
 
 
-def _draw_chunk(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
+def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.uint8]:
     colour = _background(scene, size)  # [N, 3, S, S]: sum of weight * colour
     weight = np.full((len(scene.image_keys), size, size), 0.25, np.float32)
     colour *= np.float32(0.25)
@@ -170,8 +173,8 @@ def _draw_chunk(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
         for channel in range(3):
             colour[rows, channel] += shine * rgb[chosen, channel, None, None]
     colour /= weight[:, None]
-    _confetti(scene, colour, size)
-    return _photograph(scene, colour, size)
+    _confetti(scene, colour, size, round(_SPECKS * difficulty))
+    return _photograph(scene, colour, size, np.float32(difficulty))
 
 
 def _wave(phase: Floats) -> Floats:
@@ -240,9 +243,9 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
     return opacity[back], lit[back], rgb[back]
 
 
-def _confetti(scene: Scene, colour: Floats, size: int) -> None:
+def _confetti(scene: Scene, colour: Floats, size: int, specks: int) -> None:
     """Specks in the colours of any labels, a sixteenth of the side wide: one pixel alone tells little."""
-    draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(_SPECKS, dtype=np.uint64)
+    draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(specks, dtype=np.uint64)
     cell = ((draws >> np.uint64(8)) + number * (draws | np.uint64(1))) & np.uint64(255)  # no cell comes twice
     own = _shares(keyed(0, "speck", scene.image_keys[:, None], number))
     rgb = _COLOURS[np.minimum(own[0] * len(_COLOURS), len(_COLOURS) - 1).astype(np.int64)]
@@ -255,13 +258,13 @@ def _confetti(scene: Scene, colour: Floats, size: int) -> None:
         colour[image, channel, down[..., :, None], across[..., None, :]] = rgb[..., channel, None, None]
 
 
-def _photograph(scene: Scene, colour: Floats, size: int) -> npt.NDArray[np.uint8]:
+def _photograph(scene: Scene, colour: Floats, size: int, difficulty: np.float32) -> npt.NDArray[np.uint8]:
     """The user's camera: a cast and a noise level; the image's exposure and contrast; then bytes."""
     camera = _shares(keyed(0, "camera", scene.user_keys))
     own = _shares(keyed(0, "exposure", scene.image_keys))
-    contrast = 0.65 + 0.4 * own[0]
-    lift = 60 * own[1] - 30 + 64 * (1 - contrast)
-    grain = (30 + 60 * camera[3]) / np.float32(1023)  # full width of the uniform noise
+    contrast = 1 - (1 - (0.65 + 0.4 * own[0])) * difficulty
+    lift = (60 * own[1] - 30) * difficulty + 64 * (1 - contrast)
+    grain = (30 + 60 * camera[3]) * difficulty / np.float32(1023)  # full width of the uniform noise
     start = (keyed(0, "noise", scene.image_keys) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     noise = start[:, None] + np.arange(size * size, dtype=np.uint32) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # murmur3's 32-bit finaliser

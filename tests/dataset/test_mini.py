@@ -390,3 +390,19 @@ def test_the_module_runs_as_a_command() -> None:
     assert done.stderr == "error: the following arguments are required: --output_file; " + (
         "see python -m dataset.flair.mini --help\n"
     )
+
+
+def test_an_easier_set_shows_the_same_scenes_with_less_in_the_way() -> None:
+    hard, easy = (MiniSpec(40, 5, 5, image_size=24, num_fine_labels=40, difficulty=d) for d in (1.0, 0.0))
+    index = mini_index(hard)
+    rows = np.arange(30)
+    pictures = [draw_images(spec, index, "train", rows).astype(np.int64) for spec in (hard, easy)]
+    assert not np.array_equal(*pictures)
+    rough = [float(np.abs(np.diff(images, axis=2)).mean()) for images in pictures]
+    assert rough[1] < 0.6 * rough[0]
+    by_easy = mini_index(easy)
+    for taxonomy in ("labels", "fine_grained_labels"):
+        a, b = (table.splits["train"].labels[taxonomy] for table in (index, by_easy))
+        np.testing.assert_array_equal(a.indices, b.indices)
+    with pytest.raises(ValueError, match="difficulty is 2; give a number from 0 to 1"):
+        MiniSpec(difficulty=2)
