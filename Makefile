@@ -18,12 +18,12 @@ FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
 
-setup: $(READY) ## install everything into .venv (about 3 minutes, 6 GB: torch with CUDA)
+setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 10) <= v[:2] <= (3, 12))' \
 	  || { echo "error: Python 3.10 to 3.12 is needed (pfl 0.6); say which: make PYTHON=python3.11 ..." >&2; exit 2; }
-	@echo "setting up $(VENV): torch, pfl and the rest, about 3 minutes"
+	@echo "setting up $(VENV): torch, pfl and the rest, some minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@

@@ -47,6 +47,7 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, An
         save_file(contiguous, temporary, metadata={"state": json.dumps(dict(state), allow_nan=False)})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
         os.replace(temporary, path)
     except SafetensorError as fault:  # an I/O error in safetensors' clothes
         raise OSError(f"{path} cannot be written: {fault}") from fault

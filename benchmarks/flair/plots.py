@@ -73,7 +73,7 @@ def per_class_bars(
     axes.set_xticks(x, [names[k] for k in order], rotation=50, ha="right")
     shown = "" if len(order) == len(names) else f" (commonest {len(order)} of {len(names)})"
     axes.set(ylabel="average precision on test (%)", ylim=(0, 100), title=title + shown)
-    axes.legend(frameon=False, ncols=3, loc="upper right")
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
     axes.grid(axis="y", alpha=0.3)
     _save(figure, path)
 
