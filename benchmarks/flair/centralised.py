@@ -26,9 +26,9 @@ def centralised_model(run: Run, module: ImageClassifier) -> PyTorchModel:
         [p for p in module.parameters() if p.requires_grad],
         name="adam",
         learning_rate=run.config.centralised.learning_rate,
-        beta1=0.9,
-        beta2=0.999,
-        epsilon=1e-7,
+        beta1=run.config.centralised.beta1,
+        beta2=run.config.centralised.beta2,
+        epsilon=run.config.centralised.epsilon,
         adam_form="keras",
         momentum=0.0,
     )

@@ -124,6 +124,9 @@ class CentralisedConfig:
     num_epochs: PositiveInt = 100
     batch_size: PositiveInt = 512
     learning_rate: PositiveFloat = 5e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-7
     max_grad_norm: PositiveFloat | None = 10.0
 
 

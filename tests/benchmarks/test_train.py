@@ -211,7 +211,9 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
     capsys.readouterr()
     train()
     assert (directory / "results.json").read_bytes() == before
-    assert "training" not in capsys.readouterr().out.split("run directory")[0].split("\n")[0]
+    shown = capsys.readouterr().out
+    assert "training FL-R-17" not in shown
+    assert "test, best model" in shown
 
 
 def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
