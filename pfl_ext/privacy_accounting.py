@@ -148,6 +148,7 @@ class System:
     def to_json(self, rounds: int, num_rounds: int) -> dict[str, Any]:
         """Its facts, and its epsilon after ``rounds`` and at the end; an infinite epsilon becomes null."""
         return {
+            "population": self.population,
             "cohort_size": self.cohort_size,
             "sampling_probability": self.sampling_probability,
             "noise_multiplier": self.noise_multiplier,
@@ -175,6 +176,9 @@ class PrivacyConfig:
     """C_lg: train ``cohort_size`` users a round with the noise on their *mean* that so many would get. This
     simulates a large cohort cheaply; the run itself is less private, and both epsilons are reported. None:
     no simulation. The paper: 5,000."""
+    noise_population: int | None = None
+    """Users of the system whose noise is simulated, where the data has too few (a few hundred cannot hide
+    each other at any useful noise). None: the data's own."""
     mechanism: Mechanism = "adaptive"
     """Clip at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
     clipping: Literal["flat", "per_layer"] = "flat"
@@ -213,33 +217,44 @@ class PrivacyConfig:
         :raises ValueError: for cohorts that do not fit each other or the population, for a delta of 1 / N or
             more, for an indicator noise below its minimum, for a bug's noise that would break the budget.
         """
-        delta = population**-1.1 if self.delta is None else self.delta
         noise_cohort = cohort_size if self.noise_cohort_size is None else self.noise_cohort_size
+        noise_population = population if self.noise_population is None else self.noise_population
+        delta = noise_population**-1.1 if self.delta is None else self.delta
         if noise_cohort < cohort_size:
             raise ValueError(
                 f"privacy.noise_cohort_size is {noise_cohort}, below the cohort_size of {cohort_size}: "
                 "raise it, or leave it out"
             )
-        if noise_cohort > population:
+        if cohort_size > population:
             raise ValueError(
-                f"privacy.noise_cohort_size is {noise_cohort} but there are only {population} users: "
-                f"set it to at most {population}"
+                f"cohort_size is {cohort_size} but there are only {population} training users: "
+                f"set cohort_size to at most {population}"
+            )
+        if noise_population < population:
+            raise ValueError(
+                f"privacy.noise_population is {noise_population}, below the data's {population} users: "
+                "raise it, or leave it out"
+            )
+        if noise_cohort > noise_population:
+            raise ValueError(
+                f"privacy.noise_cohort_size is {noise_cohort} but there are only {noise_population} users: "
+                f"set it to at most {noise_population}"
             )
         if delta * population >= 1:
             raise ValueError(
                 f"privacy.delta is {delta:g}, not below one in {population} users, which lets a mechanism "
                 "publish a user outright: lower it"
             )
-        multiplier = self._multiplier(population, noise_cohort, num_rounds, delta)
+        multiplier = self._multiplier(noise_population, noise_cohort, num_rounds, delta)
 
-        def system(size: int, noise: float) -> System:
-            return System(population, size, noise, delta, self.sampler, self.accountant)
+        def system(users: int, size: int, noise: float) -> System:
+            return System(users, size, noise, delta, self.sampler, self.accountant)
 
         calibration = Calibration(
             config=self,
             num_rounds=num_rounds,
-            simulated=system(noise_cohort, multiplier),
-            executed=system(cohort_size, multiplier * (cohort_size / noise_cohort)),
+            simulated=system(noise_population, noise_cohort, multiplier),
+            executed=system(population, cohort_size, multiplier * (cohort_size / noise_cohort)),
         )
         if calibration.epsilon > self.epsilon:
             raise ValueError(
@@ -312,8 +327,9 @@ class Calibration:
 
     @property
     def is_simulation(self) -> bool:
-        """Whether the noise is that of a larger cohort than is trained."""
-        return self.simulated.cohort_size != self.executed.cohort_size
+        """Whether the noise is that of a larger cohort, or population, than is trained."""
+        here, there = self.executed, self.simulated
+        return (here.cohort_size, here.population) != (there.cohort_size, there.population)
 
     @cached_property
     def epsilon(self) -> float:
@@ -351,8 +367,9 @@ class Calibration:
         done = self.num_rounds if rounds is None else rounds
         system, executed = self.simulated, self.executed
         claim = (
-            f"simulated_system SIMULATES {system.cohort_size} users a round: its epsilon is not this "
-            f"run's, which trains {executed.cohort_size} and has the one of as_executed"
+            f"simulated_system SIMULATES {system.cohort_size} users a round of {system.population}: its "
+            f"epsilon is not this run's, which trains {executed.cohort_size} of {executed.population} and has "
+            "the one of as_executed"
             if self.is_simulation
             else "the run is the system accounted for: simulated_system and as_executed are the same"
         )
@@ -361,7 +378,6 @@ class Calibration:
             "unit": "one user with all of their images",
             "neighbouring_relation": RELATIONS[system.sampler].name.lower(),
             "sampler": system.sampler,
-            "population": system.population,
             "num_rounds": self.num_rounds,
             "rounds_done": done,
             "delta": system.delta,

@@ -56,7 +56,8 @@ class Ledger:
         )
         if made.is_simulation:
             text += (
-                f"; SIMULATED with cohorts of {executed.cohort_size} for {system.cohort_size}: "
+                f"; SIMULATED with cohorts of {executed.cohort_size} for {system.cohort_size} and "
+                f"{executed.population} users for {system.population}: "
                 f"as executed, epsilon is {made.epsilon_executed:.4g}"
             )
         return text + ("; noise from the run's seed: for research only" if self._seeded else "")

@@ -198,6 +198,34 @@ def test_senseless_settings_are_refused_by_name(options: dict[str, Any], message
         small(**options)
 
 
+def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
+    alone = PrivacyConfig(noise_cohort_size=5000).calibrate(FLAIR_USERS, 20, 150)
+    made = PrivacyConfig(noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
+    assert made.simulated == alone.simulated
+    assert made.simulated.delta == pytest.approx(FLAIR_USERS**-1.1)
+    assert (made.executed.population, made.executed.cohort_size) == (275, 20)
+    assert made.epsilon <= 2.0 < made.epsilon_executed
+    report = made.to_json()
+    assert report["is_simulation"] is True
+    assert "5000 users a round of 41131" in report["claim"]
+    assert "20 of 275" in report["claim"]
+
+
+@pytest.mark.parametrize(
+    "population, cohort, options, words",
+    [
+        (275, 20, {"noise_population": 274}, "privacy.noise_population is 274, below"),
+        (275, 300, {"noise_population": 9000}, "only 275 training users"),
+        (275, 20, {"noise_cohort_size": 400, "noise_population": 300}, "only 300 users"),
+    ],
+)
+def test_a_population_that_does_not_fit_is_refused(
+    population: int, cohort: int, options: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        PrivacyConfig(**options).calibrate(population, cohort, 10)  # type: ignore[arg-type]
+
+
 def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
     report = small(noise_cohort_size=2000).to_json(10)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
