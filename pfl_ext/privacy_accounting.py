@@ -368,8 +368,8 @@ class Calibration:
         system, executed = self.simulated, self.executed
         claim = (
             f"simulated_system SIMULATES {system.cohort_size} users a round of {system.population}: its "
-            f"epsilon is not this run's, which trains {executed.cohort_size} of {executed.population} and has "
-            "the one of as_executed"
+            f"epsilon is not this run's, which trains {executed.cohort_size} of {executed.population} and "
+            "has the one of as_executed"
             if self.is_simulation
             else "the run is the system accounted for: simulated_system and as_executed are the same"
         )
