@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pfl.aggregate.simulate import SimulatedBackend
+import torch
+from pfl.aggregate.simulate import (
+    SimulatedBackend,
+    get_num_datapoints_weight_name,
+    get_num_devices_weight_name,
+    get_num_params_weight_name,
+    get_total_weight_name,
+)
+from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.common_types import Population
 from pfl.context import CentralContext
-from pfl.metrics import Metrics
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
+from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
+from pfl.stats import MappedVectorStatistics
 
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset
+from pfl_ext.privacy import TALLY, PrivateMean
 from pfl_ext.randomness import seed32
 
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
+class _OneByOne:
+    """A pfl algorithm's local training done by the engine, for postprocessors that must see each user."""
+
+    def __init__(self, engine: CohortEngine, how: LocalTraining) -> None:
+        self._engine, self._how = engine, how
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: Any, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """As pfl's algorithms do it."""
+        return MappedVectorStatistics(self._engine.train_alone(user_dataset, self._how)), Metrics()
+
+
 class CentrallyEvaluatedBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with three things changed, its training of users left as it is.
+    """pfl's ``SimulatedBackend`` with three things changed, and its training of users if asked for.
 
     * The cohort and every seed of a round are functions of (seed, round), not of how often a random
       state was drawn from, so that a resumed run repeats nothing.
@@ -31,6 +58,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
       split held centrally: every ``evaluation_frequency`` rounds the model *at the start of the round*
       is scored on it, and ``on_evaluation(round, metrics, model)`` is called while the model is still
       in that state, so that what is kept as best is what was scored.
+
+    ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
+    loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
     """
 
     def __init__(
@@ -41,10 +71,11 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),
         on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
+        engine: CohortEngine | None = None,
     ) -> None:
         super().__init__(training_data, training_data, list(postprocessors))
         self._images, self._evaluation = training_data, evaluation
-        self._seed, self._on_evaluation = seed, on_evaluation
+        self._seed, self._on_evaluation, self._engine = seed, on_evaluation, engine
 
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
@@ -59,7 +90,75 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         context = replace(
             central_context, do_evaluation=False, seed=seed32(self._seed, "central noise", round_number)
         )
+        algorithm = training_algorithm
+        how = self._local_training(algorithm, model, context)
+        if self._engine is not None and isinstance(how, LocalTraining):
+            if self._only_norms_matter():
+                return self._finish(context, *self._train_cohort(self._engine, how, context))
+            algorithm = _OneByOne(self._engine, how)
         gathered: tuple[Any, Metrics] = await super().async_gather_results(
-            model, training_algorithm, central_context=context
+            model, algorithm, central_context=context
         )
         return gathered
+
+    def _local_training(
+        self, algorithm: Any, model: PyTorchModel, context: CentralContext
+    ) -> LocalTraining | None:
+        if self._engine is None:
+            return None
+        how = local_training(algorithm, model, context)
+        if isinstance(how, LocalTraining):
+            return how
+        print(f"engine: pfl's own loop trains the users, because of {how}", file=sys.stderr)
+        self._engine = None
+        return None
+
+    def _only_norms_matter(self) -> bool:
+        """Whether all that is done to a user's update is weighting, then scaling by its norms."""
+        kinds = [type(p) for p in self._postprocessors]
+        weighting, rest = kinds[:1], self._postprocessors[1:]
+        return weighting in ([WeightByDatapoints], [WeightByUser]) and (
+            not rest or (len(rest) == 1 and isinstance(rest[0], PrivateMean))
+        )
+
+    def _train_cohort(
+        self, engine: CohortEngine, how: LocalTraining, context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
+        by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
+        private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
+        if private is not None and by_images:
+            raise ValueError("private training weights every user by 1: set federated.weighting to users")
+        members = self._images.share(context.cohort_size)
+        done = engine.train(
+            self._images, members, how, (lambda n: float(n)) if by_images else (lambda n: 1.0), private
+        )
+        stats = MappedVectorStatistics(dict(done.update), weight=done.weight)
+        if private is not None:
+            stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
+        population = context.population
+        metrics = Metrics()
+        metrics[get_num_devices_weight_name(population)] = done.num_users
+        metrics[get_num_datapoints_weight_name(population)] = Weighted(done.num_images, done.num_users)
+        metrics[get_total_weight_name(population)] = Weighted(done.num_users, done.num_users)
+        return stats, metrics
+
+    def _finish(
+        self, context: CentralContext, stats: MappedVectorStatistics, metrics: Metrics
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """What pfl does once a worker's users are trained: reduce over workers, postprocess on the server."""
+        if get_ops().distributed.world_size > 1:
+            stats, metrics = self._aggregator.worker_reduce(
+                aggregated_worker_stats=stats, central_context=context, aggregated_worker_metrics=metrics
+            )
+        for postprocessor in self._postprocessors[::-1]:
+            metrics |= postprocessor.postprocess_server_metrics(
+                central_context=context, aggregate_metrics=metrics
+            )
+        for postprocessor in self._postprocessors[::-1]:
+            stats, more = postprocessor.postprocess_server(
+                stats=stats, central_context=context, aggregate_metrics=metrics
+            )
+            metrics |= more
+        metrics[get_num_params_weight_name()] = stats.num_parameters
+        return stats, metrics

@@ -177,11 +177,16 @@ class UserImages(Dataset):
 
 
 @dataclass(frozen=True)
-class _Member:
-    """A place in a cohort: the user, and which of its turns in this round it is (0 unless replaced)."""
+class Member:
+    """A place in a cohort: the user, which of its turns in this round it is (0 unless replaced), its work."""
 
     user: int
     turn: int
+    num_images: int
+    """Those that take part in this round."""
+    num_steps: int
+    num_passes: int
+    """Images of all steps together."""
 
 
 class FederatedImageDataset(FederatedDataset):
@@ -257,22 +262,28 @@ class FederatedImageDataset(FederatedDataset):
         images, targets = self._store.read(rows)
         return UserImages(images, targets, self.partition.user_ids[user], self._sampling, rng)
 
-    def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
-        """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
+    def share(self, cohort_size: int) -> list[Member]:
+        """This worker's part of the round's cohort."""
         cohort = self.cohort(cohort_size)
+        sizes, most = self.partition.sizes[cohort], self._sampling.max_images
+        sizes = sizes if most is None else np.minimum(sizes, most)
+        steps = self._sampling.num_steps(sizes)
         turns: Counter[int] = Counter()
         members = []
-        for user in cohort.tolist():
-            members.append(_Member(user, turns[user]))
+        for user, size, num_steps in zip(cohort.tolist(), sizes.tolist(), steps.tolist()):
+            members.append(Member(user, turns[user], size, num_steps, size * self._sampling.num_epochs))
             turns[user] += 1
         distributed = get_ops().distributed
-        mine = [members[p] for p in self.assign(cohort, distributed.world_size)[distributed.global_rank]]
-        datasets = prefetched(
-            lambda member: self.user_dataset(member.user, member.turn),
-            mine,
-            ahead=self._prefetch,
-            threads=self._threads,
-        )
+        return [members[p] for p in self.assign(cohort, distributed.world_size)[distributed.global_rank]]
+
+    def read(self, member: Member) -> UserImages:
+        """What this member of the round's cohort trains on."""
+        return self.user_dataset(member.user, member.turn)
+
+    def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
+        """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
+        mine = self.share(cohort_size)
+        datasets = prefetched(self.read, mine, ahead=self._prefetch, threads=self._threads)
         if self._sampler == "poisson" and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0

@@ -351,6 +351,11 @@ class ImageClassifier(nn.Module):
         return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
 
 
+def image_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Binary cross-entropy of each image, ``[B]`` float32: the mean over its K labels."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
+
+
 def multi_label_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Binary cross-entropy of logits ``[B, K]`` in float32, the mean over all B x K; targets of any type."""
     return F.binary_cross_entropy_with_logits(logits.float(), targets.to(torch.float32))

@@ -32,6 +32,7 @@ from pfl.metrics import Metrics, Weighted
 from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
 from pfl.stats import MappedVectorStatistics
+from torch import Tensor
 
 from pfl_ext.privacy_accounting import BOUND_RANGE, Calibration
 from pfl_ext.privacy_mechanisms import FlatGaussianMechanism
@@ -58,6 +59,13 @@ METRICS = (
 """Descriptions of the metrics of a round: C used in it; exact fraction of users with a layer clipped or
 refused; their mean norm; how many were not finite; how many took part; the noise on each parameter of the
 mean; norm of the clipped mean over the expected norm of its noise; (adaptive only) what moved C."""
+
+
+def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
+    """``[..., 5]`` float32: present, clipped, refused, norm, vote of plus or minus 1/2 for unclipped."""
+    one, kept = torch.ones_like(norm), (whole & finite).double()
+    norm = torch.where(finite, norm, 0.0)
+    return torch.stack([one, one - kept, one - finite.double(), norm, kept - 0.5], -1).float()
 
 
 class PrivateMean(CentrallyAppliedPrivacyMechanism):
@@ -125,23 +133,21 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
         if stats.weight != 1:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
         clipped = self._gaussian.clip(stats)
-        one = torch.ones_like(clipped.norm)
-        whole = clipped.whole & clipped.finite
-        tally = torch.stack(
-            [
-                one,
-                one - whole.double(),
-                one - clipped.finite.double(),
-                torch.where(clipped.finite, clipped.norm, 0.0),
-                whole.double() - 0.5,
-            ]
-        ).float()
+        tally = tally_of(clipped.norm, clipped.whole, clipped.finite)
         if user_context.num_datapoints == 0:
             for name in stats:
                 stats[name] = torch.zeros_like(stats[name])
             tally.zero_()
         stats[TALLY] = tally
         return stats, Metrics()
+
+    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """`postprocess_one_user` for U users at once, from the squared norms ``[U, V]`` of their V variables.
+
+        Factors ``[U, V]`` by which each user's variables are to be multiplied, and the tallies ``[U, 5]``.
+        """
+        scales, norms, whole, finite = self._gaussian.user_scales(names, squared_norms)
+        return scales, tally_of(norms, whole, finite)
 
     def postprocess_server(
         self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics

@@ -141,6 +141,27 @@ class FlatGaussianMechanism(GaussianMechanism):
             statistics[name] = tensor
         return clipped
 
+    def user_scales(
+        self, names: Sequence[str], squared_norms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `clip` does, for U users at once and from the squared norms ``[U, V]`` of their V variables.
+
+        Factors ``[U, V]``, 0 where a user is refused; norms ``[U]``; and whether each was whole and finite.
+        """
+        counts = layers_of(names, self._clipping)
+        layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
+        norms = layers.sqrt()
+        limit = float(get_param_value(self._clipping_bound)) * (1 - MARGIN) / math.sqrt(len(counts))
+        over, finite = norms > limit, torch.isfinite(norms.float().square()).all(1)
+        scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
+        repeats = torch.tensor(counts, device=norms.device)
+        return (
+            scales.repeat_interleave(repeats, 1, output_size=len(names)),
+            layers.sum(1).sqrt(),
+            ~over.any(1),
+            finite,
+        )
+
     def constrain_sensitivity(
         self,
         statistics: MappedVectorStatistics,

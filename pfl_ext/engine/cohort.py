@@ -1,0 +1,261 @@
+"""A round's users, trained many at once, and the sum of what they send.
+
+Users with a single local step go through the network together (`one_step`), the others one after another
+with weights of their own (`lane`). Both kinds are dealt to lanes beforehand, by predicted work, so that the
+order of every floating-point sum, and with it the result, is the same in every repetition.
+
+Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.layout import Layout
+from pfl_ext.engine.memory import group_size
+from pfl_ext.engine.one_step import Batch, Scaling, train_one_step
+from pfl_ext.engine.probe import fusable
+from pfl_ext.engine.training import LocalTraining, batches
+from pfl_ext.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.models import ImageClassifier
+from pfl_ext.prefetch import prefetched
+
+MAX_USERS = 16
+"""Of one group, where a bound must know every user's norm: their gradients are held together."""
+STEP, FUSED = 4.0, 0.6
+"""Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
+WIDE = 0.8
+"""Speed of a step on all cores over that of as many steps side by side."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Users who are trained together: several with one step each, or one."""
+
+    members: tuple[Member, ...]
+    together: bool
+
+    @property
+    def work(self) -> float:
+        """Predicted, in passes of one image."""
+        if self.together:
+            return FUSED * sum(m.num_passes for m in self.members) + STEP
+        (member,) = self.members
+        return member.num_passes + STEP * member.num_steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes."""
+
+    wide: list[Task]
+    lanes: list[list[Task]]
+
+
+def plan(members: Sequence[Member], num_lanes: int, max_images: int, fuse: bool) -> Plan:
+    """The least predicted time; heaviest first. A user too heavy for one lane is trained on all cores."""
+    tasks = sorted(_tasks(members, num_lanes, max_images, fuse), key=lambda task: -task.work)
+    best, least = 0, float("inf")
+    for count in range(len(tasks) + 1):
+        if count and tasks[count - 1].together:
+            break
+        shared = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
+        time = shared + max(_deal(tasks[count:], num_lanes)[1])
+        if time < least:
+            best, least = count, time
+    return Plan(tasks[:best], _deal(tasks[best:], num_lanes)[0])
+
+
+def _tasks(members: Sequence[Member], num_lanes: int, max_images: int, fuse: bool) -> list[Task]:
+    tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
+    singles = [m for m in members if fuse and m.num_steps == 1]
+    # as many groups as fill the lanes evenly, none larger than what memory allows
+    most = min(max_images, max(1, -(-sum(m.num_passes for m in singles) // num_lanes)))
+    group: list[Member] = []
+    for member in singles:
+        if group and (len(group) == MAX_USERS or sum(m.num_passes for m in [*group, member]) > most):
+            tasks.append(Task(tuple(group), True))
+            group = []
+        group.append(member)
+    return [*tasks, Task(tuple(group), True)] if group else tasks
+
+
+def _deal(tasks: Sequence[Task], num_lanes: int) -> tuple[list[list[Task]], list[float]]:
+    """Each task, heaviest first, to the lane with the least work so far; and the lanes' work."""
+    lanes: list[list[Task]] = [[] for _ in range(num_lanes)]
+    loads = [0.0] * num_lanes
+    for task in tasks:
+        least = loads.index(min(loads))
+        lanes[least].append(task)
+        loads[least] += task.work
+    return lanes, loads
+
+
+@dataclass(frozen=True)
+class CohortSum:
+    """What a worker's share of a cohort sends, added up."""
+
+    update: dict[str, Tensor]  # by variable; views that the next round overwrites
+    weight: float
+    num_users: int
+    num_images: int
+    tally: Tensor | None  # [n]
+
+
+class CohortEngine:
+    """Trains cohorts for one central model, whose weights it reads and never writes.
+
+    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core.
+    :param accumulate: type of the sums over users.
+    :param prefetch: users read ahead of need, by each lane.
+    """
+
+    def __init__(
+        self,
+        model: ImageClassifier,
+        *,
+        lanes: int = 1,
+        accumulate: torch.dtype = torch.float32,
+        prefetch: int = 8,
+        reader_threads: int = 1,
+    ) -> None:
+        assert lanes >= 1
+        self._layout = Layout.of(model)
+        start = self._layout.gather(model)
+        self.lanes = [Lane(model, self._layout, start, accumulate) for _ in range(lanes)]
+        self._model, self._prefetch, self._readers = model, prefetch, reader_threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._max_images: dict[LocalTraining, int] = {}
+        self._fusable = fusable(model, self.lanes[0].net)
+
+    def close(self) -> None:
+        """Stop the lanes' threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def train(
+        self,
+        dataset: FederatedImageDataset,
+        members: Sequence[Member],
+        how: LocalTraining,
+        weight_of: Callable[[int], float],
+        scaling: Scaling | None,
+    ) -> CohortSum:
+        """Train these users and add up ``weight_of(images) * scale * update`` of each."""
+        if how not in self._max_images:
+            self._max_images[how] = group_size(self._model, how, len(self.lanes))
+            if self._layout.device.type == "cuda" and members:
+                self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
+        while True:
+            tasks = plan(members, len(self.lanes), self._max_images[how], self._fusable)
+            try:
+                self._run(tasks, dataset, how, weight_of, scaling)
+                break
+            except torch.OutOfMemoryError:
+                self._halve(how)  # a round is a function of its number: it can be begun again
+        first, *others = self.lanes
+        for lane in self.lanes:
+            lane.join()
+        for lane in others:
+            first.sums.vector.add_(lane.sums.vector)
+        tallies = [tally for lane in self.lanes for tally in lane.sums.tally]
+        return CohortSum(
+            first.sums.views,
+            sum(weight_of(m.num_images) for m in members),
+            len(members),
+            sum(m.num_images for m in members),
+            torch.stack(tallies).sum(0) if tallies else None,
+        )
+
+    def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
+        """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
+        for lane in self.lanes:
+            lane.rehearse(how, sample, alone=not self._fusable)
+        lane = self.lanes[0]
+        while self._fusable:
+            each = -(-self._max_images[how] // MAX_USERS)
+            images, targets, boxes = (t[:1].repeat_interleave(each, 0) for t in sample)
+            group = [(images, targets, boxes)] * MAX_USERS
+            try:
+                train_one_step(lane.net, self._model, group, [0.0] * MAX_USERS, how, scaling, lane.sums)
+                torch.cuda.synchronize(self._layout.device)
+                return
+            except torch.OutOfMemoryError:
+                self._halve(how)
+
+    def _halve(self, how: LocalTraining) -> None:
+        if self._max_images[how] == 1:
+            raise ValueError("the device has no memory for one image: choose a smaller network or input")
+        self._max_images[how] //= 2
+        torch.cuda.empty_cache()
+        print(f"out of memory: groups of {self._max_images[how]} images from here on", file=sys.stderr)
+
+    def _run(self, tasks: Plan, *job: Any) -> None:
+        for lane in self.lanes:
+            lane.clear()
+        self._work(self.lanes[0], tasks.wide, *job)
+        if len(self.lanes) == 1:
+            self._work(self.lanes[0], tasks.lanes[0], *job)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(self.lanes), "lane", initializer=self._begin_thread)
+        running = [
+            self._pool.submit(self._work, lane, mine, *job) for lane, mine in zip(self.lanes, tasks.lanes)
+        ]
+        faults = [future.exception() for future in running]
+        for fault in faults:
+            if fault is not None:
+                raise fault
+
+    def _begin_thread(self) -> None:
+        if self._layout.device.type == "cpu":
+            torch.set_num_threads(1)
+
+    def _work(
+        self,
+        lane: Lane,
+        tasks: Sequence[Task],
+        dataset: FederatedImageDataset,
+        how: LocalTraining,
+        weight_of: Callable[[int], float],
+        scaling: Scaling | None,
+    ) -> None:
+        """Train these one after another."""
+        pin = self._layout.device.type == "cuda"
+
+        def read(member: Member) -> list[Batch]:
+            drawn = batches(dataset.read(member), how)
+            return (
+                [(a.pin_memory(), b.pin_memory(), c.pin_memory()) for a, b, c in drawn]
+                if pin
+                else list(drawn)
+            )
+
+        order = [member for task in tasks for member in task.members]
+        users = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
+        with lane.working():
+            for task in tasks:
+                weights = [weight_of(m.num_images) for m in task.members]
+                own = list(islice(users, len(task.members)))
+                if task.together:
+                    firsts = [batch for (batch,) in own]
+                    train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
+                else:
+                    lane.train(own[0], how)
+                    lane.add(weights[0], scaling)
+
+    def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
+        """One user's update, for what must see each; overwritten by the next."""
+        lane = self.lanes[0]
+        lane.train(batches(dataset, how), how)
+        return lane.update()

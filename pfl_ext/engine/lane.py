@@ -1,0 +1,146 @@
+"""One place where users are trained one after another, with weights of its own: a CPU core, a GPU's stream.
+
+Letters: P parameters, V variables, B images of a batch, K labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfl_ext.engine.graphs import StepGraphs, padded
+from pfl_ext.engine.layout import PIECE, Layout
+from pfl_ext.engine.norms import squared_norms_of
+from pfl_ext.engine.one_step import Batch, Scaling, Sums
+from pfl_ext.engine.tape import TapedNetwork
+from pfl_ext.engine.training import LocalTraining, clip_gradients
+from pfl_ext.models import ImageClassifier, image_losses
+
+
+class Lane:
+    """Local weights, a sum of updates, and a taped network; the central model is shared and only read.
+
+    :param start: the central weights ``[P]``, of which ``central``'s parameters are views.
+    """
+
+    def __init__(
+        self, central: ImageClassifier, layout: Layout, start: Tensor, accumulate: torch.dtype
+    ) -> None:
+        self.layout, self._start = layout, start
+        self._local = layout.zeros()  # weights, then the update
+        self._central, self._module = central, copy.deepcopy(central)
+        self._starts, self._weights = layout.views(start), layout.views(self._local)
+        for parameter, view in zip(trained(self._module), self._weights):
+            parameter.data = view
+        vector = layout.zeros(accumulate)
+        self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [])
+        self.net = TapedNetwork(central.backbone)
+        on_gpu = layout.device.type == "cuda"
+        self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._graphs = StepGraphs(layout.device, central.num_labels, self._local) if on_gpu else None
+
+    def clear(self) -> None:
+        """Before a round."""
+        self.sums.vector.zero_()
+        self.sums.tally.clear()
+
+    @contextlib.contextmanager
+    def working(self) -> Any:
+        """Within, work goes to the lane's stream, after what was asked for before; a CPU has none."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.layout.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the caller asks of the device from here on comes after the lane's work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.layout.device).wait_stream(self._stream)
+
+    def train(self, batches: Iterable[Batch], how: LocalTraining) -> None:
+        """Local training from the central weights; its end is what `add` or `update` takes up."""
+        first = True
+        for images, targets, boxes in batches:
+            if self._graphs is None:
+                weights = torch.full((len(images),), 1 / len(images))
+                self._step(how, first, images, targets, boxes, weights)
+            else:
+                self._graphs.run(self._step, how, first, images, targets, boxes)
+            first = False
+        if first:  # no data, no update
+            self._local.copy_(self._start)
+
+    def rehearse(self, how: LocalTraining, sample: Batch, alone: bool) -> None:
+        """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
+        if self._graphs is None:
+            return
+        sizes = sorted({padded(n) for n in range(1, how.batch_size + 1)})
+        steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
+        with self.working():
+            for first, size in steps:
+                self._graphs.prepared(self._step, how, first, size, sample[0][:1], sample[2][:1])
+        self.join()
+
+    def _step(
+        self, how: LocalTraining, first: bool, images: Tensor, targets: Tensor, boxes: Tensor, weights: Tensor
+    ) -> None:
+        """One SGD step on the loss weighted by ``weights`` ``[B]`` (0: padding), the first from the centre.
+
+        Nothing here waits for the device or depends on values, so that a GPU can replay it.
+        """
+        module = self._central if first else self._module
+        with torch.enable_grad():
+            with how.autocast(self.layout.device):
+                logits = module(images, boxes)
+            losses = image_losses(logits, targets)
+            gradients = list(torch.autograd.grad((losses * weights).sum(), trained(module)))
+        with torch.no_grad():
+            if how.mu and not first:
+                difference = torch._foreach_sub(self._weights, self._starts)
+                torch._foreach_add_(gradients, difference, alpha=how.mu)
+            clip_gradients(gradients, how)
+            if first:
+                for own, start, gradient in zip(self._weights, self._starts, gradients):
+                    torch.sub(start, gradient, alpha=how.learning_rate, out=own)
+            else:
+                torch._foreach_sub_(self._weights, gradients, alpha=how.learning_rate)
+
+    @torch.no_grad()
+    def add(self, weight: float, scaling: Scaling | None) -> None:
+        """Add the update of the user just trained, times ``weight`` and its scale, to the sum."""
+        if scaling is None:
+            for first in range(0, len(self._local), PIECE):  # piece by piece: each stays in the cache
+                piece = slice(first, first + PIECE)
+                self.sums.vector[piece].add_(self._local[piece].sub_(self._start[piece]), alpha=weight)
+            return
+        self._local.sub_(self._start)
+        norms = squared_norms_of(list(torch.split(self._local, list(self.layout.sizes))))
+        scales, tally = scaling.user_scales(list(self.layout.names), norms[None])
+        self.sums.tally.append(tally[0])
+        if self._stream is not None:
+            sizes = torch.tensor(self.layout.sizes, device=norms.device)
+            wide = scales[0].float().repeat_interleave(sizes, output_size=len(self._local))
+            self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
+            return
+        for view, own, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):
+            if scale:  # a refused user's numbers may be infinite
+                view.add_(own, alpha=weight * scale)
+
+    @torch.no_grad()
+    def update(self) -> dict[str, Tensor]:
+        """The update of the user just trained, by name; views that the next user overwrites."""
+        self._local.sub_(self._start)
+        return dict(zip(self.layout.names, self._weights))
+
+
+def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that training changes."""
+    return [p for p in module.parameters() if p.requires_grad]

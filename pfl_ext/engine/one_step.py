@@ -1,0 +1,130 @@
+"""The users who make a single local step, many at once.
+
+Such a user never leaves the central model, so its update is ``-lr`` times its clipped gradient there, and a
+cohort's weighted sum of them needs no weights or updates of its own for any user (`tape`).
+
+Shape letters: U users, B images, V variables, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pfl_ext.engine.gradients import Gradient, Users, Weight
+from pfl_ext.engine.tape import TapedNetwork
+from pfl_ext.engine.training import LocalTraining
+from pfl_ext.models import ImageClassifier
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Scaling(Protocol):
+    """What is done to each user's update before it is added, and depends on its norms alone; as clipping."""
+
+    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """For squared norms ``[U, V]`` float64: factors ``[U, V]``, 0 if refused; ``[U, n]`` to be summed."""
+        ...
+
+
+@dataclass
+class Sums:
+    """Where one lane adds up its users' updates."""
+
+    vector: Tensor  # [P]
+    views: dict[str, Tensor]
+    tally: list[Tensor]  # each [n]
+
+
+def train_one_step(
+    net: TapedNetwork,
+    model: ImageClassifier,
+    batches: Sequence[Batch],
+    weights: Sequence[float],
+    how: LocalTraining,
+    scaling: Scaling | None,
+    sums: Sums,
+) -> None:
+    """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
+    device = model.mean.device
+    images, targets, boxes = (torch.cat(parts).to(device, non_blocking=True) for parts in zip(*batches))
+    sizes = [len(batch[0]) for batch in batches]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    users = Users(tuple(starts), device)
+    per_image = torch.tensor([1 / n for n in sizes for _ in range(n)], device=device)
+    adding = _Adding(how, torch.tensor(weights, dtype=torch.float64, device=device), scaling, sums)
+    at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
+    net.run(
+        model.prepare(images, boxes),
+        targets,
+        users,
+        per_image,
+        adding.add if at_once else adding.keep,
+        how.autocast(device),
+    )
+    if not at_once:
+        adding.add_kept()
+
+
+class _Adding:
+    def __init__(self, how: LocalTraining, weights: Tensor, scaling: Scaling | None, sums: Sums) -> None:
+        self._how, self._weights, self._scaling, self._sums = how, weights, scaling, sums
+        self._kept: dict[str, Gradient] = {}
+
+    def add(self, name: str, gradient: Gradient) -> None:
+        """Of one variable, whose clipping depends on no other."""
+        steps = -self._how.learning_rate * self._weights
+        total = self._sums.views["backbone." + name]
+        if self._how.clipping == "none" or self._surely_small(gradient):
+            _add_evenly(gradient, total, steps)
+            return
+        norms = gradient.squared_norms().sqrt()
+        gradient.add_to(total, steps * (self._how.max_norm / norms.clamp(min=self._how.max_norm)))
+
+    def _surely_small(self, gradient: Gradient) -> bool:
+        bounds = gradient.norm_bounds()
+        return bounds is not None and bool((bounds <= self._how.max_norm).all())
+
+    def keep(self, name: str, gradient: Gradient) -> None:
+        """Until all variables are known."""
+        self._kept["backbone." + name] = gradient
+
+    @torch.no_grad()
+    def add_kept(self) -> None:
+        """All variables, with what their norms together decide."""
+        names = list(self._sums.views)
+        norms = torch.stack([self._kept[name].squared_norms() for name in names], 1)  # [U, V]
+        factors = -self._how.learning_rate * local_clipping(norms, self._how)
+        scaled = self._weights[:, None] * factors
+        if self._scaling is not None:
+            scales, tally = self._scaling.user_scales(names, norms * factors.square())
+            self._sums.tally.append(tally.sum(0))
+            refused = (~torch.isfinite(norms).all(1)).nonzero().flatten().tolist()
+            scaled = torch.where(scales == 0, 0.0, scaled * scales)
+            for name in names if refused else []:
+                self._kept[name].refuse(refused)
+        for column, name in enumerate(names):
+            self._kept[name].add_to(self._sums.views[name], scaled[:, column])
+
+
+def _add_evenly(gradient: Gradient, total: Tensor, coefficients: Tensor) -> None:
+    if isinstance(gradient, Weight):
+        gradient.add_evenly(total, coefficients)
+    else:
+        gradient.add_to(total, coefficients)
+
+
+def local_clipping(squared_norms: Tensor, how: LocalTraining) -> Tensor:
+    """Factors ``[U, V]`` of one step's gradients from their squared norms ``[U, V]``, float64."""
+    if how.clipping == "variable":
+        return how.max_norm / squared_norms.sqrt().clamp(min=how.max_norm)
+    if how.clipping == "global":
+        whole = squared_norms.sum(1, keepdim=True).sqrt()
+        return (how.max_norm / (whole + 1e-6)).clamp(max=1.0).expand_as(squared_norms)
+    return torch.ones_like(squared_norms)

@@ -1,0 +1,55 @@
+"""Whether a network can be trained in groups, found out by trying."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from pfl_ext.engine.gradients import Gradient, Users
+from pfl_ext.engine.tape import TapedNetwork
+from pfl_ext.models import ImageClassifier, image_losses
+
+TOLERANCE = 1e-3  # relative, of each variable's gradient
+
+
+def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
+    """Whether the tape of two made images holds every variable's gradient, once and rightly.
+
+    It does not where parameters stand outside convolutions, linear layers and the norms of `tape.KINDS`, or
+    where a layer is used twice, or where a layer sees several images at a time. Then users are trained one by one.
+    """
+    names = [n for n, p in model.backbone.named_parameters() if p.requires_grad]
+    device = model.mean.device
+    size = model.input_size
+    steps = torch.arange(2 * 3 * size * size, device=device, dtype=torch.float32)
+    x = torch.sin(steps * 0.37).view(2, 3, size, size)
+    x = x.contiguous(memory_format=model.memory_format)
+    targets = (torch.arange(2 * model.num_labels, device=device) % 3 == 0).float().view(2, -1)
+    found: dict[str, Gradient] = {}
+    twice: list[str] = []
+
+    def on_gradient(name: str, gradient: Gradient) -> None:
+        if name in found:
+            twice.append(name)
+        found[name] = gradient
+
+    users = Users((0, 1, 2), device)
+    weights = torch.tensor([0.25, 0.75], device=device)
+    try:
+        net.run(x, targets, users, weights, on_gradient, contextlib.nullcontext())
+    except RuntimeError:  # a tensor that was needed was changed in place, or a layer's input is no image's
+        return False
+    if twice or set(found) != set(names):
+        return False
+    with torch.enable_grad():
+        losses = image_losses(model.backbone(x), targets)
+        parameters = [p for p in model.backbone.parameters() if p.requires_grad]
+        expected = torch.autograd.grad((losses * weights).sum(), parameters)
+    ones = torch.ones(2, dtype=torch.float64, device=device)
+    for name, gradient in zip(names, expected):
+        total = torch.zeros_like(gradient)
+        found[name].add_to(total, ones)
+        if not torch.linalg.vector_norm(total - gradient) <= TOLERANCE * torch.linalg.vector_norm(gradient):
+            return False
+    return True

@@ -1,0 +1,185 @@
+"""One pass through a network for many users at once, from which every user's own gradient can be had.
+
+All users share the weights here, so that forward and the gradients of activations are ordinary dense work on
+one large batch; what differs by user is only how each layer's input and output gradient are put together
+(Goodfellow 2015, arXiv 1510.01799; Rochette et al. 2019, arXiv 1912.06015). A layer's inputs and output
+gradients go to a `Tape`, and a `Gradient` made of them gives the norm of each user's gradient and any
+weighted sum of them. The norms of layers with few positions come from Gram matrices, without making gradients
+("ghost norms": Li et al. 2022, arXiv 2110.05679; Bu et al. 2022, arXiv 2205.10683).
+
+Shape letters: B images of all users one after another, C channels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
+from pfl_ext.models import FrozenStatisticsBatchNorm2d, image_losses
+
+
+@dataclass
+class Tape:
+    """What one pass leaves behind, variable by variable, in the order of backward."""
+
+    users: Users
+    on_gradient: Callable[[str, Gradient], None]
+    """Called with (name of the variable, its `Gradient`) as soon as it is known."""
+
+    def put(self, layer: nn.Module, name: str, gradient: Gradient) -> None:
+        """Hand a gradient over under its full name."""
+        self.on_gradient(f"{layer.tape_name}.{name}", gradient)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer whose backward gives its input's gradient and puts its weights' on the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor, layer: nn.Module, net: TapedNetwork) -> Tensor:
+        ctx.layer, ctx.net = layer, net
+        if isinstance(layer, nn.GroupNorm):
+            return _group_norm(ctx, x, layer)
+        ctx.save_for_backward(x)
+        out: Tensor = type(layer).forward(layer, x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        layer, tape = ctx.layer, ctx.net.tape
+        dx: Tensor | None
+        with torch.no_grad():
+            if isinstance(layer, nn.GroupNorm):
+                dx = _group_norm_backward(ctx, e, layer, tape)
+            elif isinstance(layer, FrozenStatisticsBatchNorm2d):
+                dx = _frozen_backward(ctx, e, layer, tape)
+            else:
+                dx = _linear_backward(ctx, e, layer, tape)
+        return None, dx, None, None
+
+
+def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Tape) -> Tensor | None:
+    (x,) = ctx.saved_tensors
+    dx = None
+    if ctx.needs_input_grad[1]:
+        if isinstance(layer, nn.Linear):
+            dx = (e @ layer.weight.to(e.dtype)).to(x.dtype)
+        else:
+            dx = convolution_backward(layer, x, e, (True, False))[0].to(x.dtype)
+    tape.put(layer, "weight", Weight(layer, x, e, tape.users))
+    if layer.bias is not None:
+        channel = e.ndim - 1 if isinstance(layer, nn.Linear) else 1
+        other = [i for i in range(1, e.ndim) if i != channel]
+        per_image = e.float().sum(other) if other else e.float()
+        tape.put(layer, "bias", Explicit(tape.users.sums(per_image)))
+    return dx
+
+
+def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
+        x = x.float()  # as autocast has it there
+    n, c = x.shape[:2]
+    size = x[0, 0].numel()
+    out, mean, rstd = torch.native_group_norm(
+        x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
+    )
+    ctx.save_for_backward(x, mean, rstd)
+    normal: Tensor = out
+    return normal
+
+
+def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -> Tensor:
+    x, mean, rstd = ctx.saved_tensors
+    n, c = x.shape[:2]
+    size = x[0, 0].numel()
+    e = e.to(x.dtype).contiguous(memory_format=_format(x))
+    mask = [True, False, False]
+    dx = torch.ops.aten.native_group_norm_backward(
+        e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, mask
+    )[0]
+    sums, products = e.float().flatten(2).sum(2), _products(e, x)
+    wide = c // layer.num_groups
+    centre = mean.float().repeat_interleave(wide, 1)
+    scale = rstd.float().repeat_interleave(wide, 1)
+    tape.put(layer, "weight", Explicit(tape.users.sums((products - centre * sums) * scale)))
+    tape.put(layer, "bias", Explicit(tape.users.sums(sums)))
+    gradient: Tensor = dx
+    return gradient
+
+
+def _frozen_backward(ctx: Any, e: Tensor, layer: FrozenStatisticsBatchNorm2d, tape: Tape) -> Tensor | None:
+    (x,) = ctx.saved_tensors
+    rstd = (layer.running_var + layer.eps).rsqrt()
+    sums, products = e.float().flatten(2).sum(2), _products(e, x)
+    tape.put(layer, "weight", Explicit(tape.users.sums((products - layer.running_mean * sums) * rstd)))
+    tape.put(layer, "bias", Explicit(tape.users.sums(sums)))
+    if not ctx.needs_input_grad[1]:
+        return None
+    return (e * (layer.weight * rstd).view(-1, 1, 1).to(e.dtype)).to(x.dtype)
+
+
+def _products(e: Tensor, x: Tensor) -> Tensor:
+    """``sum over positions of e x``: ``[B, C]`` float32."""
+    return (e.float() * x.float()).flatten(2).sum(2)
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, FrozenStatisticsBatchNorm2d)
+
+
+class TapedNetwork:
+    """A copy of a classifier's backbone that shares its weights, with every layer on a tape."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self.backbone = copy.deepcopy(backbone).requires_grad_(False)
+        for mine, theirs in zip(_tensors(self.backbone), _tensors(backbone)):
+            mine.data = theirs.data
+        self.tape: Tape | None = None
+        self._token = torch.zeros((), requires_grad=True)
+        for name, layer in self.backbone.named_modules():
+            if isinstance(layer, KINDS):
+                layer.tape_name = name
+                layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
+
+    def _forward(self, layer: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = _Layer.apply(self._token.to(x.device), x, layer, self)
+        return out
+
+    def run(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        users: Users,
+        weights: Tensor,
+        on_gradient: Callable[[str, Gradient], None],
+        autocast: Any,
+    ) -> None:
+        """The gradients of ``sum_i weights[i] loss_i``, one variable after another, to ``on_gradient``.
+
+        ``x`` ``[B, 3, S, S]``; ``targets`` ``[B, K]``; ``weights`` ``[B]`` float32, 1 / (images of the user);
+        ``loss_i`` is the mean binary cross-entropy of image i.
+        """
+        self.tape = Tape(users, on_gradient)
+        try:
+            with torch.enable_grad(), autocast:
+                logits = self.backbone(x)
+            with torch.enable_grad():
+                total = (image_losses(logits, targets) * weights).sum()
+            torch.autograd.backward([total])
+        finally:
+            self.tape = None

@@ -1,0 +1,93 @@
+"""What a user does with its batches: SGD steps, clipped or not, near the central model or not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.algorithm.fedprox import FedProx
+from pfl.context import CentralContext
+from pfl.hyperparam.base import get_param_value
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
+
+LocalClipping = Literal["none", "variable", "global"]
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """Local SGD of FedAvg and FedProx as the engine knows it.
+
+    ``clipping``: of a step's gradient; "variable": each variable's norm is at most ``max_norm`` (Keras'
+    clipnorm, the FLAIR paper's), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
+    FedProx's weight of ``|w - w_central|^2 / 2`` (Li et al. 2020). ``amp``: type of autocast, or None.
+    """
+
+    learning_rate: float
+    num_epochs: int
+    batch_size: int
+    clipping: LocalClipping
+    max_norm: float
+    mu: float
+    amp: torch.dtype | None
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The precision that forward runs in."""
+        if self.amp is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self.amp, cache_enabled=False)
+
+
+def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
+    """What the engine has to do in this round; or why it cannot, in a few words."""
+    if type(algorithm) not in (FederatedAveraging, FedProx):
+        return f"algorithm {type(algorithm).__name__}"
+    params = context.model_train_params
+    optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
+    if type(optimizer) not in (torch.optim.SGD, PerVariableClippedSGD):
+        return f"local optimiser {type(optimizer).__name__}"
+    group = optimizer.param_groups[0]
+    if any(group[key] for key in ("momentum", "weight_decay", "nesterov", "maximize", "dampening")):
+        return "SGD with momentum or weight decay"
+    if model.grad_scaler is not None or params.grad_accumulation_steps != 1 or params.get("local_num_steps"):
+        return "gradient scaling, accumulation or a number of local steps"
+    clipping: LocalClipping = "none"
+    max_norm = 0.0
+    if isinstance(optimizer, PerVariableClippedSGD):
+        clipping, max_norm = "variable", optimizer.max_norm
+        if params.local_max_grad_norm is not None:
+            return "two kinds of local clipping at once"
+    elif params.local_max_grad_norm is not None:
+        clipping, max_norm = "global", float(params.local_max_grad_norm)
+    mu = float(get_param_value(context.algorithm_params.mu)) if isinstance(algorithm, FedProx) else 0.0
+    amp = model.amp_context.fast_dtype if model.amp_context is not None else None
+    return LocalTraining(
+        float(get_param_value(params.local_learning_rate)),
+        params.get("local_num_epochs") or 1,
+        params.get("local_batch_size"),
+        clipping,
+        max_norm,
+        mu,
+        amp,
+    )
+
+
+def clip_gradients(gradients: list[Tensor], how: LocalTraining) -> None:
+    """In place; as torch's ``clip_grad_norm_`` where global."""
+    if how.clipping == "variable":
+        clip_each(gradients, how.max_norm)
+    elif how.clipping == "global":
+        norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(gradients))))
+        torch._foreach_mul_(gradients, (how.max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def batches(dataset: Any, how: LocalTraining) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """All of a user's batches in the order of its steps: images, targets, boxes on the CPU."""
+    for _ in range(how.num_epochs):
+        yield from dataset.iter(how.batch_size)
