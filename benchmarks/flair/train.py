@@ -30,6 +30,7 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import VERSION as MINI_VERSION
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
+from pfl_ext.checkpoint import sole_owner
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
 
@@ -112,7 +113,7 @@ def execute(run: Run, data_path: Path) -> None:
     config = run.config
     federated = config.mode == "federated"
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    with FlairFile(data_path) as file:
+    with FlairFile(data_path) as file, sole_owner(directory):
         task = FlairTask(
             file,
             config.data.taxonomy,
@@ -121,7 +122,7 @@ def execute(run: Run, data_path: Path) -> None:
             int(run.runtime.cache_gb * 1e9),
         )
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
-        recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch")
+        recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
         results = recorder.finished()
         if results is None:
             module = build_model(config, len(task.label_names), run.weights)
