@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.flair.config import Run, Tree, digest, read_yaml
 from benchmarks.flair.ledger import Ledger
+from dataset.signals import Held
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 
@@ -78,6 +79,7 @@ class Recorder:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
         self.ledger: Ledger | None = None
+        self.held = Held()
         self.data_sha256 = data_sha256
         self._digest = digest(run.config)
         self._val: dict[str, float] | None = None
@@ -154,8 +156,12 @@ class Recorder:
         self._round_started = now
         self._write_line(line)
         self._bar.update(1)
-        if (step + 1) % self.run.runtime.checkpoint_every == 0:
+        asked = self.held.number is not None
+        if asked or (step + 1) % self.run.runtime.checkpoint_every == 0:
             self.save(step + 1, model)
+        if asked:
+            self._bar.close()
+        self.held.stop_if_asked(f"{self.unit} {step} is done and {self._last} is written")
 
     def end(self, step: int) -> None:
         """Write the last line, which holds nothing but the val of the model after the last update."""

@@ -5,6 +5,10 @@
 Without ``--data_path`` and without a file at data/flair.hdf5, the embedded mini data set is drawn and used
 at a scale for a laptop. Any field of `benchmarks.flair.config` can be given as ``--section.field value``
 or ``--section.field=value``; the command line wins over the YAML file.
+
+SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 finish the round (epoch, when centralised), write a checkpoint and exit
+with 75; a second signal abandons the round, and the run goes on from the checkpoint before. The same command
+goes on. Exit codes: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import VERSION as MINI_VERSION
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
+from dataset.signals import held
 from pfl_ext.checkpoint import sole_owner
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
@@ -129,7 +134,8 @@ def execute(run: Run, data_path: Path) -> None:
             what = f"{config.setting} ({len(task.label_names)} labels) on {data_path}"
             print(f"training {what}, device {get_default_device()}, into {directory}")
             train = train_federated if federated else train_centralised
-            model = train(run, task.split("train"), task.split("val"), module, recorder)
+            with held(recorder.unit) as recorder.held:
+                model = train(run, task.split("train"), task.split("val"), module, recorder)
             results = write_results(recorder, final_scores(recorder, model, task), module, data_path)
     show(results, directory)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 
 from benchmarks.flair import recorder
 from benchmarks.flair.config import Tree
+from benchmarks.flair.federated import RoundCallback
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import TINY, Train
 from tests.benchmarks.test_train import error_line, lines, results
@@ -165,3 +169,67 @@ def test_the_run_directory_is_left_when_two_want_it(
     train(*LONG, code=2)
     assert "is in use by another process" in error_line(capsys)
     assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
+    number: signal.Signals, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's pre-emption; in a round after which no checkpoint was due."""
+    argv = (*LIGHT, "--federated.num_rounds=4", "--runtime.checkpoint_every=100")
+    whole = train(*argv, name="whole")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundCallback, "after_central_iteration", signalled(number, 1, times=1))
+        directory = train(*argv, code=75)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"{number.name}: stopping after this round; once more abandons it",
+        f"stopped by {number.name}, round 1 is done and {directory}/checkpoint/last.safetensors is written; "
+        "the same command goes on from here",
+    ]
+    assert [line["round"] for line in lines(directory)] == [0, 1]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(*argv)
+    assert "resuming at round 2" in capsys.readouterr().err
+    assert lines(directory) == lines(whole)
+    assert lasting(directory) == lasting(whole)
+
+
+def signalled(number: int, in_round: int, times: int) -> Callable[..., Any]:
+    """The round's callback of training, in which signals come."""
+    real = RoundCallback.after_central_iteration
+
+    def call(self: RoundCallback, metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        if central_iteration == in_round:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return real(self, metrics, model, central_iteration=central_iteration)
+
+    return call
+
+
+def test_a_second_signal_abandons_the_round(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(*LONG, name="whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundCallback, "after_central_iteration", signalled(signal.SIGTERM, 3, times=2))
+        directory = train(*LONG, code=75)
+    assert "the round under way is lost" in capsys.readouterr().err
+    assert [line["round"] for line in lines(directory)] == [0, 1, 2]
+    train(*LONG)
+    assert lasting(directory) == lasting(whole)
+
+
+def test_a_signal_before_the_first_round_stops_at_once(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def early(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.Recorder, "finished", early)
+        train(*SHORT, code=75)
+    assert capsys.readouterr().err == "stopped by SIGTERM; the same command goes on from here\n"
+    train(*SHORT)
