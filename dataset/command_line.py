@@ -1,18 +1,31 @@
-"""How every command of the project ends: 0, or one line ``error: ...`` and exit code 2."""
+"""How every command of the project ends.
+
+0: done. 2: one line, ``error: ...``. 75: a signal stopped it, and the same command goes on. 130: interrupted.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 
+from dataset.signals import RESUMABLE, Stopped, raised
+
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
-    """Call ``main(argv)``; turn a user's mistake (ValueError, OSError) into one line and exit code 2.
+    """Call ``main(argv)``; turn a user's mistake (ValueError, OSError, too little memory) into one line and
+    exit code 2, and SIGTERM, SIGINT or SIGUSR1 into one line and exit code 75.
 
     Anything else is a defect of ours and keeps its traceback.
     """
     try:
-        main(sys.argv[1:] if argv is None else argv)
+        with raised():
+            main(sys.argv[1:] if argv is None else argv)
+    except Stopped as stop:
+        print(f"{stop}; the same command goes on from here", file=sys.stderr)
+        return RESUMABLE
+    except MemoryError as mistake:
+        print(" ".join(f"error: there is too little memory for this: {mistake}".split()), file=sys.stderr)
+        return 2
     except (ValueError, OSError) as mistake:
         print("error: " + " ".join(str(mistake).split()), file=sys.stderr)
         return 2

@@ -1,11 +1,19 @@
-"""One atomic file from which a run goes on as if it had never stopped. Nothing is pickled."""
+"""One atomic file from which a run goes on as if it had never stopped. Nothing is pickled.
+
+A checkpoint is a safetensors file whose metadata hold a JSON state and a SHA-256 over state and tensors. It
+is written beside the old one, flushed to the disk, read back and compared before it takes the name; the old
+one stays as ``NAME.previous`` until the next, and is what is loaded where the newest turns out damaged.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +22,33 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Name the file in what the system says when the disk is full, say.
+
+    :raises OSError: one clause with the path.
+    """
+    try:
+        yield
+    except OSError as fault:
+        raise OSError(f"{path} cannot be written: {fault.strerror or fault}") from fault
+
+
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that its name always holds either the old content or all of the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -35,24 +56,85 @@ def write_json(path: Path, content: Any) -> None:
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
-def save(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON state into one safetensors file, atomically.
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that `write_json` wrote.
 
+    :raises ValueError: when it is none; the sentence names the file.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as damage:
+        raise ValueError(f"{path} is damaged ({damage}): restore it, or choose another --run_dir") from damage
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged (no JSON object): restore it, or choose another --run_dir")
+    return content
+
+
+def previous(path: Path) -> Path:
+    """Where the checkpoint before the newest is kept."""
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor], state: str) -> str:
+    """SHA-256 over the state and every tensor's name, type, shape and bytes."""
+    digest = hashlib.sha256(state.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save(
+    path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], keep_previous: bool = False
+) -> None:
+    """Write tensors and a JSON state into one safetensors file, atomically, and read it back.
+
+    :param keep_previous: keep what the name held before as `previous`.
     :raises OSError: when the disk is full, say; what the file held before is whole then.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(dict(state), allow_nan=False)
+    # In one entry: safetensors writes several in any order, and the same content must be the same bytes.
+    metadata = {"checkpoint": json.dumps([text, _checksum(contiguous, text)])}
     try:
-        save_file(contiguous, temporary, metadata={"state": json.dumps(dict(state), allow_nan=False)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(temporary, path)
-    except SafetensorError as fault:  # an I/O error in safetensors' clothes
+        with written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(contiguous, temporary, metadata=metadata)
+            _sync(temporary)
+            load(temporary)
+            os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
+            if keep_previous and path.exists():
+                _keep(path)
+            os.replace(temporary, path)
+            _sync(path.parent)
+    except (
+        SafetensorError,
+        ValueError,
+    ) as fault:  # an I/O error in safetensors' clothes; read back otherwise
         raise OSError(f"{path} cannot be written: {fault}") from fault
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _keep(path: Path) -> None:
+    """Give the file its second name; the first is never without a file, where the disk has hard links."""
+    link = path.with_name(f".{path.name}.{os.getpid()}.link.partial")
+    try:
+        os.link(path, link)
+    except OSError:
+        os.replace(path, previous(path))
+    else:
+        os.replace(link, previous(path))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -62,10 +144,58 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            state = json.loads((file.metadata() or {})["state"])
-            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
-    except (SafetensorError, KeyError, json.JSONDecodeError) as damage:
-        raise ValueError(f"{path} is not a whole checkpoint ({damage}); remove it to start anew") from damage
+            text, digest = json.loads((file.metadata() or {})["checkpoint"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if _checksum(tensors, str(text)) != digest:
+            raise ValueError("its checksum does not agree")
+        return tensors, json.loads(text)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as damage:
+        raise ValueError(f"{path} is not a whole checkpoint ({damage})") from damage
+
+
+def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
+    """The newest whole checkpoint of a name, and a sentence where that is not the last one.
+
+    :raises ValueError: when neither it nor the one before is whole.
+    """
+    try:
+        if path.exists():
+            return *load(path), None
+        damage = f"{path} is missing"
+    except ValueError as fault:
+        damage = str(fault)
+    try:
+        tensors, state = load(previous(path))
+    except (ValueError, OSError):
+        raise ValueError(f"{damage}, nor is there one before it: choose another --run_dir") from None
+    return tensors, state, f"{damage}: going on from the one before it, {previous(path)}"
+
+
+@contextlib.contextmanager
+def sole_owner(directory: Path) -> Iterator[None]:
+    """Hold a directory for this process, on file systems that have locks; a killed process holds nothing.
+
+    What one that was killed left half written is removed, one folder deep.
+
+    :raises ValueError: when another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"{directory} is in use by another process: wait for its end, or choose another directory"
+            ) from None
+        except OSError:
+            pass  # this file system has no locks
+        for pattern in (".*.partial", "*/.*.partial"):
+            for dead in directory.glob(pattern):
+                dead.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

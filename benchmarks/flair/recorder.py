@@ -6,8 +6,10 @@ had t updates.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -21,12 +23,18 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
-from benchmarks.flair.config import Run, Tree, digest
+from benchmarks.flair.config import Run, Tree, digest, read_yaml
 from benchmarks.flair.ledger import Ledger
+from dataset.signals import Held
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 
-MODEL, SERVER = "model/", "optimizer/"
+MODEL, SERVER, BEST = "model/", "optimizer/", "best/"
+
+
+def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of one part of a checkpoint, without its prefix."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def columns(metrics: Metrics) -> dict[str, float]:
@@ -48,27 +56,34 @@ def config_differences(old: Tree, new: Tree, prefix: str = "") -> list[str]:
 
 @dataclass
 class Best:
-    """The best model so far: which step, its score, its val columns."""
+    """The best model so far: which step, its score, its val columns, its weights (on the CPU)."""
 
     step: int = -1
     score: float = math.inf
     val: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
 class Recorder:
     """Owner of the files of one run.
 
-    :raises ValueError: when the directory holds a run of another config, or a run and ``resume="never"``.
+    The checkpoint holds all that a run goes on from, the best model with it: files of a step that a kill
+    undid are never read.
+
+    :param data_sha256: what the run learns from, see `dataset.flair.hdf5.FlairFile.fingerprint`.
+    :raises ValueError: when the directory holds a run of another config or of other data, or a run and
+        ``resume="never"``.
     """
 
-    def __init__(self, run: Run, directory: Path, num_steps: int, unit: str) -> None:
+    def __init__(self, run: Run, directory: Path, num_steps: int, unit: str, data_sha256: str = "") -> None:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
         self.ledger: Ledger | None = None
+        self.held = Held()
+        self.data_sha256 = data_sha256
         self._digest = digest(run.config)
         self._val: dict[str, float] | None = None
         self._last = directory / "checkpoint" / "last.safetensors"
-        self._best = directory / "checkpoint" / "best.safetensors"
         self._metrics = directory / "metrics.jsonl"
         self._seconds = 0.0
         self._claim()
@@ -92,13 +107,22 @@ class Recorder:
                 raise ValueError(
                     f"{self.directory} already holds a run: choose another --run_dir, or --resume auto"
                 )
-            differences = config_differences(yaml.safe_load(path.read_text()), resolved)
+            differences = config_differences(read_yaml(path), resolved)
             if differences:
                 raise ValueError(
                     f"{self.directory} holds a run of another config ({'; '.join(differences)}): "
                     "choose another --run_dir"
                 )
+        data = self.directory / "checkpoint" / "data.json"
+        if path.exists() and data.exists():
+            learnt = checkpoint.read_json(data).get("sha256")
+            if learnt != self.data_sha256:
+                raise ValueError(
+                    f"{self.directory} holds a run on other data (content {str(learnt)[:12]}, that of "
+                    f"--data_path is {self.data_sha256[:12]}): give its file, or choose another --run_dir"
+                )
         self.directory.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(data, {"sha256": self.data_sha256})
         checkpoint.write_bytes(path, yaml.safe_dump(resolved, sort_keys=False).encode())
 
     @property
@@ -111,7 +135,7 @@ class Recorder:
         path = self.directory / "results.json"
         if not path.exists():
             return None
-        results = json.loads(path.read_text())
+        results = checkpoint.read_json(path)
         return results if results.get("config_sha256") == self._digest else None
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
@@ -120,9 +144,10 @@ class Recorder:
         loss_first = self.run.config.evaluation.best_by == "loss"
         score = self._val["loss"] if loss_first else -self._val["C-AP"]
         if score < self.best.score:
-            self.best = Best(step, score, self._val)
-            state = {"step": step, "val": self._val, "config_sha256": self._digest}
-            checkpoint.save(self._best, model.pytorch_model.state_dict(), state)
+            weights = model.pytorch_model.state_dict()
+            self.best = Best(
+                step, score, self._val, {n: t.detach().cpu().clone() for n, t in weights.items()}
+            )
 
     def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
         """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
@@ -131,8 +156,12 @@ class Recorder:
         self._round_started = now
         self._write_line(line)
         self._bar.update(1)
-        if (step + 1) % self.run.runtime.checkpoint_every == 0:
+        asked = self.held.number is not None
+        if asked or (step + 1) % self.run.runtime.checkpoint_every == 0:
             self.save(step + 1, model)
+        if asked:
+            self._bar.close()
+        self.held.stop_if_asked(f"{self.unit} {step} is done and {self._last} is written")
 
     def end(self, step: int) -> None:
         """Write the last line, which holds nothing but the val of the model after the last update."""
@@ -148,7 +177,7 @@ class Recorder:
                 f"val C-AP {self._val['C-AP']:.2f} loss {self._val['loss']:.4f}", refresh=False
             )
             self._val = None
-        with self._metrics.open("a") as file:
+        with checkpoint.written(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def save(self, step: int, model: PyTorchModel) -> None:
@@ -156,33 +185,58 @@ class Recorder:
         tensors = {MODEL + name: tensor for name, tensor in model.pytorch_model.state_dict().items()}
         optimizer = checkpoint.optimizer_tensors(model._central_optimizer)
         tensors |= {SERVER + name: tensor for name, tensor in optimizer.items()}
+        tensors |= {BEST + name: tensor for name, tensor in self.best.weights.items()}
+        lines = self._flushed_metrics()
         state = {
             "step": step,
             "config_sha256": self._digest,
             "best": {"step": self.best.step, "score": self.best.score, "val": self.best.val},
-            "metrics_bytes": self._metrics.stat().st_size if self._metrics.exists() else 0,
+            "metrics_bytes": len(lines),
+            "metrics_sha256": hashlib.sha256(lines).hexdigest(),
             "seconds": self.wall_clock,
         }
         if self.ledger is not None:
             state["privacy"] = self.ledger.mechanism.state()
             self.ledger.write(step, self.history())
-        checkpoint.save(self._last, tensors, state)
+        checkpoint.save(self._last, tensors, state, keep_previous=True)
+
+    def _flushed_metrics(self) -> bytes:
+        """All lines so far, which are on the disk before a checkpoint counts on them."""
+        if not self._metrics.exists():
+            return b""
+        with self._metrics.open("rb") as file:
+            os.fsync(file.fileno())
+            return file.read()
+
+    def _cut_metrics(self, state: Tree) -> None:
+        """Leave the lines that a checkpoint knows.
+
+        :raises ValueError: when some of them are gone or changed.
+        """
+        length = state["metrics_bytes"]
+        lines = self._metrics.read_bytes()[:length] if self._metrics.exists() else b""
+        if hashlib.sha256(lines).hexdigest() != state["metrics_sha256"]:
+            raise ValueError(
+                f"{self._metrics} is not the one that the checkpoint was written with: restore it, or choose "
+                "another --run_dir"
+            )
+        if self._metrics.exists():
+            os.truncate(self._metrics, length)
 
     def restore(self, model: PyTorchModel) -> int:
         """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
-        if not self._last.exists():
+        if not self._last.exists() and not checkpoint.previous(self._last).exists():
             self._metrics.unlink(missing_ok=True)
             return 0
-        tensors, state = checkpoint.load(self._last)
+        tensors, state, fallen_back = checkpoint.load_newest(self._last)
+        if fallen_back:
+            print(fallen_back, file=sys.stderr)
         if state["config_sha256"] != self._digest:
             raise ValueError(f"{self._last} belongs to a run of another config: choose another --run_dir")
-        weights = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
-        model.pytorch_model.load_state_dict(weights)
-        optimizer = {n.removeprefix(SERVER): t for n, t in tensors.items() if n.startswith(SERVER)}
-        checkpoint.restore_optimizer(model._central_optimizer, optimizer)
-        self.best = Best(**state["best"])
-        with self._metrics.open("r+") as file:
-            file.truncate(state["metrics_bytes"])
+        model.pytorch_model.load_state_dict(part(tensors, MODEL))
+        checkpoint.restore_optimizer(model._central_optimizer, part(tensors, SERVER))
+        self.best = Best(**state["best"], weights=part(tensors, BEST))
+        self._cut_metrics(state)
         self._seconds = state["seconds"]
         if self.ledger is not None:
             self.ledger.mechanism.load_state(state["privacy"])
@@ -193,7 +247,7 @@ class Recorder:
 
     def best_weights(self) -> dict[str, torch.Tensor]:
         """The state of the model that scored best on val."""
-        return checkpoint.load(self._best)[0]
+        return self.best.weights
 
     def history(self) -> list[Tree]:
         """All lines of ``metrics.jsonl``."""

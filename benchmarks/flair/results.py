@@ -96,6 +96,7 @@ def write_results(recorder: Recorder, scores: Tree, module: ImageClassifier, dat
         "commit": commit(),
         "torch": torch.__version__,
         "config_sha256": digest(config),
+        "data_sha256": recorder.data_sha256,
         "model_sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
         "model_probe": probe_checksum(module),
     }

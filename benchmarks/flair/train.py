@@ -5,6 +5,10 @@
 Without ``--data_path`` and without a file at data/flair.hdf5, the embedded mini data set is drawn and used
 at a scale for a laptop. Any field of `benchmarks.flair.config` can be given as ``--section.field value``
 or ``--section.field=value``; the command line wins over the YAML file.
+
+SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 finish the round (epoch, when centralised), write a checkpoint and exit
+with 75; a second signal abandons the round, and the run goes on from the checkpoint before. The same command
+goes on. Exit codes: 0 done, 2 a mistake of the user's in one line, 75 stopped by a signal.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import VERSION as MINI_VERSION
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
+from dataset.signals import held
+from pfl_ext.checkpoint import sole_owner
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
 
@@ -112,7 +118,7 @@ def execute(run: Run, data_path: Path) -> None:
     config = run.config
     federated = config.mode == "federated"
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    with FlairFile(data_path) as file:
+    with FlairFile(data_path) as file, sole_owner(directory):
         task = FlairTask(
             file,
             config.data.taxonomy,
@@ -121,14 +127,15 @@ def execute(run: Run, data_path: Path) -> None:
             int(run.runtime.cache_gb * 1e9),
         )
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
-        recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch")
+        recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
         results = recorder.finished()
         if results is None:
             module = build_model(config, len(task.label_names), run.weights)
             what = f"{config.setting} ({len(task.label_names)} labels) on {data_path}"
             print(f"training {what}, device {get_default_device()}, into {directory}")
             train = train_federated if federated else train_centralised
-            model = train(run, task.split("train"), task.split("val"), module, recorder)
+            with held(recorder.unit) as recorder.held:
+                model = train(run, task.split("train"), task.split("val"), module, recorder)
             results = write_results(recorder, final_scores(recorder, model, task), module, data_path)
     show(results, directory)
 

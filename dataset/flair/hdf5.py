@@ -29,6 +29,8 @@ data whenever and from whichever source the file was made. HDF5's own structures
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import threading
 from collections.abc import Sequence
@@ -88,6 +90,22 @@ class FlairFile:
     def provenance(self) -> dict[str, Any]:
         """Where the data came from."""
         return self._reader.provenance
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content; of a file of another make, of its size and all but its pixels."""
+        if isinstance(self._reader, NativeReader):
+            return self._reader.content_sha256
+        digest = hashlib.sha256(f"{self.path.stat().st_size}".encode())
+        for name in self.splits:
+            split = self.split(name)
+            digest.update("\n".join([name, *split.user_ids, *split.image_ids]).encode())
+            digest.update(split.user_index.tobytes())
+            for taxonomy in TAXONOMIES:
+                labels = split.labels[taxonomy]
+                digest.update(json.dumps([taxonomy, self.label_mapping(taxonomy)]).encode())
+                digest.update(labels.indptr.tobytes() + labels.indices.tobytes())
+        return digest.hexdigest()
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
         """Label name -> column of a taxonomy, alphabetical."""

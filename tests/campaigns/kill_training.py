@@ -1,0 +1,183 @@
+"""Kill -9 at random moments of a mini run, go on each time until it ends, and compare with one never killed.
+
+    python -m tests.campaigns.kill_training --kills 50 --rounds 30 --kind all
+
+Half of the kills come at a random time, half at a random place: while a checkpoint is written, flushed, read
+back or renamed, in evaluation, at the sum over users and the server's step, at a line of metrics.jsonl, while
+results are written. A run that survives to its end is compared (SHA-256 of model.safetensors, results.json
+and metrics.jsonl but for times) and the next one begins, until the kills are used up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.flair.train import main as train
+from dataset.command_line import run
+from dataset.flair.mini import MiniSpec, write_mini
+from tests.campaigns.lives import After, At, live
+
+SPEC = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
+COMMON = (
+    "--model.arch=squeezenet1_1",  # 0.7 million parameters
+    "--data.image_size=20",
+    "--model.input_size=18",
+    "--federated.cohort_size=4",
+    "--centralised.batch_size=16",
+    "--evaluation.every_rounds=2",
+    "--runtime.checkpoint_every=3",
+    "--runtime.progress=false",
+)
+PRIVATE = (
+    "--config=pfl-r-17",
+    "--seed=0",
+    "--privacy.epsilon=50",
+    "--privacy.delta=0.01",
+    "--privacy.noise_cohort_size=10",
+    "--privacy.indicator_std_fraction=0.5",
+)
+KINDS = {
+    "fl": ("--config=fl-r-17",),
+    "momentum": (*PRIVATE, "--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=0.5"),
+    "pfl": PRIVATE,
+    "centralised": ("--config=c-r-17",),
+}
+"""``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping."""
+
+PLACES = (
+    "pfl_ext.checkpoint:save_file",
+    "pfl_ext.checkpoint:_sync",
+    "pfl_ext.checkpoint:load",
+    "pfl_ext.checkpoint:_keep",
+    "pfl_ext.checkpoint:save",
+    "pfl_ext.checkpoint:write_bytes",
+    "os:replace",
+    "benchmarks.flair.recorder:Recorder._write_line",
+    "benchmarks.flair.recorder:Recorder.restore",
+    "benchmarks.flair.recorder:Recorder.evaluated",
+    "pfl_ext.evaluation:CentralEvaluation.__call__",
+    "pfl.aggregate.base:SumAggregator.worker_reduce",
+    "pfl.model.pytorch:PyTorchModel.apply_model_update",
+    "benchmarks.flair.plots:training_curve",
+)
+
+
+def told(directory: Path) -> tuple[Any, ...]:
+    """All that a run says, without its times."""
+    results = json.loads((directory / "results.json").read_text())
+    del results["wall_clock_s"]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    privacy = directory / "privacy.json"
+    return (
+        results,
+        [{key: value for key, value in line.items() if key != "seconds"} for line in lines],
+        privacy.read_text() if privacy.exists() else None,
+    )
+
+
+def compare(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    """Raise RuntimeError where two runs differ."""
+    for part, one, other in zip(("results.json", "metrics.jsonl", "privacy.json"), got, expected):
+        if one != other:
+            raise RuntimeError(f"{name}: {part} differs: {one} != {other}")
+
+
+class Campaign:
+    """Kills of one kind of run, on one data file, in one folder."""
+
+    def __init__(self, kind: str, rounds: int, folder: Path, seed: int) -> None:
+        self.kind, self.folder = kind, folder / kind
+        self._data, self._log = folder / "mini.hdf5", self.folder / "log.txt"
+        self._argv = [
+            *COMMON,
+            *KINDS[kind],
+            f"--federated.num_rounds={rounds}",
+            f"--centralised.num_epochs={rounds}",
+            f"--data_path={self._data}",
+        ]
+        self._rng = np.random.default_rng([seed, *kind.encode()])
+        if not self._data.exists():
+            live(self._draw, None, self._log)
+        started = time.monotonic()
+        assert self._live("whole", None) == 0, f"see {self._log}"
+        self._seconds = time.monotonic() - started
+        self._whole = told(self.folder / "whole")
+
+    def _draw(self) -> int:
+        write_mini(self._data, SPEC)
+        return 0
+
+    def _live(self, name: str, death: After | At | None) -> int | None:
+        def work() -> int:
+            torch.set_num_threads(1)
+            return run(train, [*self._argv, f"--run_dir={self.folder / name}"])
+
+        return live(work, death, self._log)
+
+    def _death(self) -> After | At:
+        if self._rng.random() < 0.5:
+            return After(float(self._rng.uniform(0, 0.5 * self._seconds)))
+        place = str(self._rng.choice(PLACES))
+        return At(place, int(self._rng.integers(1, 7)), bool(self._rng.random() < 0.5))
+
+    def kill(self, kills: int) -> tuple[int, Counter[str]]:
+        """Kill so often; the number of runs that came to their end, and where the deaths were.
+
+        :raises RuntimeError: when a run fails, or ends otherwise than the one that was never killed.
+        """
+        runs, deaths = 0, Counter[str]()
+        while True:
+            name = f"run{runs}"
+            while True:
+                death = self._death() if deaths.total() < kills else None
+                code = self._live(name, death)
+                if code is not None:
+                    break
+                deaths[str(death)] += 1
+            if code != 0:
+                raise RuntimeError(f"{self.folder / name} ended with {code}: {self._log.read_text()[-2000:]}")
+            compare(name, told(self.folder / name), self._whole)
+            left = [str(path) for path in (self.folder / name).rglob("*.partial")]
+            if left:
+                raise RuntimeError(f"left behind: {left}")
+            shutil.rmtree(self.folder / name)
+            runs += 1
+            if deaths.total() >= kills:
+                return runs, deaths
+
+
+def main() -> None:
+    """Run the campaign and say what was seen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--kind", choices=("all", *KINDS), default="all")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    kinds = list(KINDS) if given.kind == "all" else [given.kind]
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds:
+            started = time.monotonic()
+            runs, deaths = Campaign(kind, given.rounds, Path(folder), given.seed).kill(given.kills)
+            print(
+                f"{kind}: {deaths.total()} kills over {runs} runs of {given.rounds} rounds, each equal to "
+                f"the run never killed ({time.monotonic() - started:.0f} s)"
+            )
+            for place, count in deaths.most_common():
+                print(f"  {count:4d} {place}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Each campaign in a short form; the long ones and their figures stand in README.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def campaign(name: str, *argv: str) -> str:
+    """What a campaign says; it must end well."""
+    command = [sys.executable, "-m", f"tests.campaigns.{name}", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_killed_runs_equal_the_run_never_killed() -> None:
+    said = campaign("kill_training", "--kills=5", "--rounds=6", "--kind=pfl")
+    assert said.startswith("pfl: 5 kills over ")
+    assert "each equal to the run never killed" in said

@@ -1,0 +1,134 @@
+"""A checkpoint is whole or refused, the one before it is kept, and one process owns a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pfl_ext import checkpoint
+
+
+def save(path: Path, step: int) -> None:
+    tensors = {"w": torch.full((3, 2), float(step)), "b": torch.ones(4, dtype=torch.bfloat16) * step}
+    checkpoint.save(path, tensors, {"step": step}, keep_previous=True)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_checkpoint_before_the_newest_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    for step in (1, 2, 3):
+        save(path, step)
+    assert names(tmp_path) == ["last.previous.safetensors", "last.safetensors"]
+    assert checkpoint.load(path)[1] == {"step": 3}
+    assert checkpoint.load(checkpoint.previous(path))[1] == {"step": 2}
+    assert checkpoint.load_newest(path)[1:] == ({"step": 3}, None)
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_the_name_is_kept_without_hard_links_too(
+    tmp_path: Path, hard_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hard_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError("no links")))
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    save(path, 2)
+    assert checkpoint.load(checkpoint.previous(path))[1] == {"step": 1}
+    assert len(names(tmp_path)) == 2
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_or_a_cut_is_found_and_the_one_before_is_loaded(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    """safetensors alone accepts a flipped bit in a tensor: the checksum does not."""
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    save(path, 2)
+    whole = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    if data.draw(st.booleans()):
+        whole[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del whole[at:]
+    path.unlink()  # not through the hard link
+    path.write_bytes(whole)
+    tensors, state, sentence = checkpoint.load_newest(path)
+    if sentence is None:  # a bit that says nothing: white space of the header
+        assert state == {"step": 2}
+        assert torch.equal(tensors["w"], torch.full((3, 2), 2.0))
+        return
+    assert "last.safetensors is not a whole checkpoint" in sentence
+    assert "going on from the one before it" in sentence
+    assert state == {"step": 1}
+    assert torch.equal(tensors["w"], torch.full((3, 2), 1.0))
+
+
+def test_what_the_disk_gives_back_otherwise_never_takes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    real = safetensors.torch.save_file
+
+    def rotten(tensors: dict[str, torch.Tensor], target: Path, metadata: dict[str, str]) -> None:
+        real(tensors, target, metadata=metadata)
+        content = bytearray(target.read_bytes())
+        content[-1] ^= 1
+        target.write_bytes(content)
+
+    monkeypatch.setattr(checkpoint, "save_file", rotten)
+    with pytest.raises(OSError, match=r"last\.safetensors cannot be written: .*checksum does not agree"):
+        save(path, 2)
+    assert checkpoint.load(path)[1] == {"step": 1}
+    assert names(tmp_path) == ["last.safetensors"]
+
+
+def test_the_same_content_is_the_same_bytes(tmp_path: Path) -> None:
+    """Models are compared by the hash of their file."""
+    tensors = {name: torch.ones(3) for name in "abcdefgh"}
+    for number in range(8):
+        checkpoint.save(tmp_path / f"{number}.safetensors", tensors, {"x": 1, "y": 2})
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_two_damaged_checkpoints_are_one_sentence_with_the_mend(tmp_path: Path) -> None:
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    save(path, 2)
+    for one in (path, checkpoint.previous(path)):
+        one.write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match="nor is there one before it: choose another --run_dir") as caught:
+        checkpoint.load_newest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_has_one_owner_and_a_dead_owner_none(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / ".last.safetensors.1.partial").write_text("half")
+    (tmp_path / ".config.yaml.x.partial").write_text("half")
+    code = (
+        "import sys; from pathlib import Path; from pfl_ext.checkpoint import sole_owner\n"
+        "with sole_owner(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"mine\n"
+        with pytest.raises(ValueError, match="is in use by another process"), checkpoint.sole_owner(tmp_path):
+            pass
+        other.kill()
+    with checkpoint.sole_owner(tmp_path):
+        assert not list(tmp_path.rglob("*.partial"))
