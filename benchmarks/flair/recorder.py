@@ -24,6 +24,7 @@ from tqdm import tqdm
 from benchmarks.flair.config import Run, Tree, digest
 from benchmarks.flair.ledger import Ledger
 from pfl_ext import checkpoint
+from pfl_ext.distributed import from_main, is_main, tensors_from_main
 from pfl_ext.evaluation import LOSS, SCORES
 
 MODEL, SERVER = "model/", "optimizer/"
@@ -56,7 +57,7 @@ class Best:
 
 
 class Recorder:
-    """Owner of the files of one run.
+    """Owner of the files of one run: worker 0 writes them, the others keep the same account of it.
 
     :raises ValueError: when the directory holds a run of another config, or a run and ``resume="never"``.
     """
@@ -71,14 +72,16 @@ class Recorder:
         self._best = directory / "checkpoint" / "best.safetensors"
         self._metrics = directory / "metrics.jsonl"
         self._seconds = 0.0
-        self._claim()
+        self._main = is_main()
+        if self._main:
+            self._claim()
         self._started = time.perf_counter()
         self._round_started = self._started
         self._bar = tqdm(
             total=num_steps,
             unit=unit,
             file=sys.stderr,
-            disable=not run.runtime.progress,
+            disable=not (run.runtime.progress and self._main),
             mininterval=0.5 if sys.stderr.isatty() else 10,
             dynamic_ncols=True,
         )
@@ -109,10 +112,8 @@ class Recorder:
     def finished(self) -> Tree | None:
         """The results of this run, if it has already ended."""
         path = self.directory / "results.json"
-        if not path.exists():
-            return None
-        results = json.loads(path.read_text())
-        return results if results.get("config_sha256") == self._digest else None
+        results = from_main(json.loads(path.read_text()) if self._main and path.exists() else None)
+        return results if results is not None and results.get("config_sha256") == self._digest else None
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far."""
@@ -122,7 +123,8 @@ class Recorder:
         if score < self.best.score:
             self.best = Best(step, score, self._val)
             state = {"step": step, "val": self._val, "config_sha256": self._digest}
-            checkpoint.save(self._best, model.pytorch_model.state_dict(), state)
+            if self._main:
+                checkpoint.save(self._best, model.pytorch_model.state_dict(), state)
 
     def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
         """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
@@ -131,14 +133,14 @@ class Recorder:
         self._round_started = now
         self._write_line(line)
         self._bar.update(1)
-        if (step + 1) % self.run.runtime.checkpoint_every == 0:
+        if self._main and (step + 1) % self.run.runtime.checkpoint_every == 0:
             self.save(step + 1, model)
 
     def end(self, step: int) -> None:
         """Write the last line, which holds nothing but the val of the model after the last update."""
         self._write_line({self.unit: step})
         self._bar.close()
-        if self.ledger is not None:
+        if self.ledger is not None and self._main:
             self.ledger.write(step, self.history())
 
     def _write_line(self, line: Tree) -> None:
@@ -148,6 +150,8 @@ class Recorder:
                 f"val C-AP {self._val['C-AP']:.2f} loss {self._val['loss']:.4f}", refresh=False
             )
             self._val = None
+        if not self._main:
+            return
         with self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -170,10 +174,12 @@ class Recorder:
 
     def restore(self, model: PyTorchModel) -> int:
         """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
-        if not self._last.exists():
-            self._metrics.unlink(missing_ok=True)
+        if not from_main(self._main and self._last.exists()):
+            if self._main:
+                self._metrics.unlink(missing_ok=True)
             return 0
-        tensors, state = checkpoint.load(self._last)
+        tensors, state = checkpoint.load(self._last) if self._main else (None, None)
+        tensors, state = tensors_from_main(tensors), from_main(state)
         if state["config_sha256"] != self._digest:
             raise ValueError(f"{self._last} belongs to a run of another config: choose another --run_dir")
         weights = {n.removeprefix(MODEL): t for n, t in tensors.items() if n.startswith(MODEL)}
@@ -181,19 +187,21 @@ class Recorder:
         optimizer = {n.removeprefix(SERVER): t for n, t in tensors.items() if n.startswith(SERVER)}
         checkpoint.restore_optimizer(model._central_optimizer, optimizer)
         self.best = Best(**state["best"])
-        with self._metrics.open("r+") as file:
-            file.truncate(state["metrics_bytes"])
+        if self._main:
+            with self._metrics.open("r+") as file:
+                file.truncate(state["metrics_bytes"])
         self._seconds = state["seconds"]
         if self.ledger is not None:
             self.ledger.mechanism.load_state(state["privacy"])
         step = int(state["step"])
         self._bar.update(step)
-        print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
+        if self._main:
+            print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
         return step
 
     def best_weights(self) -> dict[str, torch.Tensor]:
         """The state of the model that scored best on val."""
-        return checkpoint.load(self._best)[0]
+        return tensors_from_main(checkpoint.load(self._best)[0] if self._main else None)
 
     def history(self) -> list[Tree]:
         """All lines of ``metrics.jsonl``."""
