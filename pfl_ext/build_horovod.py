@@ -90,7 +90,7 @@ def cuda_home(nvcc: str | None, torch_cuda: str | None) -> Path | None:
     """The toolkit's folder if it is whole and of torch's CUDA release, else None: then build for CPU.
 
     Whole means what Horovod needs: nvcc, the runtime's header and library, and a header of NCCL, the
-    system's or that of torch's own nvidia-nccl package. ``nvcc`` may be a script that stands for the real one.
+    system's or that of torch's own nvidia-nccl package. ``nvcc`` may be a script around it.
     """
     if nvcc is None or torch_cuda is None:
         return None

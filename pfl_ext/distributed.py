@@ -47,7 +47,7 @@ START_S = 300.0
 class Workers(DistributedContext):
     """pfl's view of the workers; see `connected`, which makes the one of a process.
 
-    :param compress: sums of the model's tensors travel as bf16: half the bytes, 2^-9 relative error each way.
+    :param compress: sums of the model's tensors travel as bf16: half the bytes, 2^-8 relative error each way.
     """
 
     def __init__(self, launch: Launch, transport: Transport, watchdog: Watchdog, *, compress: bool) -> None:
