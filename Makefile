@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+HOROVOD := $(VENV)/.horovod
 
 # OpenMP's threads spin this often before they sleep. As fast as the default on idle cores; with the default,
 # steps take many times as long as soon as other work wants the same cores.
@@ -11,9 +12,23 @@ export GOMP_SPINCOUNT ?= 3000
 DATA   ?= data/flair.hdf5
 CONFIG ?=
 ARGS   ?=
+# Workers: NP processes on this machine, by torchrun or horovodrun. Several machines: HOSTS=a:8,b:8 (horovod), or
+# the same command on each with NNODES=2 RDZV=first-machine:29500 (torchrun).
+NP       ?= 1
+LAUNCHER ?= torchrun
+NNODES   ?= 1
+BY_torchrun = $(VENV)/bin/torchrun --nproc_per_node $(NP) \
+  $(if $(RDZV),--nnodes $(NNODES) --rdzv_backend c10d --rdzv_id flair --rdzv_endpoint $(RDZV),--standalone)
+BY_horovod  = $(VENV)/bin/horovodrun --gloo -np $(NP) $(if $(HOSTS),-H $(HOSTS)) $(PY)
+ifeq ($(filter torchrun horovod,$(LAUNCHER)),)
+  $(error LAUNCHER is $(LAUNCHER): choose torchrun or horovod)
+endif
+TRAIN    = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY)) \
+  -m benchmarks.flair.train
+WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint flair-data flair-fl flair-c flair-pfl
+.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -28,7 +43,13 @@ $(READY): requirements.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-test: lint ## ruff, mypy --strict and all tests
+horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; a C++ compiler), and prove it
+
+$(HOROVOD): pfl_ext/build_horovod.py | $(READY)
+	@$(PY) -m pfl_ext.build_horovod
+	@touch $@
+
+test: lint $(HOROVOD) ## ruff, mypy --strict and all tests
 	$(PY) -m pytest -n auto
 
 lint: $(READY) ## ruff and mypy --strict
@@ -39,11 +60,11 @@ lint: $(READY) ## ruff and mypy --strict
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)
 
-flair-fl: $(READY) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, ARGS="--key value ..."
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
+flair-fl: $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1628, NP=2, ARGS="--key value ..."
+	@$(TRAIN) --config $(or $(CONFIG),fl-r-17) $(FILE) $(ARGS)
 
-flair-pfl: $(READY) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
-	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
+flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
+	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)

@@ -1,1 +1,3 @@
 """Experiments: each folder is one benchmark."""
+
+import pfl_ext as pfl_ext  # before pfl, see there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
+from pfl_ext.aggregator import FlatSumAggregator
+from pfl_ext.distributed import begin_work
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.evaluation import CentralEvaluation
@@ -61,6 +64,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
 
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
+    :param accumulate: precision of the sum over users.
+    :param config_hash: compared between workers, with the round and its cohort, before each reduction.
     """
 
     def __init__(
@@ -72,10 +77,13 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         postprocessors: Sequence[Postprocessor] = (),
         on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
         engine: CohortEngine | None = None,
+        accumulate: torch.dtype = torch.float32,
+        config_hash: str = "",
     ) -> None:
-        super().__init__(training_data, training_data, list(postprocessors))
+        super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self._evaluation = training_data, evaluation
-        self._seed, self._on_evaluation, self._engine = seed, on_evaluation, engine
+        self._seed, self._on_evaluation, self._config_hash = seed, on_evaluation, config_hash
+        self._engine = engine
 
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
@@ -83,10 +91,13 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         """Train the round's cohort, or score the central split when the context is for validation."""
         round_number = central_context.current_central_iteration
         if central_context.population != Population.TRAIN:
+            begin_work(evaluation=round_number, config=self._config_hash)
             metrics = self._evaluation(model)
             self._on_evaluation(round_number, metrics, model)
             return None, Metrics()
         self._images.set_round(round_number)
+        cohort = self._images.cohort(central_context.cohort_size)
+        begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)
         context = replace(
             central_context, do_evaluation=False, seed=seed32(self._seed, "central noise", round_number)
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pfl.internal import ops
 from pfl.internal.ops.pytorch_ops import get_default_device
@@ -20,6 +21,8 @@ from pfl.model.pytorch import PyTorchModel
 from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray
 from pfl_ext.metrics import MultiLabelScores
 from pfl_ext.prefetch import prefetched
+
+FloatArray = npt.NDArray[np.floating[Any]]
 
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
@@ -58,10 +61,9 @@ class CentralEvaluation:
             metrics = self._one_batch(model, rows, images, targets)
             total = metrics if total is None else total + metrics
         module.train(was_training)
-        if total is None:
-            raise ValueError(
-                f"this split has {self.num_images} images, fewer than there are workers: {world_size}"
-            )
+        if total is None:  # more workers than images
+            targets = self.store.read(mine)[1]
+            total = self._metrics(mine, np.empty(0), np.empty(targets.shape, np.float32), targets)
         return ops.all_reduce_metrics(total) if world_size > 1 else total
 
     def _one_batch(
@@ -71,10 +73,12 @@ class CentralEvaluation:
             logits = model.pytorch_model(torch.from_numpy(images).to(get_default_device())).float().cpu()
         truth = torch.from_numpy(targets).float()
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
-        scores = torch.sigmoid(logits).numpy()
+        return self._metrics(rows, loss.double().mean(1).numpy(), torch.sigmoid(logits).numpy(), targets)
+
+    def _metrics(self, rows: IntArray, losses: FloatArray, scores: FloatArray, targets: ByteArray) -> Metrics:
         return Metrics(
             [
-                (LOSS, Weighted(float(loss.double().mean(1).sum()), len(rows))),
+                (LOSS, Weighted(float(losses.sum()), len(rows))),
                 (SCORES, MultiLabelScores.from_batch(self.num_images, rows, scores, targets)),
             ]
         )

@@ -20,6 +20,7 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl_ext.prefetch import prefetched
 from pfl_ext.privacy_sampling import poisson_cohort
 from pfl_ext.randomness import seed32, stream
+from pfl_ext.schedule import UserCost, longest_first
 from pfl_ext.transforms import Crop, Flip, draw_boxes
 
 IntArray = npt.NDArray[np.int64]
@@ -132,6 +133,11 @@ class LocalSampling:
             return -(-n * self.num_epochs // self.batch_size)
         return self.num_epochs * -(-n // self.batch_size)
 
+    def image_passes(self, sizes: IntArray) -> IntArray:
+        """Images trained on, over all epochs, by users with so many."""
+        n = np.asarray(sizes) if self.max_images is None else np.minimum(sizes, self.max_images)
+        return n * self.num_epochs
+
 
 class UserImages(Dataset):
     """One user in one round: a pfl ``Dataset`` that yields (images, targets, boxes) batches.
@@ -197,7 +203,7 @@ class FederatedImageDataset(FederatedDataset):
     paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
     size varies, and a worker left without users gets one without images, as pfl needs a user to sum over.
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
-    Reading runs ahead on ``threads`` threads.
+    Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
 
     :raises ValueError: when a cohort is larger than the population.
     """
@@ -213,12 +219,14 @@ class FederatedImageDataset(FederatedDataset):
         sampler: Literal["fixed", "replacement", "poisson"] = "fixed",
         prefetch: int = 4,
         threads: int = 1,
+        cost: UserCost | None = None,
     ) -> None:
         self.partition = natural_partition(store) if partition is None else partition
         super().__init__(self._user_by_id, self._no_sampler)
         self._store, self._sampling, self._seed = store, sampling, seed
         self._cohort_seed = seed if cohort_seed is None else cohort_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
+        self._cost = UserCost() if cost is None else cost
         self._round = 0
 
     def set_round(self, round_number: int) -> None:
@@ -246,14 +254,10 @@ class FederatedImageDataset(FederatedDataset):
         return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:
-        """Positions of the cohort for each worker, by predicted work, longest first."""
-        work = self._sampling.num_steps(self.partition.sizes[cohort]) + 1
-        loads, shares = np.zeros(world_size), [[] for _ in range(world_size)]  # type: ignore[var-annotated]
-        for position in np.argsort(-work, kind="stable"):
-            worker = int(np.argmin(loads))
-            shares[worker].append(int(position))
-            loads[worker] += work[position]
-        return shares
+        """Positions of the cohort for each worker, by predicted time, longest first."""
+        sizes = self.partition.sizes[cohort]
+        steps, images = self._sampling.num_steps(sizes), self._sampling.image_passes(sizes)
+        return longest_first(self._cost.predict(steps, images), world_size)
 
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """What user number ``user`` trains on in this round."""

@@ -183,6 +183,12 @@ class Runtime:
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between checkpoints."""
     progress: bool = True
+    accumulate: Literal["fp32", "fp64"] = "fp32"
+    """Precision of sums over users. fp64: the same to 1e-15 on any number of workers, for twice the bytes."""
+    reduce: Literal["exact", "bf16"] = "exact"
+    """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
+    worker_timeout_s: PositiveFloat = 120.0
+    """A worker that is silent or makes no progress for so long ends the job on all workers."""
 
 
 RECIPES: Mapping[str, Tree] = {

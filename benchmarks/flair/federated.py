@@ -16,10 +16,11 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.flair.config import Config, Run, Tree
+from benchmarks.flair.config import Config, Run, Tree, digest
 from benchmarks.flair.ledger import Ledger
 from benchmarks.flair.recorder import Recorder
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.distributed import current, worker_seconds
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, iid_partition
 from pfl_ext.models import ImageClassifier
@@ -104,6 +105,10 @@ def algorithm_and_params(
     if federated.algorithm == "fedprox":
         return FedProx(), FedProxParams(**common, mu=federated.mu)
     if federated.algorithm == "scaffold":
+        if current() is not None:
+            raise ValueError(
+                "scaffold's state of each user lies in one process: start it without a launcher, NP=1"
+            )
         touched = min(num_users, federated.cohort_size * federated.num_rounds)
         state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
         if state > federated.max_state_gb:
@@ -151,6 +156,8 @@ class RoundCallback(TrainingProcessCallback):
             "images": int(aggregate_metrics_weight(aggregate_metrics)),
             "learning_rate": values["learning rate"],
         }
+        if seconds := worker_seconds():
+            line["worker_seconds"] = [round(s, 4) for s in seconds]
         if self._recorder.ledger is not None:
             named = {name: str(metric_name(name)) for name in METRICS}
             private = {name: values[key] for name, key in named.items() if key in values}
@@ -185,7 +192,13 @@ def train_federated(
     if recorder.ledger is not None:
         postprocessors.append(recorder.ledger.mechanism)
     backend = CentrallyEvaluatedBackend(
-        users, evaluation, seed=config.seed, postprocessors=postprocessors, on_evaluation=recorder.evaluated
+        users,
+        evaluation,
+        seed=config.seed,
+        postprocessors=postprocessors,
+        on_evaluation=recorder.evaluated,
+        accumulate=torch.float64 if run.runtime.accumulate == "fp64" else torch.float32,
+        config_hash=digest(config)[:16],
     )
     start = recorder.restore(model)
     if start > 0 and config.federated.algorithm == "scaffold":

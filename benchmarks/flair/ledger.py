@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.flair.config import Config, Tree
 from pfl_ext.checkpoint import write_bytes, write_json
+from pfl_ext.distributed import from_main, is_main
 from pfl_ext.privacy import METRICS, private_mean
 from pfl_ext.randomness import derive
 
@@ -20,7 +21,7 @@ class Ledger:
 
     The seed of a private run's noise and cohorts is secret: it lies in ``checkpoint/noise_seed``, readable by
     its owner alone, so that a resumed run releases no round with a second, other noise; `close` deletes it.
-    One process: several workers must be given the seed of one of them.
+    Worker 0 has the files; the others are told the seed.
 
     :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
     """
@@ -32,10 +33,14 @@ class Ledger:
         self._path = directory / "privacy.json"
         self._seed_path = directory / "checkpoint" / "noise_seed"
         self._seeded = config.privacy.noise_seed == "run"
-        secret = derive(config.seed, "secret of the run") if self._seeded else self._secret()
+        if self._seeded:
+            secret = derive(config.seed, "secret of the run")
+        else:
+            secret = from_main(self._secret() if is_main() else None)
         self.cohort_seed = derive(secret, "cohorts")
         self.mechanism = private_mean(self.calibration, noise_seed=secret, threads=os.cpu_count() or 1)
-        print(self.summary(), file=sys.stderr)
+        if is_main():
+            print(self.summary(), file=sys.stderr)
 
     def _secret(self) -> int:
         if not self._seed_path.exists():

@@ -27,6 +27,7 @@ from benchmarks.flair.config import Run, Tree, digest, read_yaml
 from benchmarks.flair.ledger import Ledger
 from dataset.signals import Held
 from pfl_ext import checkpoint
+from pfl_ext.distributed import from_main, is_main, tensors_from_main
 from pfl_ext.evaluation import LOSS, SCORES
 
 MODEL, SERVER, BEST = "model/", "optimizer/", "best/"
@@ -65,7 +66,7 @@ class Best:
 
 
 class Recorder:
-    """Owner of the files of one run.
+    """Owner of the files of one run: worker 0 writes them, the others keep the same account of it.
 
     The checkpoint holds all that a run goes on from, the best model with it: files of a step that a kill
     undid are never read.
@@ -86,14 +87,16 @@ class Recorder:
         self._last = directory / "checkpoint" / "last.safetensors"
         self._metrics = directory / "metrics.jsonl"
         self._seconds = 0.0
-        self._claim()
+        self._main = is_main()
+        if self._main:
+            self._claim()
         self._started = time.perf_counter()
         self._round_started = self._started
         self._bar = tqdm(
             total=num_steps,
             unit=unit,
             file=sys.stderr,
-            disable=not run.runtime.progress,
+            disable=not (run.runtime.progress and self._main),
             mininterval=0.5 if sys.stderr.isatty() else 10,
             dynamic_ncols=True,
         )
@@ -133,10 +136,8 @@ class Recorder:
     def finished(self) -> Tree | None:
         """The results of this run, if it has already ended."""
         path = self.directory / "results.json"
-        if not path.exists():
-            return None
-        results = checkpoint.read_json(path)
-        return results if results.get("config_sha256") == self._digest else None
+        results = from_main(checkpoint.read_json(path) if self._main and path.exists() else None)
+        return results if results is not None and results.get("config_sha256") == self._digest else None
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far."""
@@ -156,8 +157,9 @@ class Recorder:
         self._round_started = now
         self._write_line(line)
         self._bar.update(1)
+        self.held.number = from_main(self.held.number)  # all workers stop, or none
         asked = self.held.number is not None
-        if asked or (step + 1) % self.run.runtime.checkpoint_every == 0:
+        if self._main and (asked or (step + 1) % self.run.runtime.checkpoint_every == 0):
             self.save(step + 1, model)
         if asked:
             self._bar.close()
@@ -167,7 +169,7 @@ class Recorder:
         """Write the last line, which holds nothing but the val of the model after the last update."""
         self._write_line({self.unit: step})
         self._bar.close()
-        if self.ledger is not None:
+        if self.ledger is not None and self._main:
             self.ledger.write(step, self.history())
 
     def _write_line(self, line: Tree) -> None:
@@ -177,6 +179,8 @@ class Recorder:
                 f"val C-AP {self._val['C-AP']:.2f} loss {self._val['loss']:.4f}", refresh=False
             )
             self._val = None
+        if not self._main:
+            return
         with checkpoint.written(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
@@ -225,24 +229,28 @@ class Recorder:
 
     def restore(self, model: PyTorchModel) -> int:
         """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
-        if not self._last.exists() and not checkpoint.previous(self._last).exists():
-            self._metrics.unlink(missing_ok=True)
+        if not from_main(self._main and (self._last.exists() or checkpoint.previous(self._last).exists())):
+            if self._main:
+                self._metrics.unlink(missing_ok=True)
             return 0
-        tensors, state, fallen_back = checkpoint.load_newest(self._last)
+        tensors, state, fallen_back = checkpoint.load_newest(self._last) if self._main else (None, None, "")
         if fallen_back:
             print(fallen_back, file=sys.stderr)
+        tensors, state = tensors_from_main(tensors), from_main(state)
         if state["config_sha256"] != self._digest:
             raise ValueError(f"{self._last} belongs to a run of another config: choose another --run_dir")
         model.pytorch_model.load_state_dict(part(tensors, MODEL))
         checkpoint.restore_optimizer(model._central_optimizer, part(tensors, SERVER))
         self.best = Best(**state["best"], weights=part(tensors, BEST))
-        self._cut_metrics(state)
+        if self._main:
+            self._cut_metrics(state)
         self._seconds = state["seconds"]
         if self.ledger is not None:
             self.ledger.mechanism.load_state(state["privacy"])
         step = int(state["step"])
         self._bar.update(step)
-        print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
+        if self._main:
+            print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
         return step
 
     def best_weights(self) -> dict[str, torch.Tensor]:

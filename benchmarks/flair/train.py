@@ -36,6 +36,7 @@ from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
 from dataset.signals import held
 from pfl_ext.checkpoint import sole_owner
+from pfl_ext.distributed import barrier, connected, current, is_main
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
 
@@ -61,6 +62,12 @@ def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
                 f"--data_path {given}: no such file; make it with python -m dataset.flair.download_preprocess"
             )
         return list(argv), given
+    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
+    return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
+
+
+def draw_mini() -> None:
+    """Make the mini data set's file unless it is there."""
     print(
         f"no FLAIR file (make flair-data gets it): running on the embedded mini data set, {MINI_FILE}, "
         "at laptop scale"
@@ -68,8 +75,6 @@ def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
     if not MINI_FILE.is_file():
         MINI_FILE.parent.mkdir(parents=True, exist_ok=True)
         write_mini(MINI_FILE, MINI)
-    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-    return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
 
 
 def build_model(config: Config, num_labels: int, weights: Path | None) -> ImageClassifier:
@@ -117,8 +122,10 @@ def execute(run: Run, data_path: Path) -> None:
     """Train and report one run, or show the results that it already has."""
     config = run.config
     federated = config.mode == "federated"
+    if not federated and current() is not None:
+        raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    with FlairFile(data_path) as file, sole_owner(directory):
+    with FlairFile(data_path) as file, sole_owner(directory) if is_main() else contextlib.nullcontext():
         task = FlairTask(
             file,
             config.data.taxonomy,
@@ -132,12 +139,16 @@ def execute(run: Run, data_path: Path) -> None:
         if results is None:
             module = build_model(config, len(task.label_names), run.weights)
             what = f"{config.setting} ({len(task.label_names)} labels) on {data_path}"
-            print(f"training {what}, device {get_default_device()}, into {directory}")
+            if is_main():
+                print(f"training {what}, device {get_default_device()}, into {directory}")
             train = train_federated if federated else train_centralised
             with held(recorder.unit) as recorder.held:
                 model = train(run, task.split("train"), task.split("val"), module, recorder)
-            results = write_results(recorder, final_scores(recorder, model, task), module, data_path)
-    show(results, directory)
+            scores = final_scores(recorder, model, task)
+            if is_main():
+                results = write_results(recorder, scores, module, data_path)
+    if results is not None and is_main():
+        show(results, directory)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -150,7 +161,18 @@ def main(argv: Sequence[str]) -> None:
     run = parse(argv)
     if run.runtime.threads is not None:
         torch.set_num_threads(run.runtime.threads)
-    with pfl_device(run.runtime.device):
+    runtime = run.runtime
+    workers = connected(
+        runtime.device,
+        threads=runtime.threads,
+        timeout=runtime.worker_timeout_s,
+        compress=runtime.reduce == "bf16",
+    )
+    with workers as device, pfl_device(device):
+        if data_path == MINI_FILE != run.data_path:
+            if is_main():
+                draw_mini()
+            barrier()
         execute(run, data_path)
 
 

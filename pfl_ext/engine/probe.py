@@ -16,8 +16,8 @@ TOLERANCE = 1e-3  # relative, of each variable's gradient
 def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     """Whether the tape of two made images holds every variable's gradient, once and rightly.
 
-    It does not where parameters stand outside convolutions, linear layers and the norms of `tape.KINDS`, where
-    a layer is used twice, or where one sees several images at a time. Then users are trained one by one.
+    It does not where parameters stand outside convolutions, linear layers and the norms of `tape.KINDS`, or a
+    layer is used twice, or sees several images at a time. Then users are trained one by one.
     """
     names = [n for n, p in model.backbone.named_parameters() if p.requires_grad]
     device = model.mean.device

@@ -1,0 +1,77 @@
+"""Which worker trains which user of a round's cohort, so that all workers end at the same time.
+
+Shape letters: U users of a cohort, W workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class UserCost:
+    """Seconds of one user's local training: ``per_user + per_step * steps + per_image * images``.
+
+    ``images`` are image passes: images times epochs, the engine's padding included. Only the proportions
+    matter to an assignment. The defaults were fitted by `fit` to stock pfl's times (RESULTS.md, workers).
+    """
+
+    per_user: float = 0.02
+    per_step: float = 0.02
+    per_image: float = 0.005
+
+    def predict(self, steps: IntArray, images: IntArray) -> FloatArray:
+        """``[U]`` seconds."""
+        return (
+            self.per_user
+            + self.per_step * np.asarray(steps)
+            + self.per_image * np.asarray(images, np.float64)
+        )
+
+
+def fit(steps: IntArray, images: IntArray, seconds: FloatArray) -> UserCost:
+    """The non-negative cost nearest to measured times ``[U]``, in relative error (least squares)."""
+    from scipy.optimize import nnls
+
+    seconds = np.asarray(seconds, np.float64)
+    terms = np.stack([np.ones(len(seconds)), steps, images], axis=1) / seconds[:, None]
+    coefficients, _ = nnls(terms, np.ones(len(seconds)))
+    return UserCost(*map(float, coefficients))
+
+
+def longest_first(costs: FloatArray, world_size: int) -> list[list[int]]:
+    """Positions 0..U-1 for each of W workers: each user, dearest first, to the worker with least to do.
+
+    The slowest worker then has at most 4/3 - 1/(3W) of the best assignment's time (Graham 1969, Theorem 2),
+    and in cohorts of many small users next to nothing more than `lower_bound`. A pure function: every worker
+    computes the same.
+    """
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0.0, worker) for worker in range(world_size)]
+    for position in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        load, worker = heapq.heappop(loads)
+        shares[worker].append(position)
+        heapq.heappush(loads, (load + float(costs[position]), worker))
+    return shares
+
+
+def round_robin(costs: FloatArray, world_size: int) -> list[list[int]]:
+    """Position p to worker p mod W: pfl's default. Here to compare with."""
+    return [list(range(worker, len(costs), world_size)) for worker in range(world_size)]
+
+
+def makespan(shares: list[list[int]], costs: FloatArray) -> float:
+    """Time of the slowest worker."""
+    return max(float(np.asarray(costs)[share].sum()) for share in shares)
+
+
+def lower_bound(costs: FloatArray, world_size: int) -> float:
+    """What no assignment can beat: the larger of the mean load and the dearest user."""
+    return max(float(np.sum(costs)) / world_size, float(np.max(costs)))

@@ -1,0 +1,120 @@
+"""Workers that die or stand still end the job, on every worker, with the culprit named.
+
+Each worker has a thread that says "I am alive" in a store which all can reach, listens to the worker before
+it in the ring, and looks whether anybody has written down a fault. What it notices within ``timeout``:
+
+* a worker that is gone, or stopped as by SIGSTOP: its word stays away; the next in the ring writes that down;
+* a worker whose main thread does nothing (its Python stack stands still while it is not waiting for others);
+  a user's local training may last as long as it needs;
+* a worker that ends with an error: it writes down which.
+
+Then every worker prints that one line and leaves, non-zero, from within the thread: its main thread may be
+waiting in a reduction that will never come. Files are written atomically, so what lies on disk stays whole.
+Collectives alone do not do this (horovod issue 1442, pytorch issue 97191): they wait, or fail without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+LEAVE_S = 5.0  # an orderly exit after a worker's own error may take so long
+EXIT_CODE = 2
+
+
+class Watchdog:
+    """The thread of one worker.
+
+    :param store: a torch ``Store`` that nobody else in this process uses.
+    :param names: what to call each worker, by rank.
+    :param timeout: seconds of silence after which a worker counts as lost.
+    """
+
+    def __init__(self, store: Any, rank: int, names: list[str], timeout: float) -> None:
+        self._store, self._rank, self._names, self._timeout = store, rank, names, timeout
+        self._interval = min(1.0, timeout / 10)
+        self._before = (rank - 1) % len(names)
+        self._waiting, self._stop, self._own_fault = False, threading.Event(), False
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """All is well and over."""
+        self._stop.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While within, the main thread stands still because it waits for the others."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def report(self, fault: str) -> None:
+        """Tell the others that this worker ends, and why; leave soon, whatever the main thread does."""
+        self._own_fault = True
+        with contextlib.suppress(RuntimeError):
+            self._store.set("fault", f"{self._names[self._rank]}: {fault}")
+
+    def linger(self) -> None:
+        """For a main thread whose reduction failed: watchdogs find out who is lost, and end this process."""
+        with self.waiting():
+            time.sleep(2 * self._timeout)
+
+    def _watch(self) -> None:
+        beat, stack, moved = 0, 0, time.monotonic()
+        heard, heard_at = b"", time.monotonic()
+        while not self._stop.wait(self._interval):
+            if self._own_fault:
+                time.sleep(LEAVE_S)
+                os._exit(EXIT_CODE)
+            now, last, stack = time.monotonic(), stack, self._stack()
+            if stack != last or self._waiting:
+                moved = now
+            try:
+                if now - moved > self._timeout:
+                    self._store.set("fault", self._lost(self._rank, "has made no progress"))
+                beat += 1
+                self._store.set(f"beat/{self._rank}", str(beat))
+                word = self._store.get(f"beat/{self._before}") if self._has(f"beat/{self._before}") else b""
+                if word != heard:
+                    heard, heard_at = word, now
+                elif now - heard_at > self._timeout and not self._has("fault"):
+                    self._store.set("fault", self._lost(self._before, "has not been heard of"))
+                if self._has("fault"):
+                    self._leave(self._store.get("fault").decode())
+            except RuntimeError as broken:  # the store is with worker 0 or its launcher
+                if not self._stop.is_set():
+                    self._leave(f"{self._names[0]} or its launcher is gone ({str(broken).splitlines()[0]})")
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def _lost(self, rank: int, what: str) -> str:
+        return f"{self._names[rank]} {what} for {self._timeout:g} s"
+
+    def _stack(self) -> int:
+        """A number that changes as the main thread goes on."""
+        frame = sys._current_frames().get(self._main or 0)
+        places = []
+        while frame is not None:
+            places.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        return hash(tuple(places))
+
+    def _leave(self, fault: str) -> None:
+        line = " ".join(fault.split())
+        mend = "all workers end; the same command goes on from the last checkpoint"
+        os.write(2, f"error: {line}; {mend}\n".encode())
+        os._exit(EXIT_CODE)

@@ -1,0 +1,72 @@
+"""Start real workers, by the real launchers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None,
+    reason="Horovod is not installed here: make horovod builds it",
+)
+LAUNCHERS = ["torchrun", pytest.param("horovod", marks=needs_horovod)]
+
+
+def command(launcher: str, workers: int, *words: str) -> list[str]:
+    """What starts ``python words...`` as so many workers on this machine."""
+    if launcher == "torchrun":
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={workers}",
+            *words,
+        ]
+    return [str(BIN / "horovodrun"), "--gloo", "-np", str(workers), sys.executable, *words]
+
+
+def environment() -> dict[str, str]:
+    """Without what pytest or an outer launcher left; one thread a worker."""
+    own = ("PYTEST_", "HOROVOD_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PFL_")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+    paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**kept, **paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    """A process of its own group, with its output in one pipe."""
+    return subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 400) -> str:
+    """Its output, at its end."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    finally:
+        process.kill()
+
+
+def run(words: Sequence[str], code: int = 0) -> str:
+    """The output of a command that must end with this code."""
+    process = start(words)
+    output = finish(process)
+    assert process.returncode == code, output
+    return output
