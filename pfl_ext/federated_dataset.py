@@ -18,7 +18,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from pfl_ext.prefetch import prefetched
-from pfl_ext.privacy_sampling import poisson_cohort
+from pfl_ext.privacy_sampling import cyclic_cohort, poisson_cohort
 from pfl_ext.randomness import seed32, stream
 from pfl_ext.transforms import Crop, Flip, draw_boxes
 
@@ -195,7 +195,8 @@ class FederatedImageDataset(FederatedDataset):
     The cohort of a round, the images that a heavy user brings, their order and their crops depend on
     (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
     paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
-    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over.
+    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
+    "cyclic" takes the next users of a circle (`pfl_ext.privacy_sampling`).
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
     Reading runs ahead on ``threads`` threads.
 
@@ -210,7 +211,7 @@ class FederatedImageDataset(FederatedDataset):
         seed: int,
         cohort_seed: int | None = None,
         partition: Partition | None = None,
-        sampler: Literal["fixed", "replacement", "poisson"] = "fixed",
+        sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed",
         prefetch: int = 4,
         threads: int = 1,
     ) -> None:
@@ -242,6 +243,8 @@ class FederatedImageDataset(FederatedDataset):
             )
         if self._sampler == "poisson":
             return poisson_cohort(self._cohort_seed, self._round, population, cohort_size)
+        if self._sampler == "cyclic":
+            return cyclic_cohort(self._cohort_seed, self._round, population, cohort_size)
         rng = stream(self._cohort_seed, "cohort", self._round)
         return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
 

@@ -35,8 +35,9 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from pfl_ext.privacy_accounting import BOUND_RANGE, Calibration
+from pfl_ext.privacy_banded import BandedFactor, CorrelatedNoise
 from pfl_ext.privacy_mechanisms import FlatGaussianMechanism
-from pfl_ext.randomness import derive, stream
+from pfl_ext.randomness import stream
 
 TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates
 
@@ -71,9 +72,10 @@ def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
 class PrivateMean(CentrallyAppliedPrivacyMechanism):
     """The mean of clipped updates under central DP, at a fixed bound.
 
-    A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors).
-    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
+    A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors). The
+    sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
     expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
+    With a band above 1 the noise of successive rounds is correlated, and somewhat more in each alone.
 
     Several workers: users' updates and tallies are summed over workers before ``postprocess_server``,
     which runs on every worker with the same central seed; each adds the same noise once to the same sum.
@@ -83,7 +85,8 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
 
     :param calibration: how much noise; rounds beyond its last are refused.
     :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
-        after a resume. None: the central context's 32-bit seed, reproducible and for research only.
+        after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
+        with a band above 1, whose noise needs the seeds of earlier rounds.
     :param threads: that draw the noise; no effect on it.
     """
 
@@ -100,6 +103,8 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
             threads=threads,
         )
         super().__init__(self._gaussian)
+        assert noise_seed is not None or config.band == 1
+        self._noise = CorrelatedNoise(BandedFactor(calibration.num_rounds, config.band), threads)
         self.calibration, self._noise_seed, self._next_round = calibration, noise_seed, 0
 
     @property
@@ -168,9 +173,8 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
         seed = central_context.seed if self._noise_seed is None else self._noise_seed
         tally = stats.pop(TALLY)[0].tolist()
         cohort, bound = self.calibration.executed.cohort_size, self.clipping_bound
-        stats, added = self._gaussian.add_noise(
-            stats, cohort, metric_name, derive(seed, "dp noise", round_number)
-        )
+        noise, noise_std = self._noise(seed, round_number, sum(t.numel() for t in stats.values()))
+        stats, added = self._gaussian.add(stats, noise, noise_std, metric_name)
         stats.weight = float(cohort)
         metrics = self._round_metrics(bound, tally, added) | self._adapt(seed, round_number, tally[4])
         self._next_round += 1

@@ -179,7 +179,6 @@ class FlatGaussianMechanism(GaussianMechanism):
         ]
         return statistics, Metrics([(name_formatting_fn(n), Weighted(v, w)) for n, v, w in metrics])
 
-    @torch.no_grad()
     def add_noise(
         self,
         statistics: MappedVectorStatistics,
@@ -189,17 +188,30 @@ class FlatGaussianMechanism(GaussianMechanism):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
         assert seed is not None, "noise without a seed would differ between workers"
-        std = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
+        noise = gaussian_noise(seed, sum(t.numel() for t in statistics.values()), self._threads)
+        return self.add(statistics, noise, 1.0, name_formatting_fn)
+
+    @torch.no_grad()
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        noise_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add ``noise`` ``[P]`` of that standard deviation times C and the relative standard deviation."""
+        scale = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
+        std = scale * noise_std
         names, tensors = list(statistics.keys()), list(statistics.values())
         flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
         signal = float(torch.linalg.vector_norm(flat))
-        flat.add_(gaussian_noise(seed, flat.numel(), self._threads).to(flat.device), alpha=std)
+        flat.add_(noise.to(flat.device), alpha=scale)
         for name, tensor, part in zip(names, tensors, torch.split(flat, [t.numel() for t in tensors])):
             statistics[name] = part.view(tensor.shape)
-        noise = std * math.sqrt(flat.numel())
+        expected = std * math.sqrt(flat.numel())
         return statistics, Metrics(
             [
                 (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
-                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / noise)),
+                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / expected)),
             ]
         )

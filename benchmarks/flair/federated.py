@@ -46,7 +46,7 @@ def local_sampling(config: Config) -> LocalSampling:
 def training_data(run: Run, store: ImageStore, cohort_seed: int | None = None) -> FederatedImageDataset:
     """The training users, real or IID."""
     config, runtime = run.config, run.runtime
-    sampler: Literal["fixed", "replacement", "poisson"] = "fixed"
+    sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed"
     if config.privacy is not None:
         sampler = config.privacy.sampler
     elif config.federated.replacement:

@@ -52,7 +52,8 @@ class Ledger:
         text = (
             f"privacy: epsilon {made.epsilon:.3f} at delta {system.delta:.3g} for N = {system.population}, "
             f"q = {system.sampling_probability:.3g}, T = {made.num_rounds}, noise multiplier "
-            f"{system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant})"
+            f"{system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
+            + (f", band {made.config.band})" if made.config.band > 1 else ")")
         )
         if made.is_simulation:
             text += (

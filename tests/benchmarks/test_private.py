@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.flair import recorder
 from benchmarks.flair.config import Tree, parse
+from pfl_ext.privacy_banded import BandedFactor
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.test_train import error_line, lines, results
 
@@ -54,6 +55,27 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert "privacy: epsilon" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
     assert "research only" not in summary
+
+
+CYCLIC = (*PRIVATE, "--privacy.sampler=cyclic", "--privacy.noise_cohort_size=4")
+
+
+def test_banded_noise_with_a_circle_of_users_is_a_choice_of_the_config(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*CYCLIC, "--privacy.band=3")
+    told = privacy(directory)
+    assert (told["sampler"], told["config"]["band"]) == ("cyclic", 3)
+    assert told["neighbouring_relation"] == "replace_special"
+    assert told["as_executed"]["participations_at_most"] == 1
+    assert told["as_executed"]["min_separation"] == 3
+    assert told["by_round"]["users"] == [4, 4, 4]
+    noise, bound = (told["by_round"][name] for name in ("noise std. dev. on the mean", "clipping bound"))
+    scales = [n / b for n, b in zip(noise, bound)]
+    assert [s / scales[0] for s in scales] == pytest.approx(
+        [s / BandedFactor(3, 3).noise_scales[0] for s in BandedFactor(3, 3).noise_scales]
+    )
+    assert "(cyclic sampling, pld, band 3)" in capsys.readouterr().err
 
 
 def test_noise_and_cohorts_are_secret_unless_a_seed_is_asked_for(
@@ -109,6 +131,8 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
         (["--federated.replacement=true"], "needs cohorts without replacement"),
         (["--mode=centralised"], "privacy is for federated training"),
         (["--privacy.delta=0.5"], "not below one in 12 users"),
+        (["--privacy.band=2"], "set privacy.sampler to cyclic"),
+        (["--privacy.sampler=cyclic", "--privacy.band=2"], "set it to at most 1"),
         (["--privacy.indicator_std_fraction=0.001"], "privacy.indicator_std_fraction is 0.001"),
         (["--privacy.epsilonn=1"], "did you mean privacy.epsilon?"),
     ],
