@@ -233,8 +233,9 @@ class FederatedImageDataset(FederatedDataset):
     def _user_by_id(self, user_id: str) -> UserImages:
         return self.user_dataset(list(self.partition.user_ids).index(user_id))
 
-    def cohort(self, cohort_size: int) -> IntArray:
-        """The users of this round's cohort, the same on every worker."""
+    def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
+        """The users of the cohort of this round, or of the one given; the same on every worker."""
+        number = self._round if round_number is None else round_number
         population = len(self.partition.user_ids)
         if cohort_size > population and self._sampler != "replacement":
             raise ValueError(
@@ -242,10 +243,10 @@ class FederatedImageDataset(FederatedDataset):
                 f"set cohort_size to at most {population}"
             )
         if self._sampler == "poisson":
-            return poisson_cohort(self._cohort_seed, self._round, population, cohort_size)
+            return poisson_cohort(self._cohort_seed, number, population, cohort_size)
         if self._sampler == "cyclic":
-            return cyclic_cohort(self._cohort_seed, self._round, population, cohort_size)
-        rng = stream(self._cohort_seed, "cohort", self._round)
+            return cyclic_cohort(self._cohort_seed, number, population, cohort_size)
+        rng = stream(self._cohort_seed, "cohort", number)
         return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:

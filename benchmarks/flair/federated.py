@@ -17,7 +17,7 @@ from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.flair.config import Config, Run, Tree
-from benchmarks.flair.ledger import Ledger
+from benchmarks.flair.ledger import CentralLedger, LocalLedger
 from benchmarks.flair.recorder import Recorder
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.evaluation import CentralEvaluation
@@ -152,7 +152,8 @@ class RoundCallback(TrainingProcessCallback):
             "learning_rate": values["learning rate"],
         }
         if self._recorder.ledger is not None:
-            named = {name: str(metric_name(name)) for name in METRICS}
+            local = self._recorder.ledger.mechanism.local
+            named = {name: str(metric_name(name, local)) for name in METRICS}
             private = {name: values[key] for name, key in named.items() if key in values}
             line["privacy"] = private
             line["users"] = int(private["users"])  # pfl counts the nobody of an empty cohort
@@ -173,8 +174,10 @@ def train_federated(
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
     config = run.config
     if config.privacy is not None:
-        recorder.ledger = Ledger(config, len(store.user_ids), recorder.directory)
+        recorder.ledger = CentralLedger(config, len(store.user_ids), recorder.directory)
     users = training_data(run, store, recorder.ledger.cohort_seed if recorder.ledger else None)
+    if config.local_privacy is not None:
+        recorder.ledger = LocalLedger(config, users, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
     algorithm, params = algorithm_and_params(config, module, len(store.user_ids))
     model = pfl_model(run, module)
