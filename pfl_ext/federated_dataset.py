@@ -18,7 +18,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from pfl_ext.prefetch import prefetched
-from pfl_ext.privacy_sampling import poisson_cohort
+from pfl_ext.privacy_sampling import cyclic_cohort, poisson_cohort
 from pfl_ext.randomness import seed32, stream
 from pfl_ext.schedule import UserCost, longest_first
 from pfl_ext.transforms import Crop, Flip, draw_boxes
@@ -201,7 +201,8 @@ class FederatedImageDataset(FederatedDataset):
     The cohort of a round, the images that a heavy user brings, their order and their crops depend on
     (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
     paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
-    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over.
+    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
+    "cyclic" takes the next users of a circle (`pfl_ext.privacy_sampling`).
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
     Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
 
@@ -216,7 +217,7 @@ class FederatedImageDataset(FederatedDataset):
         seed: int,
         cohort_seed: int | None = None,
         partition: Partition | None = None,
-        sampler: Literal["fixed", "replacement", "poisson"] = "fixed",
+        sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed",
         prefetch: int = 4,
         threads: int = 1,
         cost: UserCost | None = None,
@@ -240,8 +241,9 @@ class FederatedImageDataset(FederatedDataset):
     def _user_by_id(self, user_id: str) -> UserImages:
         return self.user_dataset(list(self.partition.user_ids).index(user_id))
 
-    def cohort(self, cohort_size: int) -> IntArray:
-        """The users of this round's cohort, the same on every worker."""
+    def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
+        """The users of the cohort of this round, or of the one given; the same on every worker."""
+        number = self._round if round_number is None else round_number
         population = len(self.partition.user_ids)
         if cohort_size > population and self._sampler != "replacement":
             raise ValueError(
@@ -249,8 +251,10 @@ class FederatedImageDataset(FederatedDataset):
                 f"set cohort_size to at most {population}"
             )
         if self._sampler == "poisson":
-            return poisson_cohort(self._cohort_seed, self._round, population, cohort_size)
-        rng = stream(self._cohort_seed, "cohort", self._round)
+            return poisson_cohort(self._cohort_seed, number, population, cohort_size)
+        if self._sampler == "cyclic":
+            return cyclic_cohort(self._cohort_seed, number, population, cohort_size)
+        rng = stream(self._cohort_seed, "cohort", number)
         return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Central differential privacy for pfl: clip each user's update, add Gaussian noise once to their sum.
+"""Differential privacy for pfl: clip each user's update, add noise once to their sum; central privacy here.
 
 Letters: P parameters, G layers, C bound of one update's norm, U users of a round, T rounds.
 
@@ -23,27 +23,29 @@ for a deployment against an adversary who knows the code (Mironov 2012). The met
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from pfl.context import CentralContext, UserContext
-from pfl.metrics import Metrics, Weighted
+from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from pfl_ext.privacy_accounting import BOUND_RANGE, Calibration
-from pfl_ext.privacy_mechanisms import FlatGaussianMechanism
-from pfl_ext.randomness import derive, stream
+from pfl_ext.privacy_banded import BandedFactor, CorrelatedNoise
+from pfl_ext.privacy_mechanisms import Clipped, FlatGaussianMechanism
+from pfl_ext.randomness import stream
 
 TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates
 
 
-def metric_name(description: str) -> PrivacyMetricName:
-    """The name of a metric of `PrivateMean`; its text is "Central DP | " and the description."""
-    return PrivacyMetricName(description, is_local_privacy=False)
+def metric_name(description: str, local: bool = False) -> PrivacyMetricName:
+    """The name of a metric of a `NoisyMean`; its text is "Central DP | " (or "Local") and the description."""
+    return PrivacyMetricName(description, is_local_privacy=local)
 
 
 METRICS = (
@@ -68,39 +70,42 @@ def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
     return torch.stack([one, one - kept, one - finite.double(), norm, kept - 0.5], -1).float()
 
 
-class PrivateMean(CentrallyAppliedPrivacyMechanism):
-    """The mean of clipped updates under central DP, at a fixed bound.
+class Perturbation(Protocol):
+    """A pfl mechanism in the two steps that a `NoisyMean` needs."""
+
+    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
+        """Clip in place."""
+        ...
+
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        noise_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName],
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add noise ``[P]`` of unit scale, whose standard deviation is ``noise_std`` times the scale."""
+        ...
+
+
+class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
+    """A mean of clipped updates with noise on it: what central and local privacy share in a simulation.
 
     A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors).
-    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
-    expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
 
     Several workers: users' updates and tallies are summed over workers before ``postprocess_server``,
     which runs on every worker with the same central seed; each adds the same noise once to the same sum.
 
     Empty shares: pfl skips the server step in a round without users, and its workers fall out of step when
     only one has none. A dataset must then yield one user *without data points*, who counts for nothing.
-
-    :param calibration: how much noise; rounds beyond its last are refused.
-    :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
-        after a resume. None: the central context's 32-bit seed, reproducible and for research only.
-    :param threads: that draw the noise; no effect on it.
     """
 
-    def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:
-        config, share = (
-            calibration.config,
-            calibration.executed.cohort_size / calibration.simulated.cohort_size,
-        )
-        self._bound = MutableClippingBound(config.clipping_bound)
-        self._gaussian = FlatGaussianMechanism(
-            self._bound,
-            calibration.value_noise_multiplier * share,
-            clipping=config.clipping,
-            threads=threads,
-        )
-        super().__init__(self._gaussian)
-        self.calibration, self._noise_seed, self._next_round = calibration, noise_seed, 0
+    local = False
+
+    def __init__(self, mechanism: Any, bound: MutableClippingBound) -> None:
+        super().__init__(mechanism)
+        self._mechanism: Perturbation = mechanism
+        self._bound, self._next_round = bound, 0
 
     @property
     def clipping_bound(self) -> float:
@@ -126,13 +131,29 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
         self._bound.set_value(float(state["clipping_bound"]))
         self._next_round = int(state["rounds_done"])
 
+    @abstractmethod
+    def refuse_round(self, round_number: int) -> None:
+        """Raise ValueError for a round beyond the last that was promised for."""
+
+    @abstractmethod
+    def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
+        """The round's noise on the sum, ``[P]`` of unit scale, and its standard deviation."""
+
+    @abstractmethod
+    def _divisor(self, users: int) -> float:
+        """What the noisy sum is divided by."""
+
+    def _adapt(self, context: CentralContext, votes: float) -> Metrics:
+        """Nothing: the bound is fixed."""
+        return Metrics()
+
     def postprocess_one_user(
         self, *, stats: MappedVectorStatistics, user_context: UserContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Clip, and add the user's tally: present, clipped, refused, norm, vote of plus or minus 1/2."""
         if stats.weight != 1:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
-        clipped = self._gaussian.clip(stats)
+        clipped = self._mechanism.clip(stats)
         tally = tally_of(clipped.norm, clipped.whole, clipped.finite)
         if user_context.num_datapoints == 0:
             for name in stats:
@@ -141,42 +162,32 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
         stats[TALLY] = tally
         return stats, Metrics()
 
-    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """`postprocess_one_user` for U users at once, from the squared norms ``[U, V]`` of their V variables.
-
-        Factors ``[U, V]`` by which each user's variables are to be multiplied, and the tallies ``[U, 5]``.
-        """
-        scales, norms, whole, finite = self._gaussian.user_scales(names, squared_norms)
-        return scales, tally_of(norms, whole, finite)
-
     def postprocess_server(
         self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add the round's noise to the sum and make the expected cohort its weight.
+        """Add the round's noise to the sum and make the divisor its weight.
 
-        :raises ValueError: when the round is beyond the budget, was released before, or skips rounds (as
+        :raises ValueError: when the round is beyond the last, was released before, or skips rounds (as
             after a resume without `load_state`).
         """
         round_number = central_context.current_central_iteration
-        self.calibration.refuse_round(round_number)
+        self.refuse_round(round_number)
         if round_number != self._next_round:
             raise ValueError(
                 f"round {round_number} of private training came where round {self._next_round} was due: "
                 "resume from a checkpoint that holds the privacy mechanism's state"
             )
-        assert central_context.seed is not None
-        seed = central_context.seed if self._noise_seed is None else self._noise_seed
         tally = stats.pop(TALLY)[0].tolist()
-        cohort, bound = self.calibration.executed.cohort_size, self.clipping_bound
-        stats, added = self._gaussian.add_noise(
-            stats, cohort, metric_name, derive(seed, "dp noise", round_number)
-        )
-        stats.weight = float(cohort)
-        metrics = self._round_metrics(bound, tally, added) | self._adapt(seed, round_number, tally[4])
+        bound, users = self.clipping_bound, round(tally[0])
+        noise, noise_std = self._noise(central_context, sum(t.numel() for t in stats.values()), users)
+        stats, added = self._mechanism.add(stats, noise, noise_std, metric_name)
+        stats.weight = self._divisor(users)
+        metrics = self._round_metrics(bound, tally, added, stats.weight)
+        metrics |= self._adapt(central_context, tally[4])
         self._next_round += 1
         return stats, metrics
 
-    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics) -> Metrics:
+    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, divisor: float) -> Metrics:
         users, clipped, refused, norms, _ = tally
         std = added[metric_name("DP noise std. dev.")].overall_value
         ratio = added[metric_name("signal-to-DP-noise ratio")].overall_value
@@ -186,14 +197,59 @@ class PrivateMean(CentrallyAppliedPrivacyMechanism):
             Weighted(norms, users - refused),
             Weighted.from_unweighted(refused),
             Weighted.from_unweighted(users),
-            Weighted.from_unweighted(std / self.calibration.executed.cohort_size),
+            Weighted.from_unweighted(std / divisor),
             Weighted.from_unweighted(ratio),
         ]
-        return Metrics([(metric_name(name), value) for name, value in zip(METRICS, values)])
+        return Metrics([(metric_name(name, self.local), value) for name, value in zip(METRICS, values)])
 
-    def _adapt(self, seed: int, round_number: int, votes: float) -> Metrics:
-        """Nothing: the bound is fixed."""
-        return Metrics()
+
+class PrivateMean(NoisyMean):
+    """The mean of clipped updates under central DP, at a fixed bound.
+
+    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
+    expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
+    With a band above 1 the noise of successive rounds is correlated, and somewhat more in each alone.
+
+    :param calibration: how much noise; rounds beyond its last are refused.
+    :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
+        after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
+        with a band above 1, whose noise needs the seeds of earlier rounds.
+    :param threads: that draw the noise; no effect on it.
+    """
+
+    def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:
+        config, executed = calibration.config, calibration.executed
+        assert noise_seed is not None or config.band == 1
+        multiplier = calibration.value_noise_multiplier * (
+            executed.cohort_size / calibration.simulated.cohort_size
+        )
+        bound = MutableClippingBound(config.clipping_bound)
+        self._gaussian = FlatGaussianMechanism(bound, multiplier, clipping=config.clipping)
+        super().__init__(self._gaussian, bound)
+        self._correlated = CorrelatedNoise(BandedFactor(calibration.num_rounds, config.band), threads)
+        self.calibration, self._noise_seed = calibration, noise_seed
+
+    def refuse_round(self, round_number: int) -> None:
+        """Raise ValueError for a round beyond the budget."""
+        self.calibration.refuse_round(round_number)
+
+    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """`postprocess_one_user` for U users at once, from the squared norms ``[U, V]`` of their V variables.
+
+        Factors ``[U, V]`` by which each user's variables are to be multiplied, and the tallies ``[U, 5]``.
+        """
+        scales, norms, whole, finite = self._gaussian.user_scales(names, squared_norms)
+        return scales, tally_of(norms, whole, finite)
+
+    def _seed(self, context: CentralContext) -> int:
+        assert context.seed is not None
+        return context.seed if self._noise_seed is None else self._noise_seed
+
+    def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
+        return self._correlated(self._seed(context), context.current_central_iteration, size)
+
+    def _divisor(self, users: int) -> float:
+        return float(self.calibration.executed.cohort_size)
 
 
 class AdaptivePrivateMean(PrivateMean):
@@ -205,9 +261,10 @@ class AdaptivePrivateMean(PrivateMean):
     With per-layer clipping "unclipped" means in no layer.
     """
 
-    def _adapt(self, seed: int, round_number: int, votes: float) -> Metrics:
+    def _adapt(self, context: CentralContext, votes: float) -> Metrics:
         config, cohort = self.calibration.config, self.calibration.executed.cohort_size
-        noise = stream(seed, "dp indicator noise", round_number).standard_normal()
+        noises = stream(self._seed(context), "dp indicator noise", context.current_central_iteration)
+        noise = noises.standard_normal()
         fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
         bound = self.clipping_bound * math.exp(-config.clip_step * (fraction - config.quantile))
         self._bound.set_value(min(max(bound, BOUND_RANGE[0]), BOUND_RANGE[1]))

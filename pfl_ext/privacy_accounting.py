@@ -1,120 +1,34 @@
-"""From a privacy budget to the noise that keeps it, and from noise to the budget that it spends.
+"""From a privacy budget to the noise that keeps it, and what a run says of its guarantee.
 
 Letters: N population, C users in a round (C_sm really trained, C_lg whose noise is simulated), T rounds,
-q = C / N, z noise multiplier. The unit of privacy is one user with all of their images. Every epsilon
-comes from the library dp-accounting; nothing here derives one by itself.
-
-What goes with what, and what is refused because no sound accounting is known to us:
-
-* ``sampler="poisson"``: each user joins a round independently with probability q. Neighbours differ by one
-  user added or removed. PLD (tight) or RDP.
-* ``sampler="fixed"``: exactly C users without replacement. Neighbours differ by one user replaced by
-  another (N and C are public), which moves the clipped sum by up to *twice* the bound, so the library, whose
-  bound for this event is written for sensitivity one, is asked about z / 2. RDP only (Wang et al. 2019,
-  arXiv 1808.00087, Theorem 27): dp-accounting has no PLD for it. At the paper's setting it
-  needs 4 times the noise of Poisson sampling (75.1 for 18.7 by RDP); the paper's code takes it for Poisson.
+q = C / N, z noise multiplier, b band. The unit of privacy is one user with all of their images. Epsilons are
+those of `pfl_ext.privacy_epsilon`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
 
-import dp_accounting
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
+from pfl_ext.privacy_epsilon import (
+    PAPER_ORDERS,
+    RELATIONS,
+    Accountant,
+    Sampler,
+    epsilon_spent,
+    least_multiplier,
+    min_separation,
+    participations,
+    refuse_unsound,
+)
 
-Accountant = Literal["pld", "rdp"]
-Sampler = Literal["poisson", "fixed"]
 Mechanism = Literal["gaussian", "adaptive"]
 
-STEP = 1e-3  # noise multipliers are whole multiples of this, rounded up
 BOUND_RANGE = (1e-9, 1e9)  # of the clipping bound, within which float32 norms neither under- nor overflow
-NO_GUARANTEE_BELOW = 0.1  # noise multiplier under which epsilon (then over 100) is given as infinite
-PAPER_ORDERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512)
-"""RDP orders of tensorflow_privacy's compute_noise, with which the paper's code calibrates."""
-GRID = 7e-3  # PLD's grid is this over sqrt(T): it then overstates epsilon by about T grid^2 = 5e-5
-RELATIONS = {
-    "poisson": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "fixed": dp_accounting.NeighboringRelation.REPLACE_ONE,
-}
-
-
-def epsilon_spent(
-    noise_multiplier: float,
-    *,
-    population: int,
-    cohort_size: int,
-    rounds: int,
-    delta: float,
-    sampler: Sampler = "poisson",
-    accountant: Accountant = "pld",
-    coarse: bool = False,
-    orders: Sequence[float] | None = None,
-) -> float:
-    """Epsilon of ``rounds`` subsampled Gaussian rounds at ``delta``; an upper bound, infinite if hopeless.
-
-    ``noise_multiplier`` is the noise's standard deviation on the sum over the bound of one user's norm.
-    ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above. ``orders``:
-    RDP's, or the library's.
-    """
-    _refuse_unsound(sampler, accountant)
-    assert 0 < cohort_size <= population
-    assert rounds >= 0
-    if rounds == 0:
-        return 0.0
-    if noise_multiplier < NO_GUARANTEE_BELOW:
-        return math.inf
-    if sampler == "poisson":
-        event = dp_accounting.PoissonSampledDpEvent(
-            cohort_size / population, dp_accounting.GaussianDpEvent(noise_multiplier)
-        )
-    else:
-        event = dp_accounting.SampledWithoutReplacementDpEvent(
-            population, cohort_size, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-        )
-    if accountant == "rdp":
-        orders = range(2, 64, 4) if coarse else orders
-        ledger = RdpAccountant(orders, neighboring_relation=RELATIONS[sampler])
-    else:
-        interval = max(1e-4, GRID / math.sqrt(rounds)) * (5 if coarse else 1) * max(1.0, noise_multiplier**-2)
-        ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
-    return float(ledger.compose(event, rounds).get_epsilon(delta))
-
-
-def _refuse_unsound(sampler: Sampler, accountant: Accountant) -> None:
-    if sampler == "fixed" and accountant != "rdp":
-        raise ValueError(
-            "privacy.sampler fixed has no sound accounting with privacy.accountant pld: "
-            "set accountant to rdp, or sampler to poisson"
-        )
-
-
-def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start: float) -> float:
-    """The smallest whole multiple of ``STEP`` with ``epsilon_of(it) <= epsilon``, searched from ``start``.
-
-    ``epsilon_of`` must fall as the multiplier grows.
-    """
-    high = max(1, math.ceil(start / STEP))
-    low = 0  # no noise: never private
-    while epsilon_of(high * STEP) > epsilon:
-        low, high = high, 2 * high
-        if high * STEP > 1e6:
-            raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
-    stride = max(1, high // 512)
-    while high - stride > low:
-        if epsilon_of((high - stride) * STEP) > epsilon:
-            low = high - stride
-            break
-        high, stride = high - stride, 2 * stride
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if epsilon_of(middle * STEP) <= epsilon else (middle, high)
-    return round(high * STEP, 6)
+ACCOUNTINGS = 20  # so often at most is what was spent computed in a run
 
 
 @dataclass(frozen=True)
@@ -130,7 +44,7 @@ class System:
 
     @property
     def sampling_probability(self) -> float:
-        """That of one user in one round."""
+        """That of one user in one round; of a circle, the share of the rounds."""
         return self.cohort_size / self.population
 
     def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:
@@ -147,10 +61,15 @@ class System:
 
     def to_json(self, rounds: int, num_rounds: int) -> dict[str, Any]:
         """Its facts, and its epsilon after ``rounds`` and at the end; an infinite epsilon becomes null."""
+        cyclic = {
+            "participations_at_most": participations(self.population, self.cohort_size, num_rounds),
+            "min_separation": min_separation(self.population, self.cohort_size),
+        }
         return {
             "population": self.population,
             "cohort_size": self.cohort_size,
             "sampling_probability": self.sampling_probability,
+            **(cyclic if self.sampler == "cyclic" else {}),
             "noise_multiplier": self.noise_multiplier,
             "epsilon_spent": _finite(self.epsilon_after(rounds)),
             "epsilon_at_end": _finite(self.epsilon_after(num_rounds)),
@@ -194,16 +113,27 @@ class PrivacyConfig:
     the noise cohort). Part of the budget goes to it, so it has a minimum."""
     accountant: Accountant = "pld"
     sampler: Sampler = "poisson"
+    """How cohorts are drawn: see `pfl_ext.privacy_epsilon`."""
+    band: int = 1
+    """Above 1: noise in which each round takes back some of what the last ``band - 1`` added, so that less of
+    it adds up over the rounds (banded matrix factorisation, `pfl_ext.privacy_banded`). Needs the cyclic
+    sampler and at least so many rounds between two participations of a user."""
     noise: Literal["calibrated", "paper_bug"] = "calibrated"
     """``paper_bug``: the noise of the paper's code, which passes rounds as epochs (53.49 where 18.68 by the
     same RDP would do, so epsilon 0.6 instead of 2). Only to reproduce its table."""
 
     def __post_init__(self) -> None:
-        _refuse_unsound(self.sampler, self.accountant)
+        refuse_unsound(self.sampler, self.accountant, self.band)
         for key in ("epsilon", "clipping_bound", "clip_step", "indicator_std_fraction"):
             value = getattr(self, key)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"privacy.{key} is {value}: it must be positive and finite")
+        if self.band < 1:
+            raise ValueError(f"privacy.band is {self.band}: it must be at least 1")
+        if self.noise == "paper_bug" and self.sampler == "cyclic":
+            raise ValueError(
+                "privacy.noise paper_bug is for subsampled rounds: set privacy.sampler to poisson"
+            )
         if not 0 < self.quantile < 1:
             raise ValueError(f"privacy.quantile is {self.quantile}: it must lie between 0 and 1")
         if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
@@ -240,6 +170,14 @@ class PrivacyConfig:
                 f"privacy.noise_cohort_size is {noise_cohort} but there are only {noise_population} users: "
                 f"set it to at most {noise_population}"
             )
+        separation = min(
+            min_separation(population, cohort_size), min_separation(noise_population, noise_cohort)
+        )
+        if self.band > separation:
+            raise ValueError(
+                f"privacy.band is {self.band} but a user may take part again after {separation} rounds "
+                f"(population over cohort, of the data and of the noise): set it to at most {separation}"
+            )
         if delta * population >= 1:
             raise ValueError(
                 f"privacy.delta is {delta:g}, not below one in {population} users, which lets a mechanism "
@@ -271,6 +209,8 @@ class PrivacyConfig:
             facts |= {"delta": delta, "sampler": self.sampler, "accountant": self.accountant} | how
             return least_multiplier(lambda z: epsilon_spent(z, **facts), self.epsilon, start)
 
+        if self.sampler == "cyclic":
+            return search(1.0)
         start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
         if self.noise == "paper_bug":
             bug: dict[str, Any] = {"rounds": -(-rounds * population // cohort), "sampler": "poisson"}
@@ -354,6 +294,11 @@ class Calibration:
         self.refuse_round(rounds - 1)
         return self.simulated.epsilon_after(rounds)
 
+    def accounted_rounds(self, rounds: int) -> int:
+        """``rounds``, rounded up to one of `ACCOUNTINGS` equal steps, so that epsilon is never too low."""
+        step = -(-self.num_rounds // ACCOUNTINGS)
+        return min(-(-rounds // step) * step, self.num_rounds)
+
     def refuse_round(self, round_number: int) -> None:
         """Raise ValueError when round ``round_number`` (from 0) lies beyond the budget."""
         if round_number >= self.num_rounds:
@@ -363,8 +308,12 @@ class Calibration:
             )
 
     def to_json(self, rounds: int | None = None) -> dict[str, Any]:
-        """All that ``privacy.json`` says of the guarantee after ``rounds`` rounds (all, by default)."""
+        """All that ``privacy.json`` says of the guarantee after ``rounds`` rounds (all, by default).
+
+        What was spent is that of ``epsilon_spent_counts_rounds``, at least as many: see `accounted_rounds`.
+        """
         done = self.num_rounds if rounds is None else rounds
+        counted = self.accounted_rounds(done)
         system, executed = self.simulated, self.executed
         claim = (
             f"simulated_system SIMULATES {system.cohort_size} users a round of {system.population}: its "
@@ -380,17 +329,18 @@ class Calibration:
             "sampler": system.sampler,
             "num_rounds": self.num_rounds,
             "rounds_done": done,
+            "epsilon_spent_counts_rounds": counted,
             "delta": system.delta,
             "accountant": system.accountant,
             "accountant_version": f"dp-accounting {version('dp-accounting')}",
             "is_simulation": self.is_simulation,
             "claim": claim,
             "simulated_system": {
-                **system.to_json(done, self.num_rounds),
+                **system.to_json(counted, self.num_rounds),
                 "epsilon_at_end_rdp": _finite(self.epsilon_rdp),
                 "value_noise_multiplier": self.value_noise_multiplier,
                 "indicator_std": self.indicator_std if self.config.mechanism == "adaptive" else None,
             },
-            "as_executed": executed.to_json(done, self.num_rounds),
+            "as_executed": executed.to_json(counted, self.num_rounds),
             "not_covered": "metrics of the run (losses, norms, fraction clipped, signal-to-noise) are exact",
         }

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pfl.hyperparam import HyperParamClsOrFloat
 from pfl.hyperparam.base import get_param_value
@@ -24,9 +25,11 @@ from torch import Tensor
 from pfl_ext.randomness import stream
 
 Clipping = Literal["flat", "per_layer"]
+FloatArray = npt.NDArray[np.float32]
 
 ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
 MARGIN = 2.0**-14  # bounds are undercut by this; rounding in a row of 1024 is at most 2^-15 of a norm
+LARGEST = 1e19  # norm above which an update is refused: squares would overflow float32, scales underflow
 NOISE_CHUNK = 2**20
 
 
@@ -48,12 +51,13 @@ def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
 
 
 @torch.no_grad()
-def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float) -> Clipped:
+def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: int = 2) -> Clipped:
     """New float32 tensors with a joint L2 norm of at most ``bound``, each of G layers' ``bound / sqrt(G)``.
+    Or, with ``order`` 1, a joint L1 norm of at most ``bound`` and each layer's ``bound / G``.
 
     The bound holds exactly, measured in float64, whatever the inputs' precision: it is undercut by 2^-14 to
-    leave room for rounding. Below it nothing changes. NaN, infinity, and values whose square overflows
-    float32 (above 1.8e19) make the whole update zero. Nothing is read back from a GPU.
+    leave room for rounding. Below it nothing changes. NaN, infinity and a norm above 1e19
+    make the whole update zero. Nothing is read back from a GPU.
     """
     device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
     for count in layers:
@@ -63,11 +67,12 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float) -> Clip
         rows_of_layer.append(-(-size // ROW))
         start += count
     rows = torch.cat(parts).view(-1, ROW)
-    row_norms = torch.linalg.vector_norm(rows, dim=1).double()
-    norms = torch.stack(torch._foreach_norm(list(torch.split(row_norms, rows_of_layer))))  # [G]
-    limit = bound * (1 - MARGIN) / math.sqrt(len(layers))
+    row_norms = torch.linalg.vector_norm(rows, order, dim=1, dtype=torch.float64 if order == 1 else None)
+    split = list(torch.split(row_norms.double(), rows_of_layer))
+    norms = torch.stack(torch._foreach_norm(split, order))  # [G]
+    limit = bound * (1 - MARGIN) / len(layers) ** (1 / order)
     over = norms > limit
-    finite = torch.isfinite(norms).all()
+    finite = (norms <= LARGEST).all()  # not so for NaN
     scales = torch.where(over, limit / norms, 1.0).float()
     torch._foreach_mul_(list(torch.split(rows, rows_of_layer)), list(scales.unbind()))
     if device.type != "cpu":
@@ -79,7 +84,7 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float) -> Clip
         if tensor is not None:
             out.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
         offset += part.numel()
-    return Clipped(out, norms.square().sum().sqrt(), ~over.any(), finite)
+    return Clipped(out, torch.linalg.vector_norm(norms, order), ~over.any(), finite)
 
 
 def _with_paddings(tensors: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor | None]:
@@ -91,27 +96,57 @@ def _with_paddings(tensors: Sequence[Tensor], layers: Sequence[int]) -> list[Ten
     return found
 
 
+def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) -> Tensor:
+    """``[size]`` float32 on the CPU of which ``draw(chunk number, part)`` fills every `NOISE_CHUNK`."""
+    out = np.empty(size, np.float32)
+    chunks = range(-(-size // NOISE_CHUNK))
+
+    def fill(chunk: int) -> None:
+        draw(chunk, out[chunk * NOISE_CHUNK : (chunk + 1) * NOISE_CHUNK])
+
+    if threads == 1 or len(chunks) == 1:
+        for chunk in chunks:
+            fill(chunk)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, chunks))
+    return torch.from_numpy(out)
+
+
 def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
     """``[size]`` standard normal float32 on the CPU, a function of ``seed`` alone (any number of bits).
 
     The same on every worker and whatever the device; threads only share the work (chunks of 2^20 each have
     their own stream). Measured on one core: 16 ns a value.
     """
-    out = np.empty(size, np.float32)
 
-    def fill(start: int) -> None:
-        stream(seed, "gaussian noise", start // NOISE_CHUNK).standard_normal(
-            dtype=np.float32, out=out[start : start + NOISE_CHUNK]
-        )
+    def draw(chunk: int, out: FloatArray) -> None:
+        stream(seed, "gaussian noise", chunk).standard_normal(dtype=np.float32, out=out)
 
-    starts = range(0, size, NOISE_CHUNK)
-    if threads == 1 or len(starts) == 1:
-        for start in starts:
-            fill(start)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, starts))
-    return torch.from_numpy(out)
+    return in_chunks(size, threads, draw)
+
+
+def with_noise(
+    statistics: MappedVectorStatistics,
+    noise: Tensor,
+    scale: float,
+    std: float,
+    name_formatting_fn: Callable[[str], StringMetricName],
+) -> tuple[MappedVectorStatistics, Metrics]:
+    """``noise`` ``[P]`` times ``scale`` added in place (in the mapping); ``std`` is that of the product."""
+    names, tensors = list(statistics.keys()), list(statistics.values())
+    flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
+    signal = float(torch.linalg.vector_norm(flat))
+    flat.add_(noise.to(flat.device), alpha=scale)
+    for name, tensor, part in zip(names, tensors, torch.split(flat, [t.numel() for t in tensors])):
+        statistics[name] = part.view(tensor.shape)
+    expected = std * math.sqrt(flat.numel())
+    return statistics, Metrics(
+        [
+            (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
+            (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / expected)),
+        ]
+    )
 
 
 class FlatGaussianMechanism(GaussianMechanism):
@@ -152,7 +187,7 @@ class FlatGaussianMechanism(GaussianMechanism):
         layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
         norms = layers.sqrt()
         limit = float(get_param_value(self._clipping_bound)) * (1 - MARGIN) / math.sqrt(len(counts))
-        over, finite = norms > limit, torch.isfinite(norms.float().square()).all(1)
+        over, finite = norms > limit, (norms <= LARGEST).all(1)
         scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
         repeats = torch.tensor(counts, device=norms.device)
         return (
@@ -179,7 +214,6 @@ class FlatGaussianMechanism(GaussianMechanism):
         ]
         return statistics, Metrics([(name_formatting_fn(n), Weighted(v, w)) for n, v, w in metrics])
 
-    @torch.no_grad()
     def add_noise(
         self,
         statistics: MappedVectorStatistics,
@@ -189,17 +223,17 @@ class FlatGaussianMechanism(GaussianMechanism):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
         assert seed is not None, "noise without a seed would differ between workers"
-        std = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
-        names, tensors = list(statistics.keys()), list(statistics.values())
-        flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
-        signal = float(torch.linalg.vector_norm(flat))
-        flat.add_(gaussian_noise(seed, flat.numel(), self._threads).to(flat.device), alpha=std)
-        for name, tensor, part in zip(names, tensors, torch.split(flat, [t.numel() for t in tensors])):
-            statistics[name] = part.view(tensor.shape)
-        noise = std * math.sqrt(flat.numel())
-        return statistics, Metrics(
-            [
-                (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
-                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / noise)),
-            ]
-        )
+        noise = gaussian_noise(seed, sum(t.numel() for t in statistics.values()), self._threads)
+        return self.add(statistics, noise, 1.0, name_formatting_fn)
+
+    @torch.no_grad()
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        noise_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add ``noise`` ``[P]`` of that standard deviation times C and the relative standard deviation."""
+        scale = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
+        return with_noise(statistics, noise, scale, scale * noise_std, name_formatting_fn)

@@ -30,6 +30,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.privacy_accounting import PrivacyConfig
+from pfl_ext.privacy_local import LocalPrivacyConfig
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
@@ -149,6 +150,14 @@ class PrivacySection(PrivacyConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
+class LocalPrivacySection(LocalPrivacyConfig):
+    """Every update noised on its device: pfl_ext's `LocalPrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = "entropy"
+    """As for `PrivacySection`."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """All that decides a run's numbers."""
 
@@ -166,6 +175,8 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     privacy: PrivacySection | None = None
     """None: no privacy."""
+    local_privacy: LocalPrivacySection | None = None
+    """None: no local privacy."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -174,6 +185,10 @@ class Runtime:
 
     device: str = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
+    engine: Literal["fast", "stock"] = "fast"
+    """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
+    lanes: PositiveInt | None = None
+    """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
     threads: PositiveInt | None = None
     """CPU threads of torch in one process; by default torch's own choice."""
     reader_threads: PositiveInt = 2
@@ -301,6 +316,25 @@ def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
         raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
 
 
+def _check_privacy(config: Config) -> None:
+    """Refuse what neither central nor local privacy covers."""
+    if config.privacy is None and config.local_privacy is None:
+        return
+    section = "privacy" if config.privacy is not None else "local_privacy"
+    if config.privacy is not None and config.local_privacy is not None:
+        raise ValueError(
+            "privacy and local_privacy are both set, and no accounting here is for both: set one to none"
+        )
+    if config.mode != "federated":
+        raise ValueError(f"{section} is for federated training: remove the section, or set mode to federated")
+    if config.federated.replacement:
+        raise ValueError(f"{section} needs cohorts without replacement: set federated.replacement to false")
+    if config.federated.weighting != "users":
+        raise ValueError("private training weights every user alike: set federated.weighting to users")
+    if config.federated.algorithm == "scaffold":
+        raise ValueError(f"scaffold keeps state of each user on the server, which {section} does not cover")
+
+
 def check(config: Config) -> Config:
     """Refuse combinations that no run could mean."""
     if config.model.input_size > config.data.image_size:
@@ -314,17 +348,7 @@ def check(config: Config) -> Config:
             f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
             "lower it"
         )
-    if config.privacy is not None:
-        if config.mode != "federated":
-            raise ValueError(
-                "privacy is for federated training: remove the section, or set mode to federated"
-            )
-        if config.federated.replacement:
-            raise ValueError("privacy needs cohorts without replacement: set federated.replacement to false")
-        if config.federated.weighting != "users":
-            raise ValueError("private training weights every user alike: set federated.weighting to users")
-        if config.federated.algorithm == "scaffold":
-            raise ValueError("scaffold keeps state of each user on the server, which privacy does not cover")
+    _check_privacy(config)
     if config.federated.algorithm == "scaffold":
         if config.local.straddle:
             raise ValueError(
@@ -404,8 +428,9 @@ def parse(argv: Sequence[str]) -> Run:
     tree = merge(expand(shipped, str(path)), expand(typed, "command line"))
     if not isinstance(shipped.get("privacy"), dict) and "privacy" not in explicit:
         tree.pop("privacy", None)  # a scale's privacy is for private settings only
-    if fixed_seed and isinstance(tree.get("privacy"), dict):
-        tree["privacy"].setdefault("noise_seed", "run")
+    for section in ("privacy", "local_privacy"):
+        if fixed_seed and isinstance(tree.get(section), dict):
+            tree[section].setdefault("noise_seed", "run")
     runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
     config = check(build(Config, tree, f"{path.name} and command line"))
     resume = plain["resume"] or "auto"
@@ -429,9 +454,9 @@ def usage() -> str:
 
     def walk(kind: Any, prefix: str) -> None:
         for item in dataclasses.fields(kind):
-            if item.name == "privacy":
-                lines.append(f"  --privacy none   ({item.type}; any key below gives one)")
-                walk(PrivacySection, "privacy.")
+            if item.name in ("privacy", "local_privacy"):
+                lines.append(f"  --{item.name} none   ({item.type}; any key below gives one)")
+                walk(PrivacySection if item.name == "privacy" else LocalPrivacySection, f"{item.name}.")
             elif item.default_factory is not dataclasses.MISSING:
                 walk(item.default_factory, f"{prefix}{item.name}.")
             else:

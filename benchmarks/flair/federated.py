@@ -17,10 +17,11 @@ from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.flair.config import Config, Run, Tree, digest
-from benchmarks.flair.ledger import Ledger
+from benchmarks.flair.ledger import CentralLedger, LocalLedger
 from benchmarks.flair.recorder import Recorder
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, worker_seconds
+from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, iid_partition
 from pfl_ext.models import ImageClassifier
@@ -47,7 +48,7 @@ def local_sampling(config: Config) -> LocalSampling:
 def training_data(run: Run, store: ImageStore, cohort_seed: int | None = None) -> FederatedImageDataset:
     """The training users, real or IID."""
     config, runtime = run.config, run.runtime
-    sampler: Literal["fixed", "replacement", "poisson"] = "fixed"
+    sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed"
     if config.privacy is not None:
         sampler = config.privacy.sampler
     elif config.federated.replacement:
@@ -126,6 +127,19 @@ def algorithm_and_params(
     return FederatedAveraging(), NNAlgorithmParams(**common)
 
 
+def cohort_engine(run: Run, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
+    """What trains the cohorts; None: pfl's own loop."""
+    if run.runtime.engine == "stock" or run.config.federated.algorithm == "scaffold":
+        return None
+    return CohortEngine(
+        module,
+        lanes=run.runtime.lanes,
+        accumulate=accumulate,
+        prefetch=run.runtime.prefetch,
+        reader_threads=run.runtime.reader_threads,
+    )
+
+
 class RoundCallback(TrainingProcessCallback):
     """Sets the server's learning rate of the coming round and hands each round's figures to the recorder."""
 
@@ -159,7 +173,8 @@ class RoundCallback(TrainingProcessCallback):
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         if self._recorder.ledger is not None:
-            named = {name: str(metric_name(name)) for name in METRICS}
+            local = self._recorder.ledger.mechanism.local
+            named = {name: str(metric_name(name, local)) for name in METRICS}
             private = {name: values[key] for name, key in named.items() if key in values}
             line["privacy"] = private
             line["users"] = int(private["users"])  # pfl counts the nobody of an empty cohort
@@ -180,8 +195,10 @@ def train_federated(
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
     config = run.config
     if config.privacy is not None:
-        recorder.ledger = Ledger(config, len(store.user_ids), recorder.directory)
+        recorder.ledger = CentralLedger(config, len(store.user_ids), recorder.directory)
     users = training_data(run, store, recorder.ledger.cohort_seed if recorder.ledger else None)
+    if config.local_privacy is not None:
+        recorder.ledger = LocalLedger(config, users, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
     algorithm, params = algorithm_and_params(config, module, len(store.user_ids))
     model = pfl_model(run, module)
@@ -191,13 +208,15 @@ def train_federated(
     ]
     if recorder.ledger is not None:
         postprocessors.append(recorder.ledger.mechanism)
+    accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
     backend = CentrallyEvaluatedBackend(
         users,
         evaluation,
         seed=config.seed,
         postprocessors=postprocessors,
         on_evaluation=recorder.evaluated,
-        accumulate=torch.float64 if run.runtime.accumulate == "fp64" else torch.float32,
+        engine=cohort_engine(run, module, accumulate),
+        accumulate=accumulate,
         config_hash=digest(config)[:16],
     )
     start = recorder.restore(model)

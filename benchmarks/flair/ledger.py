@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from benchmarks.flair.config import Config, Tree
 from pfl_ext.checkpoint import write_bytes, write_json
 from pfl_ext.distributed import from_main, is_main
-from pfl_ext.privacy import METRICS, private_mean
+from pfl_ext.federated_dataset import FederatedImageDataset
+from pfl_ext.privacy import METRICS, NoisyMean, private_mean
+from pfl_ext.privacy_local import LocallyPrivateMean
 from pfl_ext.randomness import derive
 
 
-class Ledger:
-    """Calibrates the noise before the first round, and accounts for every round that was released.
+class Ledger(ABC):
+    """Accounts for every round that was released; owner of the run's secret and of ``privacy.json``.
 
-    The seed of a private run's noise and cohorts is secret: it lies in ``checkpoint/noise_seed``, readable by
-    its owner alone, so that a resumed run releases no round with a second, other noise; `close` deletes it.
-    Worker 0 has the files; the others are told the seed.
+    The seed of a private run's noise (and cohorts) is secret: it lies in ``checkpoint/noise_seed``, readable
+    by its owner alone, so that a resumed run releases no round with a second, other noise; `close` deletes
+    it. Worker 0 has the files; the others are told the seed.
+    """
+
+    mechanism: NoisyMean
+    cohort_seed: int | None = None
+    """What cohorts are drawn from; None: from the run's seed."""
+
+    def __init__(self, config: Config, noise_seed: Literal["entropy", "run"], directory: Path) -> None:
+        self._path = directory / "privacy.json"
+        self._seed_path = directory / "checkpoint" / "noise_seed"
+        self._seeded = noise_seed == "run"
+        if self._seeded:
+            self._secret = derive(config.seed, "secret of the run")
+        else:
+            self._secret = int(from_main(self._drawn_secret() if is_main() else None))
+
+    def _drawn_secret(self) -> int:
+        if not self._seed_path.exists():
+            write_bytes(self._seed_path, str(secrets.randbits(128)).encode(), mode=0o600)
+        try:
+            return int(self._seed_path.read_text())
+        except ValueError:
+            raise ValueError(f"{self._seed_path} is damaged: start anew in another --run_dir") from None
+
+    @abstractmethod
+    def _summary(self) -> str:
+        """What is promised, in one line."""
+
+    @abstractmethod
+    def _content(self, rounds: int) -> Tree:
+        """What ``privacy.json`` says of the guarantee after so many rounds."""
+
+    def announce(self) -> None:
+        """Tell on stderr what is promised."""
+        text = self._summary() + ("; noise from the run's seed: for research only" if self._seeded else "")
+        if is_main():
+            print(text, file=sys.stderr)
+
+    def write(self, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
+        """``privacy.json`` after so many rounds."""
+        told = [line["privacy"] for line in history if "privacy" in line][:rounds]
+        by_round: Tree = {name: [line.get(name) for line in told] for name in METRICS}
+        content = self._content(rounds)
+        write_json(self._path, {**content, "seeded_for_research_only": self._seeded, "by_round": by_round})
+
+    def close(self) -> None:
+        """After the last round: nothing is left from which the noise could be drawn again."""
+        self._seed_path.unlink(missing_ok=True)
+
+
+class CentralLedger(Ledger):
+    """Of a run with ``privacy``: calibrates the noise before the first round.
 
     :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
     """
@@ -30,34 +89,20 @@ class Ledger:
         assert config.privacy is not None
         federated = config.federated
         self.calibration = config.privacy.calibrate(population, federated.cohort_size, federated.num_rounds)
-        self._path = directory / "privacy.json"
-        self._seed_path = directory / "checkpoint" / "noise_seed"
-        self._seeded = config.privacy.noise_seed == "run"
-        if self._seeded:
-            secret = derive(config.seed, "secret of the run")
-        else:
-            secret = from_main(self._secret() if is_main() else None)
-        self.cohort_seed = derive(secret, "cohorts")
-        self.mechanism = private_mean(self.calibration, noise_seed=secret, threads=os.cpu_count() or 1)
-        if is_main():
-            print(self.summary(), file=sys.stderr)
+        super().__init__(config, config.privacy.noise_seed, directory)
+        self.cohort_seed = derive(self._secret, "cohorts")
+        threads = os.cpu_count() or 1
+        self.mechanism = private_mean(self.calibration, noise_seed=self._secret, threads=threads)
+        self.announce()
 
-    def _secret(self) -> int:
-        if not self._seed_path.exists():
-            write_bytes(self._seed_path, str(secrets.randbits(128)).encode(), mode=0o600)
-        try:
-            return int(self._seed_path.read_text())
-        except ValueError:
-            raise ValueError(f"{self._seed_path} is damaged: start anew in another --run_dir") from None
-
-    def summary(self) -> str:
-        """What is promised, in one line."""
+    def _summary(self) -> str:
         made = self.calibration
         system, executed = made.simulated, made.executed
         text = (
             f"privacy: epsilon {made.epsilon:.3f} at delta {system.delta:.3g} for N = {system.population}, "
             f"q = {system.sampling_probability:.3g}, T = {made.num_rounds}, noise multiplier "
-            f"{system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant})"
+            f"{system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
+            + (f", band {made.config.band})" if made.config.band > 1 else ")")
         )
         if made.is_simulation:
             text += (
@@ -65,15 +110,69 @@ class Ledger:
                 f"{executed.population} users for {system.population}: "
                 f"as executed, epsilon is {made.epsilon_executed:.4g}"
             )
-        return text + ("; noise from the run's seed: for research only" if self._seeded else "")
+        return text
 
-    def write(self, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
-        """``privacy.json`` after so many rounds."""
-        told = [line["privacy"] for line in history if "privacy" in line][:rounds]
-        by_round: Tree = {name: [line.get(name) for line in told] for name in METRICS}
-        content = self.calibration.to_json(rounds)
-        write_json(self._path, {**content, "seeded_for_research_only": self._seeded, "by_round": by_round})
+    def _content(self, rounds: int) -> Tree:
+        return {"kind": "central", **self.calibration.to_json(rounds)}
 
-    def close(self) -> None:
-        """After the last round: nothing is left from which the noise could be drawn again."""
-        self._seed_path.unlink(missing_ok=True)
+
+class LocalLedger(Ledger):
+    """Of a run with ``local_privacy``: counts how often each user takes part."""
+
+    def __init__(self, config: Config, users: FederatedImageDataset, directory: Path) -> None:
+        assert config.local_privacy is not None
+        self.config, self._federated, self._users = config.local_privacy, config.federated, users
+        super().__init__(config, self.config.noise_seed, directory)
+        self._counts, self._counted = np.zeros(len(users.partition.user_ids), np.int64), 0
+        self.mechanism = LocallyPrivateMean(
+            self.config,
+            self._federated.num_rounds,
+            noise_seed=self._secret,
+            threads=os.cpu_count() or 1,
+        )
+        self._most_at_end = self._most(self._federated.num_rounds)
+        self.announce()
+
+    def _most(self, rounds: int) -> int:
+        """Participations of the user who takes part most in the first rounds."""
+        if rounds < self._counted:
+            self._counts, self._counted = np.zeros_like(self._counts), 0
+        for round_number in range(self._counted, rounds):
+            self._counts[self._users.cohort(self._federated.cohort_size, round_number)] += 1
+        self._counted = rounds
+        return int(self._counts.max())
+
+    def _epsilon(self, participations: int) -> float:
+        return self.config.epsilon_after(participations, self.config.delta)
+
+    def _summary(self) -> str:
+        most = self._most_at_end
+        return (
+            f"privacy: LOCAL, {self.config.mechanism}, epsilon {self.config.epsilon:g} of each update"
+            + (f" at delta {self.config.delta:.3g}" if self.config.mechanism == "gaussian" else "")
+            + f"; the user who takes part most, in {most} of {self._federated.num_rounds} rounds, spends "
+            f"{self._epsilon(most):.4g} at delta {self.config.delta:.3g}"
+        )
+
+    def _content(self, rounds: int) -> Tree:
+        done, end = self._most(rounds), self._most_at_end
+        spent = {"spent": self._epsilon(done), "at_end": self._epsilon(end)}
+        return {
+            "kind": "local",
+            "config": asdict(self.config),
+            "unit": "one update of one user, made of all of their images",
+            "neighbouring_relation": "any two updates of a user",
+            "claim": "each update is private before it leaves its device, against the server too; a user's "
+            "epsilon adds up over the rounds in which it takes part, and sampling takes nothing off it",
+            "num_rounds": self._federated.num_rounds,
+            "rounds_done": rounds,
+            "delta": self.config.delta,
+            "noise_multiplier": self.config.noise_multiplier,
+            "epsilon_of_one_participation": self.config.epsilon,
+            "participations_at_most": {"so_far": done, "at_end": end},
+            "accountant": "pld",
+            "accountant_version": f"dp-accounting {version('dp-accounting')}",
+            "is_simulation": False,
+            **{f"epsilon_{key}": value if math.isfinite(value) else None for key, value in spent.items()},
+            "not_covered": "metrics of the run (losses, norms, fraction clipped, signal-to-noise) are exact",
+        }

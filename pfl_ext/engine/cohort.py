@@ -33,6 +33,7 @@ MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
 STEP, FUSED = 4.0, 0.6
 """Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
+GPU_LANES = 8  # streams; to be measured on a card
 WIDE = 0.8
 """Speed of a step on all cores over that of as many steps side by side."""
 
@@ -114,7 +115,8 @@ class CohortSum:
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
-    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core.
+    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core. None:
+        as many as torch has threads, or ``GPU_LANES``.
     :param accumulate: type of the sums over users.
     :param prefetch: users read ahead of need, by each lane.
     """
@@ -123,13 +125,14 @@ class CohortEngine:
         self,
         model: ImageClassifier,
         *,
-        lanes: int = 1,
+        lanes: int | None = None,
         accumulate: torch.dtype = torch.float32,
         prefetch: int = 8,
         reader_threads: int = 1,
     ) -> None:
-        assert lanes >= 1
         self._layout = Layout.of(model)
+        if lanes is None:
+            lanes = torch.get_num_threads() if self._layout.device.type == "cpu" else GPU_LANES
         start = self._layout.gather(model)
         self.lanes = [Lane(model, self._layout, start, accumulate) for _ in range(lanes)]
         self._model, self._prefetch, self._readers = model, prefetch, reader_threads

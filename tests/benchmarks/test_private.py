@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dp_accounting.pld import PLDAccountant
 
 from benchmarks.flair import recorder
 from benchmarks.flair.config import Tree, parse
+from benchmarks.flair.ledger import CentralLedger
+from pfl_ext.privacy_banded import BandedFactor
+from pfl_ext.privacy_epsilon import epsilon_spent
+from pfl_ext.privacy_local import LocalPrivacyConfig
+from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.test_train import error_line, lines, results
 
@@ -54,6 +61,27 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert "privacy: epsilon" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
     assert "research only" not in summary
+
+
+CYCLIC = (*PRIVATE, "--privacy.sampler=cyclic", "--privacy.noise_cohort_size=4")
+
+
+def test_banded_noise_with_a_circle_of_users_is_a_choice_of_the_config(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*CYCLIC, "--privacy.band=3")
+    told = privacy(directory)
+    assert (told["sampler"], told["config"]["band"]) == ("cyclic", 3)
+    assert told["neighbouring_relation"] == "replace_special"
+    assert told["as_executed"]["participations_at_most"] == 1
+    assert told["as_executed"]["min_separation"] == 3
+    assert told["by_round"]["users"] == [4, 4, 4]
+    noise, bound = (told["by_round"][name] for name in ("noise std. dev. on the mean", "clipping bound"))
+    scales = [n / b for n, b in zip(noise, bound)]
+    assert [s / scales[0] for s in scales] == pytest.approx(
+        [s / BandedFactor(3, 3).noise_scales[0] for s in BandedFactor(3, 3).noise_scales]
+    )
+    assert "(cyclic sampling, pld, band 3)" in capsys.readouterr().err
 
 
 def test_noise_and_cohorts_are_secret_unless_a_seed_is_asked_for(
@@ -109,6 +137,8 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
         (["--federated.replacement=true"], "needs cohorts without replacement"),
         (["--mode=centralised"], "privacy is for federated training"),
         (["--privacy.delta=0.5"], "not below one in 12 users"),
+        (["--privacy.band=2"], "set privacy.sampler to cyclic"),
+        (["--privacy.sampler=cyclic", "--privacy.band=2"], "set it to at most 1"),
         (["--privacy.indicator_std_fraction=0.001"], "privacy.indicator_std_fraction is 0.001"),
         (["--privacy.epsilonn=1"], "did you mean privacy.epsilon?"),
     ],
@@ -119,6 +149,76 @@ def test_a_private_mistake_ends_in_one_line_and_code_2(
 ) -> None:
     train(*PRIVATE, *argv, code=2)
     assert message in error_line(capsys)
+
+
+LOCAL = ("--federated.weighting=users", "--local_privacy.epsilon=4", "--local_privacy.delta=0.001")
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds(
+    mechanism: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*LOCAL, f"--local_privacy.mechanism={mechanism}", "--seed=1")
+    told = privacy(directory)
+    made = LocalPrivacyConfig(mechanism, epsilon=4, delta=0.001)  # type: ignore[arg-type]
+    assert (told["kind"], told["rounds_done"], told["epsilon_of_one_participation"]) == ("local", 3, 4)
+    seen = Counter(
+        user for r in range(3) for user in stream(1, "cohort", r).choice(12, 4, replace=False).tolist()
+    )
+    most = max(seen.values())
+    assert told["participations_at_most"] == {"so_far": most, "at_end": most}
+    assert told["epsilon_spent"] == told["epsilon_at_end"] == made.epsilon_after(most, 0.001)
+    assert told["seeded_for_research_only"]
+    assert len(told["by_round"]["signal-to-noise ratio"]) == 3
+    assert told["by_round"]["users"] == [4, 4, 4]
+    assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
+    assert f"privacy: LOCAL, {mechanism}, epsilon 4 of each update" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--privacy.epsilon=2"], "privacy and local_privacy are both set"),
+        (["--mode=centralised"], "local_privacy is for federated training"),
+        (["--federated.weighting=images"], "set federated.weighting to users"),
+        (["--federated.replacement=true"], "local_privacy needs cohorts without replacement"),
+        (["--federated.algorithm=scaffold"], "which local_privacy does not cover"),
+        (["--local_privacy.epsilon=-1"], "local_privacy.epsilon is -1"),
+        (["--local_privacy.mechanism=rappor"], "local_privacy.mechanism is 'rappor'"),
+        (["--local_privacy.sigma=1"], "there is no config key local_privacy.sigma"),
+    ],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, list) else "",
+)
+def test_a_mistake_about_local_privacy_ends_in_one_line_and_code_2(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*LOCAL, *argv, code=2)
+    assert message in error_line(capsys)
+
+
+def test_epsilon_is_accounted_at_few_points_of_a_run_and_never_too_low(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint after every round asks dp-accounting no more than 20 times a system."""
+    sizes = ("--federated.num_rounds=60", "--federated.cohort_size=50", "--privacy.noise_cohort_size=100")
+    config = parse(["--config=pfl-r-17", "--seed=1", *sizes]).config
+    ledger = CentralLedger(config, 2000, tmp_path)
+    exact = {t: ledger.calibration.epsilon_after(t) for t in (1, 3, 4, 41, 60)}
+    epsilon_spent.cache_clear()
+    asked = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        asked.append(args)
+        return PLDAccountant(*args, **options)
+
+    monkeypatch.setattr("pfl_ext.privacy_epsilon.PLDAccountant", counted)
+    for t in range(1, 61):
+        ledger.write(t, [])
+        told = privacy(tmp_path)
+        assert told["rounds_done"] == t <= told["epsilon_spent_counts_rounds"] < t + 3
+        assert told["simulated_system"]["epsilon_spent"] >= exact.get(t, 0)
+    assert len(asked) <= 2 * 20
+    assert told["simulated_system"]["epsilon_spent"] == exact[60]
 
 
 def test_the_privacy_of_a_run_cannot_be_changed_on_resuming(

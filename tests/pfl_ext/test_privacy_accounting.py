@@ -15,7 +15,8 @@ from dp_accounting.rdp import RdpAccountant
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as strict_dataclass
 
-from pfl_ext.privacy_accounting import STEP, Calibration, PrivacyConfig, epsilon_spent
+from pfl_ext.privacy_accounting import Calibration, PrivacyConfig
+from pfl_ext.privacy_epsilon import STEP, epsilon_spent
 from pfl_ext.privacy_sampling import fixed_cohort, poisson_cohort, private_cohort
 
 FLAIR_USERS, ROUNDS = 41_131, 5_000

@@ -3,23 +3,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import dp_accounting
-import numpy as np
-import numpy.typing as npt
 import pfl.model.pytorch  # noqa: F401  (makes torch the framework of pfl)
 import pytest
 import torch
-from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pfl.common_types import Population
-from pfl.context import CentralContext, UserContext
-from pfl.metrics import Metrics
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.privacy_local import LocalPrivacyConfig
 from pfl_ext.privacy_mechanisms import (
     MARGIN,
     NOISE_CHUNK,
@@ -140,58 +132,3 @@ def test_noise_does_not_depend_on_how_parameters_are_cut_into_tensors() -> None:
     two, _ = mechanism.add_noise(MappedVectorStatistics(pieces), 1, seed=0)
     assert torch.equal(one["w"], torch.cat([two["a"].view(-1), two["b"]]))
     assert two["a"].shape == (2, 3)
-
-
-# local privacy
-
-
-def local_outputs(config: LocalPrivacyConfig, value: float, trials: int) -> npt.NDArray[np.float64]:
-    mechanism = config.make()
-    out = []
-    for seed in range(trials):
-        stats = MappedVectorStatistics({"w": torch.tensor([value])})
-        noised, _ = mechanism.postprocess_one_user(
-            stats=stats, user_context=UserContext(num_datapoints=1, seed=seed)
-        )
-        out.append(float(noised["w"][0]))
-    return np.array(out)
-
-
-@pytest.mark.parametrize("mechanism, std", [("laplace", 2 * math.sqrt(2)), ("gaussian", None)])
-def test_local_noise_is_for_updates_twice_the_bound_apart(mechanism: Any, std: float | None) -> None:
-    """pfl's own noise for epsilon 1 is half of this, and worth epsilon 2 between C and -C."""
-    config = LocalPrivacyConfig(mechanism, clipping_bound=1.0, epsilon=1.0, delta=1e-3)
-    outputs = local_outputs(config, 30.0, 1500)
-    if std is None:
-        std = config.noise_multiplier
-        ledger = PLDAccountant().compose(dp_accounting.GaussianDpEvent(std / 2))
-        assert ledger.get_epsilon(1e-3) == pytest.approx(1.0, rel=1e-3)
-    assert outputs.mean() == pytest.approx(1.0, abs=5 * std / math.sqrt(1500))
-    assert outputs.std() == pytest.approx(std, rel=0.1)
-
-
-@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
-def test_local_privacy_composes_over_participations(mechanism: Any) -> None:
-    config = LocalPrivacyConfig(mechanism, epsilon=1.0, delta=1e-6)
-    spent = [config.epsilon_after(k, 1e-6) for k in (0, 1, 4, 16)]
-    assert spent[0] == 0
-    assert spent[1] == pytest.approx(1.0, rel=2e-3)
-    assert spent[1] < spent[2] < spent[3] < 16
-
-
-@pytest.mark.filterwarnings("ignore:To copy construct")  # pfl's
-def test_the_fast_form_of_local_privacy_adds_as_much_noise_to_the_sum() -> None:
-    config = LocalPrivacyConfig("gaussian", clipping_bound=0.5, epsilon=1.0, delta=1e-3)
-    context = CentralContext(0, False, 9, Population.TRAIN, None, None, seed=3)
-    noised, _ = config.make_fast().postprocess_server(
-        stats=MappedVectorStatistics({"w": torch.zeros(50_000)}),
-        central_context=context,
-        aggregate_metrics=Metrics(),
-    )
-    assert float(noised["w"].std()) == pytest.approx(0.5 * config.noise_multiplier * math.sqrt(9), rel=0.02)
-
-
-@pytest.mark.parametrize("key", ["epsilon", "delta", "clipping_bound"])
-def test_senseless_local_settings_are_refused_by_name(key: str) -> None:
-    with pytest.raises(ValueError, match=f"local_privacy.{key}"):
-        LocalPrivacyConfig(**{key: 0.0})  # type: ignore[arg-type]
