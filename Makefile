@@ -5,10 +5,6 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 HOROVOD := $(VENV)/.horovod
 
-# OpenMP's threads spin this often before they sleep. As fast as the default on idle cores; with the default,
-# steps take many times as long as soon as other work wants the same cores.
-export GOMP_SPINCOUNT ?= 3000
-
 DATA   ?= data/flair.hdf5
 CONFIG ?=
 ARGS   ?=

@@ -332,9 +332,7 @@ class ImageClassifier(nn.Module):
     def memory_format(self) -> torch.memory_format:
         """That of the first convolution's weights; ``to(memory_format=torch.channels_last)`` changes it."""
         weight = next((p for p in self.backbone.parameters() if p.ndim == 4), None)
-        if weight is None or weight.is_contiguous():
-            return torch.contiguous_format
-        return torch.channels_last
+        return torch.contiguous_format if weight is None else memory_format(weight)
 
     def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
         """Logits ``[B, K]`` of uint8 images ``[B, H, W, 3]``; without ``boxes``, the evaluation transform."""
@@ -349,6 +347,11 @@ class ImageClassifier(nn.Module):
         """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
         loss = multi_label_loss(self(images, boxes), targets)
         return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
+
+
+def memory_format(weight: Tensor) -> torch.memory_format:
+    """Of a tensor of four dimensions."""
+    return torch.contiguous_format if weight.is_contiguous() else torch.channels_last
 
 
 def image_losses(logits: Tensor, targets: Tensor) -> Tensor:

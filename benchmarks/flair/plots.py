@@ -97,3 +97,31 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
     axes.set_xlabel("round of training")
     figure.suptitle(title)
     _save(figure, path)
+
+
+def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Seconds of a round by case, stock and fast side by side, each bar divided by where its time goes."""
+    parts = ("data", "training", "bookkeeping", "evaluation")
+    shades = (ORANGE, BLUE, GREY, "#009E73")
+    figure = Figure(figsize=(7.2, 1.2 + 0.62 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    for row, result in enumerate(results):
+        for offset, name in ((-0.2, "stock"), (0.2, "fast")):
+            left = 0.0
+            for part, shade in zip(parts, shades):
+                width = result[name]["share"][part] * result[name]["round_s"] / result["stock"]["round_s"]
+                label = part if row == 0 and name == "stock" else None
+                axes.barh(row + offset, width, 0.36, left, color=shade, label=label)
+                left += width
+            text = f" {name}: {result[name]['round_s']:.2f} s"
+            axes.text(
+                left,
+                row + offset,
+                text + (f" ({result['ratio']:.2f}x)" if name == "fast" else ""),
+                va="center",
+            )
+    axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
+    _save(figure, path)

@@ -25,6 +25,7 @@ from pfl_ext.engine.memory import group_size
 from pfl_ext.engine.one_step import Batch, Scaling, train_one_step
 from pfl_ext.engine.probe import fusable
 from pfl_ext.engine.training import LocalTraining, batches
+from pfl_ext.engine.trim import Trimmed
 from pfl_ext.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.models import ImageClassifier
 from pfl_ext.prefetch import prefetched
@@ -115,8 +116,8 @@ class CohortSum:
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
-    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core. None:
-        as many as torch has threads, or ``GPU_LANES``.
+    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core.
+        None: as many as torch has threads, or ``GPU_LANES``.
     :param accumulate: type of the sums over users.
     :param prefetch: users read ahead of need, by each lane.
     """
@@ -130,10 +131,13 @@ class CohortEngine:
         prefetch: int = 8,
         reader_threads: int = 1,
     ) -> None:
+        self._trimmed = Trimmed(model)
+        model = self._trimmed.model
         self._layout = Layout.of(model)
         if lanes is None:
             lanes = torch.get_num_threads() if self._layout.device.type == "cpu" else GPU_LANES
         start = self._layout.gather(model)
+        self._trimmed.refresh()
         self.lanes = [Lane(model, self._layout, start, accumulate) for _ in range(lanes)]
         self._model, self._prefetch, self._readers = model, prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
@@ -159,6 +163,7 @@ class CohortEngine:
             self._max_images[how] = group_size(self._model, how, len(self.lanes))
             if self._layout.device.type == "cuda" and members:
                 self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
+        self._trimmed.refresh()
         while True:
             tasks = plan(members, len(self.lanes), self._max_images[how], self._fusable)
             try:
@@ -173,7 +178,7 @@ class CohortEngine:
             first.sums.vector.add_(lane.sums.vector)
         tallies = [tally for lane in self.lanes for tally in lane.sums.tally]
         return CohortSum(
-            first.sums.views,
+            self._trimmed.expand(first.sums.views),
             sum(weight_of(m.num_images) for m in members),
             len(members),
             sum(m.num_images for m in members),
@@ -260,5 +265,6 @@ class CohortEngine:
     def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""
         lane = self.lanes[0]
+        self._trimmed.refresh()
         lane.train(batches(dataset, how), how)
-        return lane.update()
+        return self._trimmed.expand(lane.update())

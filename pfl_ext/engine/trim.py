@@ -1,0 +1,140 @@
+"""Convolutions without the taps of their kernels that only ever meet padding.
+
+On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
+zeros and have no gradient, so local training never changes them. With images of 32 pixels, where ResNet-18's
+last stage works on single pixels, those are two thirds of its weights. Local training of the network without
+them is the same; only the server's model, which noise and other inputs reach, keeps them.
+
+Letters: k taps of a kernel along one side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.models import ImageClassifier, memory_format
+
+Sides = tuple[slice, slice]
+
+
+def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> range:
+    """The taps that meet a pixel somewhere, along a side of ``size`` pixels; a range without gaps."""
+    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    live = [
+        k
+        for k in range(kernel)
+        if any(0 <= o * stride - padding + k * dilation < size for o in range(outputs))
+    ]
+    return range(live[0], live[-1] + 1) if live else range(kernel)
+
+
+class Trimmed:
+    """A copy of a classifier for local training whose convolutions have live taps alone.
+
+    ``model`` is the classifier itself where all are live; then `refresh` and `expand` do nothing.
+    """
+
+    def __init__(self, central: ImageClassifier) -> None:
+        self._central = central
+        self._sides: dict[str, Sides] = {}
+        convolutions = _trimmable(central)
+        if not convolutions:
+            self.model = central
+            return
+        self.model = copy.deepcopy(central)
+        for name, sides in convolutions.items():
+            layer = self.model.get_submodule(name)
+            assert isinstance(layer, nn.Conv2d)
+            self._sides[f"{name}.weight"] = sides
+            self.model.set_submodule(name, _cut(layer, sides))
+        self._sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the central weights."""
+        if self._sides:
+            theirs = self._central.state_dict()
+            for name, tensor in self.model.state_dict().items():
+                tensor.copy_(self._live(name, theirs[name]))
+
+    def _live(self, name: str, tensor: Tensor) -> Tensor:
+        sides = self._sides.get(name)
+        return tensor if sides is None else tensor[:, :, sides[0], sides[1]]
+
+    @torch.no_grad()
+    def expand(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """An update of the trimmed network as one of the whole; its tensors are used again the next time."""
+        if not self._sides:
+            return update
+        shapes: Mapping[str, Any] = dict(self._central.named_parameters())
+        for name in self._sides:
+            if name not in self._sums:
+                self._sums[name] = torch.empty_like(shapes[name], dtype=update[name].dtype)
+            self._sums[name].zero_()
+            self._live(name, self._sums[name]).copy_(update[name])
+        return {name: self._sums.get(name, tensor) for name, tensor in update.items()}
+
+
+def _cut(layer: nn.Conv2d, sides: Sides) -> nn.Conv2d:
+    """The same layer with these taps."""
+    made = copy.deepcopy(layer)
+    weight = layer.weight.detach()[:, :, sides[0], sides[1]]
+    made.weight = nn.Parameter(weight.clone(memory_format=memory_format(layer.weight)))
+    made.kernel_size = (weight.shape[2], weight.shape[3])
+    low = zip(_padding(layer), sides, layer.dilation)
+    made.padding = tuple(p - side.start * d for p, side, d in low)
+    return made
+
+
+def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
+    assert not isinstance(layer.padding, str)
+    return layer.padding
+
+
+@torch.no_grad()
+def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
+    """The live taps of each convolution that has dead ones, learnt from one image."""
+    sizes: dict[str, list[tuple[int, int]]] = {}
+    hooks = []
+    for name, layer in central.named_modules():
+        if isinstance(layer, nn.Conv2d):
+
+            def note(_: nn.Module, given: tuple[Tensor], name: str = name) -> None:
+                sizes.setdefault(name, []).append((given[0].shape[2], given[0].shape[3]))
+
+            hooks.append(layer.register_forward_pre_hook(note))
+    side = central.input_size
+    central.backbone(torch.zeros(1, 3, side, side, device=central.mean.device))
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for name, seen in sizes.items():
+        layer = central.get_submodule(name)
+        assert isinstance(layer, nn.Conv2d)
+        if len(set(seen)) != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+            continue
+        forms = zip(seen[0], layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+        taps = [live_taps(*form) for form in forms]
+        sides = (slice(taps[0].start, taps[0].stop), slice(taps[1].start, taps[1].stop))
+        if _same_outputs(layer, seen[0], sides):
+            found[name] = sides
+    return found
+
+
+def _same_outputs(layer: nn.Conv2d, size: tuple[int, int], sides: Sides) -> bool:
+    """Whether some taps are dead, and equal padding on both sides leaves the layer as many outputs."""
+    if all(side == slice(0, k) for side, k in zip(sides, layer.kernel_size)):
+        return False
+    for n, k, s, p, d, side in zip(
+        size, layer.kernel_size, layer.stride, _padding(layer), layer.dilation, sides
+    ):
+        cut, less = side.stop - side.start, p - side.start * d
+        before, after = n + 2 * p - d * (k - 1) - 1, n + 2 * less - d * (cut - 1) - 1
+        if less < 0 or before // s != after // s:
+            return False
+    return True

@@ -1,0 +1,150 @@
+"""A small federated problem, trained for one round by pfl's loop or by the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.algorithm.fedprox import FedProx, FedProxParams
+from pfl.common_types import Population
+from pfl.context import CentralContext
+from pfl.hyperparam.base import NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+
+from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.optimizers import PerVariableClippedSGD
+
+SIDE, LABELS = 12, 5
+
+
+class NoisyStore:
+    """Images and labels that are a function of the row."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.user_ids = [f"user-{u}" for u in range(len(sizes))]
+        self.user_offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+    def read(self, rows: Any) -> tuple[Any, Any]:
+        images = np.empty((len(rows), SIDE, SIDE, 3), np.uint8)
+        targets = np.empty((len(rows), LABELS), np.uint8)
+        for i, row in enumerate(rows.tolist()):
+            rng = np.random.default_rng(row)
+            images[i] = rng.integers(0, 256, (SIDE, SIDE, 3))
+            targets[i] = rng.random(LABELS) < 0.4
+        return images, targets
+
+
+def small_backbone(seed: int = 0) -> nn.Sequential:
+    """Every kind of layer that the tape knows, with and without bias, strides, groups and few positions."""
+    torch_generator = torch.Generator().manual_seed(seed)
+    frozen = FrozenStatisticsBatchNorm2d(8)
+    frozen.running_mean.uniform_(-0.3, 0.3, generator=torch_generator)
+    frozen.running_var.uniform_(0.5, 2.0, generator=torch_generator)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(4, 8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8, bias=False),
+        frozen,
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 24, 3, stride=2, padding=1, bias=False),
+        nn.GroupNorm(2, 24),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(24, 48, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(48, LABELS),
+    )
+    with torch.no_grad():
+        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
+            for parameter in layer.parameters():
+                mean = 1.0 if "Norm" in type(layer).__name__ else 0.0
+                parameter.copy_(torch.empty_like(parameter).normal_(mean, 0.2, generator=torch_generator))
+    return net
+
+
+@dataclass
+class Setting:
+    """One round of training; what differs from these defaults is what a test is about."""
+
+    sizes: Sequence[int]
+    sampling: LocalSampling = field(default_factory=lambda: LocalSampling(input_size=10, batch_size=4))
+    clipping: str = "variable"
+    max_norm: float = 0.5
+    mu: float | None = None
+    learning_rate: float = 0.2
+    by_images: bool = True
+    more: Sequence[Any] = ()  # postprocessors after the weighting
+    backbone: Callable[[], nn.Module] = small_backbone
+    amp: torch.dtype | None = None
+    rounds: int = 1
+
+    def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
+        """Sum of updates by variable, its weight, and the metrics; of the last round."""
+        module = ImageClassifier(self.backbone(), input_size=10, exact_crops=True)
+        variable = self.clipping == "variable"
+
+        def local(parameters: Any, lr: float) -> torch.optim.Optimizer:
+            if variable:
+                return PerVariableClippedSGD(parameters, lr=lr, max_norm=self.max_norm)
+            return torch.optim.SGD(parameters, lr=lr)
+
+        model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
+        data = FederatedImageDataset(NoisyStore(self.sizes), self.sampling, seed=3)
+        backend = CentrallyEvaluatedBackend(
+            data,
+            CentralEvaluation(NoisyStore([2])),
+            seed=1,
+            postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
+            engine=CohortEngine(module, **options) if engine else None,
+        )
+        algorithm: Any = FederatedAveraging() if self.mu is None else FedProx()
+        common = (100, 100, len(self.sizes), 1)
+        params = NNAlgorithmParams(*common) if self.mu is None else FedProxParams(*common, mu=self.mu)
+        train = NNTrainHyperParams(
+            local_num_epochs=self.sampling.num_epochs,
+            local_learning_rate=self.learning_rate,
+            local_batch_size=self.sampling.batch_size,
+            local_max_grad_norm=self.max_norm if self.clipping == "global" else None,
+        )
+        loop = asyncio.new_event_loop()
+        try:
+            for round_number in range(self.rounds):
+                context = CentralContext(
+                    current_central_iteration=round_number,
+                    do_evaluation=False,
+                    cohort_size=len(self.sizes),
+                    population=Population.TRAIN,
+                    model_train_params=train,
+                    model_eval_params=None,
+                    algorithm_params=params,
+                    seed=1,
+                )
+                work = backend.async_gather_results(model, algorithm, central_context=context)
+                stats, metrics = loop.run_until_complete(work)
+        finally:
+            loop.close()
+        updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
+        return updates, float(stats.weight), metrics
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Of two sums of updates, relative to the second."""
+    assert ours.keys() == theirs.keys()
+    gap = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in theirs)
+    size = sum(float(theirs[n].double().square().sum()) for n in theirs)
+    return float((gap / max(size, 1e-30)) ** 0.5)

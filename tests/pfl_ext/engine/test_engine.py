@@ -1,0 +1,252 @@
+"""The engine returns what pfl's loop returns; the loop is the oracle of every test here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.postprocessor.base import Postprocessor
+from torch import Tensor, nn
+
+from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, plan
+from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Member
+from pfl_ext.models import ImageClassifier
+from pfl_ext.privacy import TALLY, metric_name, private_mean
+from pfl_ext.privacy_accounting import PrivacyConfig
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, small_backbone
+
+SAMPLINGS = st.builds(
+    LocalSampling,
+    num_epochs=st.integers(1, 3),
+    batch_size=st.sampled_from([1, 3, 4, 16]),
+    max_images=st.sampled_from([None, 1, 7, 30]),
+    cap=st.sampled_from(["random", "first"]),
+    straddle=st.booleans(),
+    reshuffle=st.booleans(),
+    input_size=st.just(10),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    sampling=SAMPLINGS,
+    clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("variable", 9.0), ("global", 0.2)]),
+    mu=st.sampled_from([None, 0.3]),
+    by_images=st.booleans(),
+    lanes=st.integers(1, 3),
+)
+def test_a_cohorts_sum_is_that_of_pfls_loop(
+    sizes: list[int],
+    sampling: LocalSampling,
+    clipping: tuple[str, float],
+    mu: float | None,
+    by_images: bool,
+    lanes: int,
+) -> None:
+    how, bound = clipping
+    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images)
+    theirs, weight, metrics = setting.run(engine=False)
+    ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
+    assert distance(ours, theirs) < 1e-5
+    assert our_weight == weight
+    told = {str(name): str(value) for name, value in our_metrics}
+    assert {k: told[k] for k in told if "learning" not in k} == {str(n): str(v) for n, v in metrics}
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("kind", ["gaussian", "adaptive"])
+def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
+    clipping: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [1, 2, 1, 2, 3, 9, 20]
+
+    def private() -> Any:
+        config = PrivacyConfig(
+            epsilon=50.0,
+            delta=1e-3,
+            mechanism=kind,  # type: ignore[arg-type]
+            clipping=clipping,  # type: ignore[arg-type]
+            clipping_bound=0.27 if clipping == "flat" else 0.5,
+            indicator_std_fraction=0.2,
+        )
+        made = private_mean(config.calibrate(len(sizes), len(sizes), 5), noise_seed=4)
+        monkeypatch.setattr(made, "_noise", lambda context, size, users: (torch.zeros(size), 1e-9))
+        return made
+
+    theirs, _, metrics = Setting(sizes, by_images=False, more=[private()], rounds=3).run(engine=False)
+    ours, _, our_metrics = Setting(sizes, by_images=False, more=[private()], rounds=3).run(True, lanes=2)
+    assert TALLY not in ours
+    assert distance(ours, theirs) < 1e-5
+    assert 0 < metrics[metric_name("fraction clipped")].overall_value < 1
+    for name, value in metrics:
+        if str(name).startswith("Central DP"):
+            assert our_metrics[name].overall_value == pytest.approx(value.overall_value, rel=1e-5), name
+
+
+class Poisoned(nn.Module):
+    """A backbone for which dark images overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_backbone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        bad = (x.flatten(1)[:, 0] < -1.9).view(-1, 1, 1, 1)  # set by the test's store alone
+        out: Tensor = self.net(torch.where(bad, x * float("inf"), x))
+        return out
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 2, 1], [20, 1, 9, 2]])
+def test_an_update_that_is_not_finite_is_refused_and_counted(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FederatedImageDataset.read
+
+    def blackened(data: FederatedImageDataset, member: Member) -> Any:
+        user = read(data, member)
+        user.raw_data[0][...] = 200
+        if member.user in (0, 1):
+            user.raw_data[0][...] = 0
+        return user
+
+    monkeypatch.setattr(FederatedImageDataset, "read", blackened)
+
+    def run(engine: bool) -> tuple[dict[str, Tensor], Metrics]:
+        config = PrivacyConfig(epsilon=1e3, delta=1e-3, mechanism="gaussian", clipping_bound=0.05)
+        private = private_mean(config.calibrate(len(sizes), len(sizes), 1), noise_seed=4)
+        setting = Setting(sizes, by_images=False, more=[private], backbone=Poisoned)
+        updates, _, metrics = setting.run(engine)
+        return updates, metrics
+
+    (theirs, metrics), (ours, our_metrics) = run(False), run(True)
+    assert metrics[metric_name("refused updates")].overall_value == 2
+    assert our_metrics[metric_name("refused updates")].overall_value == 2
+    assert all(bool(torch.isfinite(t).all()) for t in ours.values())
+    assert distance(ours, theirs) < 1e-5
+
+
+@settings(max_examples=15, deadline=None)
+@given(size=st.integers(1, 9), rate=st.sampled_from([1e-3, 1.0, 1e3, 1e12]), per_layer=st.booleans())
+def test_no_users_part_of_a_private_sum_exceeds_the_bound(size: int, rate: float, per_layer: bool) -> None:
+    class Silent(type(private_mean(PrivacyConfig(mechanism="gaussian").calibrate(9, 9, 1)))):  # type: ignore[misc]
+        def postprocess_server(self, *, stats: Any, central_context: Any, aggregate_metrics: Any) -> Any:
+            stats.pop(TALLY)
+            return stats, Metrics()
+
+    config = PrivacyConfig(
+        mechanism="gaussian", clipping_bound=0.5, clipping="per_layer" if per_layer else "flat"
+    )
+    setting = Setting([size], by_images=False, more=[Silent(config.calibrate(9, 9, 1))], learning_rate=rate)
+    setting.clipping = "none"
+    updates, _, _ = setting.run(engine=True)
+    assert sum(float(t.double().square().sum()) for t in updates.values()) ** 0.5 <= 0.5
+
+
+def test_the_result_is_bitwise_the_same_again_and_hardly_depends_on_lanes() -> None:
+    setting = Setting([1, 3, 2, 8, 30, 1, 2, 12])
+    first, again = setting.run(True, lanes=2)[0], setting.run(True, lanes=2)[0]
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    wide = {lanes: setting.run(True, lanes=lanes, accumulate=torch.float64)[0] for lanes in (1, 3)}
+    assert distance(wide[1], wide[3]) < 1e-6
+
+
+class Tangled(nn.Module):
+    """What the tape cannot take apart: a bare parameter, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Conv2d(3, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+        self.head = nn.Linear(3, LABELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.twice(x) * self.scale)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def tangled() -> nn.Module:
+    torch_generator = torch.Generator().manual_seed(0)
+    net = Tangled()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.empty_like(parameter).normal_(std=0.3, generator=torch_generator))
+    return net
+
+
+def test_networks_that_cannot_be_taken_apart_are_trained_user_by_user() -> None:
+    setting = Setting([1, 2, 9], backbone=tangled)
+    engine = CohortEngine(ImageClassifier(tangled(), input_size=10, exact_crops=True))
+    assert not engine._fusable
+    assert CohortEngine(ImageClassifier(small_backbone(), input_size=10, exact_crops=True))._fusable
+    assert distance(setting.run(True)[0], setting.run(False)[0]) < 1e-5
+
+
+class Largest(Postprocessor):
+    """Keeps each user's largest value: no sum of updates tells it."""
+
+    def postprocess_one_user(self, *, stats: Any, user_context: Any) -> Any:
+        top = max(float(t.abs().max()) for t in stats.values())
+        return stats, Metrics([(StringMetricName("largest"), Weighted.from_unweighted(top))])
+
+
+def test_a_postprocessor_that_must_see_each_user_sees_it() -> None:
+    setting = Setting([1, 2, 9, 5], more=[Largest()])
+    theirs, _, metrics = setting.run(False)
+    ours, _, our_metrics = setting.run(True, lanes=2)
+    name = StringMetricName("largest")
+    assert our_metrics[name].overall_value == pytest.approx(metrics[name].overall_value, rel=1e-5)
+    assert metrics[name].weight == our_metrics[name].weight == 4
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("clipping", ["none", "variable", "global"])
+def test_bf16_deviates_by_no_more_than_its_own_rounding(clipping: str) -> None:
+    setting = Setting([1, 2, 9, 5, 20], clipping=clipping, max_norm=0.3)
+    exact = setting.run(False)[0]
+    setting.amp = torch.bfloat16
+    theirs, ours = setting.run(False)[0], setting.run(True)[0]
+    assert 1e-4 < distance(ours, exact) < 1.5 * distance(theirs, exact)
+
+
+members = st.builds(
+    lambda n, steps: Member(0, 0, n, steps, 2 * n), st.integers(1, 60), st.sampled_from([1, 1, 1, 2, 9])
+)
+
+
+@given(st.lists(members, max_size=40), st.integers(1, 4), st.integers(1, 64), st.booleans())
+def test_a_plan_holds_every_user_once_in_groups_that_fit(
+    cohort: list[Member], lanes: int, most: int, fuse: bool
+) -> None:
+    cohort = [Member(i, 0, m.num_images, m.num_steps, m.num_passes) for i, m in enumerate(cohort)]
+    made = plan(cohort, lanes, most, fuse)
+    tasks = [task for lane in [made.wide, *made.lanes] for task in lane]
+    assert sorted(m.user for task in tasks for m in task.members) == list(range(len(cohort)))
+    assert len(made.lanes) == lanes
+    for task in tasks:
+        assert task.together == (fuse and task.members[0].num_steps == 1)
+        assert len(task.members) <= (MAX_USERS if task.together else 1)
+        assert len(task.members) == 1 or sum(m.num_passes for m in task.members) <= most
+    assert not any(task.together for task in made.wide)
+
+
+def test_one_heavy_user_is_trained_on_all_cores_and_light_ones_side_by_side() -> None:
+    heavy, light = Member(0, 0, 500, 63, 1000), [Member(u, 0, 16, 2, 32) for u in range(1, 9)]
+    made = plan([heavy, *light], 2, 64, True)
+    assert [task.members[0].user for task in made.wide] == [0]
+    assert [len(lane) for lane in made.lanes] == [4, 4]
+    assert not plan(light, 2, 64, True).wide
+
+
+def test_sums_of_a_round_are_not_those_of_the_round_before() -> None:
+    setting = Setting([1, 2, 9])
+    setting.rounds = 2
+    assert distance(setting.run(True)[0], setting.run(False)[0]) < 1e-5
+    once = Setting([1, 2, 9]).run(True)[0]
+    assert np.isfinite(distance(once, setting.run(True)[0]))

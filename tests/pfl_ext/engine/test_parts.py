@@ -1,0 +1,176 @@
+"""The engine's parts by themselves: users' gradients from one pass, padding, memory, vectors."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from pfl_ext.engine.gradients import Gradient, Users, Weight
+from pfl_ext.engine.graphs import StepGraphs, padded
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.layout import Layout
+from pfl_ext.engine.memory import activation_bytes, group_size
+from pfl_ext.engine.norms import squared_norm
+from pfl_ext.engine.tape import TapedNetwork
+from pfl_ext.engine.training import LocalTraining
+from pfl_ext.engine.trim import Trimmed, live_taps
+from pfl_ext.models import ImageClassifier, build_backbone, image_losses
+from tests.pfl_ext.engine.setting import LABELS, SIDE, small_backbone
+
+HOW = LocalTraining(0.1, 2, 4, "variable", 0.5, 0.0, None)
+
+
+def resnet(norm: str) -> nn.Module:
+    weights = torch.Generator().manual_seed(1)
+    return build_backbone("resnet18", LABELS, norm=norm, weights=None, init="paper", generator=weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm, side", [("group", 32), ("frozen_batch", 64)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_last: bool) -> None:
+    backbone = resnet(norm)
+    images = torch.randn(6, 3, side, side, generator=torch.Generator().manual_seed(2))
+    if channels_last:
+        backbone = backbone.to(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
+    targets = (torch.arange(6 * LABELS).view(6, LABELS) % 3 == 0).float()
+    users = Users((0, 1, 3, 6), torch.device("cpu"))
+    weights = torch.tensor([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3])
+    found: dict[str, Gradient] = {}
+    net = TapedNetwork(backbone)
+    net.run(images, targets, users, weights, found.__setitem__, contextlib.nullcontext())
+    names = [name for name, _ in backbone.named_parameters()]
+    own = [
+        torch.autograd.grad(
+            image_losses(backbone(images[span]), targets[span]).mean(), list(backbone.parameters())
+        )
+        for span in users.spans
+    ]
+    ways = {gradient.by_gram for gradient in found.values() if isinstance(gradient, Weight)}
+    assert ways == {True, False}, "both ways to a norm are meant to be tried"
+    coefficients = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
+    for i, name in enumerate(names):
+        theirs = torch.stack([user[i] for user in own])
+        norms = theirs.flatten(1).double().norm(dim=1)
+        bounds = found[name].norm_bounds()
+        assert bounds is None or bool((bounds >= norms * 0.9999).all())
+        torch.testing.assert_close(found[name].squared_norms().sqrt(), norms, rtol=2e-4, atol=1e-7)
+        expected = (coefficients.float().view(3, *[1] * (theirs.ndim - 1)) * theirs).sum(0)
+        total = torch.zeros_like(expected)
+        found[name].add_to(total, coefficients)
+        assert float((total - expected).norm()) <= 2e-4 * float(expected.norm()), name
+
+
+def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
+    backbone = small_backbone()
+    before = [p.detach().clone() for p in backbone.parameters()]
+    net = TapedNetwork(backbone)
+    x = torch.rand(2, 3, 10, 10)
+    users, ones = Users((0, 2), x.device), torch.ones(2) / 2
+    net.run(x, torch.zeros(2, LABELS), users, ones, lambda *_: None, contextlib.nullcontext())
+    assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters()))
+    assert all(p.grad is None and p.requires_grad for p in backbone.parameters())
+    with torch.no_grad():
+        next(iter(backbone.parameters())).zero_()
+    assert not net.backbone[0].weight.any(), "the copy shares the weights"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_padding_a_batch_changes_no_step(size: int) -> None:
+    def lane_of() -> tuple[Lane, ImageClassifier]:
+        module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True)
+        layout = Layout.of(module)
+        return Lane(module, layout, layout.gather(module), torch.float32), module
+
+    draw = torch.Generator().manual_seed(size)
+    images = torch.randint(0, 256, (size, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
+    targets = torch.randint(0, 2, (size, LABELS), generator=draw).float()
+    boxes = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
+    (plain, module), (graphed, _) = lane_of(), lane_of()
+    how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None)
+    graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._local)
+    batch = (images, targets, boxes)
+    short = (images[:1], targets[:1], boxes[:1])
+    for lane in (plain, graphed):
+        lane.train([batch, short, batch], how)
+    torch.testing.assert_close(graphed._local, plain._local, rtol=1e-5, atol=1e-7)
+    assert size <= padded(size) <= max(1, 1.34 * size)
+    again = [p.detach().clone() for p in module.parameters()]
+    plain.train([batch], how)
+    assert all(torch.equal(a, b) for a, b in zip(again, module.parameters())), "only local weights move"
+
+
+def test_a_vector_holds_the_parameters_in_their_own_formats() -> None:
+    module = resnet("group").to(memory_format=torch.channels_last)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    layout = Layout.of(module)
+    vector = layout.gather(module)
+    assert vector.numel() == layout.num_parameters == sum(p.numel() for p in before.values())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.ndim != 4 or parameter.is_contiguous(memory_format=torch.channels_last)
+    vector.zero_()
+    assert not any(p.any() for p in module.parameters())
+
+
+def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ImageClassifier(resnet("group"), input_size=64, exact_crops=True)
+    kept = activation_bytes(module, HOW)
+    assert 1e6 < kept < 1e7  # ResNet-18 at 64 pixels has some 2.5 MB of outputs; ReLUs work in place
+    big = ImageClassifier(resnet("group"), input_size=128, exact_crops=True)
+    assert activation_bytes(big, HOW) == pytest.approx(4 * kept, rel=0.2)
+    assert 1 <= group_size(big, HOW, 1) <= group_size(module, HOW, 1)
+    monkeypatch.setattr("pfl_ext.engine.memory.CPU_BYTES", kept)
+    assert group_size(module, HOW, 1) == 1
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.data()
+)
+def test_dead_taps_are_those_whose_weight_does_not_matter(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, data: st.DataObject
+) -> None:
+    assume(size + 2 * padding >= dilation * (kernel - 1) + 1)
+    x, weight = torch.ones(1, 1, size), torch.ones(1, 1, kernel, requires_grad=True)
+    total = nn.functional.conv1d(x, weight, None, stride, padding, dilation).sum()
+    (gradient,) = torch.autograd.grad(total, [weight])
+    live = [k for k in range(kernel) if gradient[0, 0, k]]
+    found = live_taps(size, kernel, stride, padding, dilation)
+    assert set(live) <= set(found)
+    assert not live or (found[0], found[-1]) == (live[0], live[-1])
+
+
+def test_a_trimmed_network_is_the_same_with_a_third_of_the_weights() -> None:
+    central = ImageClassifier(resnet("group"), input_size=32, exact_crops=True)
+    trimmed = Trimmed(central)
+    trimmed.refresh()
+    x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(trimmed.model.backbone(x), central.backbone(x), rtol=1e-4, atol=1e-5)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (trimmed.model, central)]
+    assert sizes[0] < 0.4 * sizes[1]
+    losses = central.backbone(x).square().sum()
+    theirs = dict(
+        zip(dict(central.named_parameters()), torch.autograd.grad(losses, list(central.parameters())))
+    )
+    losses = trimmed.model.backbone(x).square().sum()
+    names = [name for name, _ in trimmed.model.named_parameters()]
+    ours = dict(zip(names, torch.autograd.grad(losses, list(trimmed.model.parameters()))))
+    whole = trimmed.expand(ours)
+    for name, gradient in theirs.items():
+        assert float((whole[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+    wide = ImageClassifier(resnet("group"), input_size=64, exact_crops=True)
+    assert Trimmed(wide).model is wide, "at 64 pixels every tap is live"
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 5000])
+def test_norms_are_exact_to_their_margin(size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    exact = float(x.double().square().sum())
+    assert float(squared_norm(x)) == pytest.approx(exact, rel=2.0**-15)
+    x[size // 2] = float("nan")
+    assert torch.isnan(squared_norm(x))
