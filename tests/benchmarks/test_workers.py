@@ -53,7 +53,7 @@ def parameters(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(one: Path, other: Path, by_tensor: bool = True) -> float:
-    """Relative difference of two runs' last checkpoints, by norm: of the worst tensor, or of all as one vector."""
+    """Relative difference of two last checkpoints, by norm: of the worst tensor, or of all as one vector."""
     a, b = parameters(one), parameters(other)
     assert a.keys() == b.keys()
     apart = torch.stack([(a[name].double() - b[name].double()).norm() for name in a])
