@@ -171,7 +171,7 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
             in output
         )
     else:
-        assert re.search(rf"worker 1 \(|rank +: 1 |\[1\]|{pids[1]}", output)
+        assert re.search(r"error: worker 1 \(|rank +: 1 |Process 1 exit with status code 137", output)
     deadline = time.monotonic() + 40
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -4,7 +4,7 @@
 
 One launch for several runs: FL by pfl's loop with float64 and with float32 sums, FL by the fast engine, PFL,
 and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
-what each worker did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where
+what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where
 pfl's loop trains, and the checksums of the noise that was added.
 """
 
