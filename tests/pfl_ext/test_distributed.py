@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -163,18 +164,23 @@ def beating(store: Any, rank: int, stop: threading.Event) -> threading.Thread:
 def test_a_silent_worker_is_named_by_the_next_in_the_ring(left: list[str]) -> None:
     store, stop = HashStore(), threading.Event()
     thread = beating(store, 1, stop)
-    dog = Watchdog(store, 0, ["worker 0", "worker 1"], timeout=0.6)
-    dog.start()
-    time.sleep(1.5)
-    assert not left, "nobody is lost"
-    stop.set()
-    thread.join()
-    assert wait(lambda: bool(left))
-    assert left == ["worker 1 has not been heard of for 0.6 s"]
+    dog = Watchdog(store, 0, ["worker 0", "worker 1"], timeout=1.0)
+    with dog.waiting():
+        dog.start()
+        time.sleep(2.5)
+        assert not left, "nobody is lost"
+        stop.set()
+        thread.join()
+        assert wait(lambda: bool(left))
+    assert left == ["worker 1 has not been heard of for 1 s"]
     assert store.get("fault").decode() == left[0]
 
 
-def test_a_worker_that_stands_still_gives_itself_up_unless_it_waits(left: list[str]) -> None:
+def test_a_worker_that_stands_still_gives_itself_up_unless_it_waits_or_computes(
+    left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = itertools.count()
+    monkeypatch.setattr(time, "process_time", lambda: float(next(used)))
     store, stop, stuck = HashStore(), threading.Event(), threading.Event()
     thread = beating(store, 0, stop)
     dog = Watchdog(store, 1, ["worker 0", "worker 1"], timeout=0.4)
@@ -185,6 +191,9 @@ def test_a_worker_that_stands_still_gives_itself_up_unless_it_waits(left: list[s
         dog.start()
         time.sleep(1.2)
         assert not left, "it waits for the others"
+    time.sleep(1.2)
+    assert not left, "another thread of it computes"
+    monkeypatch.setattr(time, "process_time", lambda: 1e9)
     assert wait(lambda: bool(left))
     assert left == ["worker 1 has made no progress for 0.4 s"]
     stop.set()
