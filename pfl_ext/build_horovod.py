@@ -33,6 +33,7 @@ from pathlib import Path
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 CMAKE = "cmake==3.31.6"
+BUILDING = ("setuptools<=84.2.1", "wheel<=0.45.1")  # newer ones have not been tried
 RUNTIME = ("cloudpickle", "psutil", "cffi", "packaging", "PyYAML")
 CXX_STANDARD = "20"
 
@@ -206,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"building Horovod {VERSION} for torch {torch.__version__}: {kind}; some minutes", flush=True)
         log = Path(tempfile.gettempdir()) / f"horovod-build-{os.getuid()}.log"
         with tempfile.TemporaryDirectory(prefix="horovod-") as folder:
-            run(pip("install", "--quiet", "setuptools", "wheel", *RUNTIME), "installing what Horovod needs")
+            run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
             source = fetch(Path(folder))
             mend(source, cuda)
             words = (

@@ -255,8 +255,11 @@ def connected(
     try:
         yield device
         barrier()
-    except BaseException as fault:
+    except Exception as fault:
         watchdog.report(f"{type(fault).__name__}: {fault}")
+        raise
+    except BaseException:  # a signal, which all workers get from their launcher
+        watchdog.stop()
         raise
     finally:
         pytorch_ops.distributed = alone

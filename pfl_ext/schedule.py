@@ -23,9 +23,9 @@ class UserCost:
     matter to an assignment. The defaults were fitted by `fit` to stock pfl's times (RESULTS.md, workers).
     """
 
-    per_user: float = 0.02
-    per_step: float = 0.02
-    per_image: float = 0.005
+    per_user: float = 0.04
+    per_step: float = 0.06
+    per_image: float = 0.011
 
     def predict(self, steps: IntArray, images: IntArray) -> FloatArray:
         """``[U]`` seconds."""

@@ -4,8 +4,8 @@ Each worker has a thread that says "I am alive" in a store which all can reach, 
 it in the ring, and looks whether anybody has written down a fault. What it notices within ``timeout``:
 
 * a worker that is gone, or stopped as by SIGSTOP: its word stays away; the next in the ring writes that down;
-* a worker whose main thread does nothing (its Python stack stands still while it is not waiting for others);
-  a user's local training may last as long as it needs;
+* a worker that does nothing while the others wait for it: its main thread's Python stack stands still and
+  the process uses next to no CPU; a user's local training may last as long as it needs;
 * a worker that ends with an error: it writes down which.
 
 Then every worker prints that one line and leaves, non-zero, from within the thread: its main thread may be
@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+IDLE = 0.02
+"""Of one core: a process that uses less, and whose main thread stands still, does nothing."""
 LEAVE_S = 5.0  # an orderly exit after a worker's own error may take so long
 EXIT_CODE = 2
 
@@ -73,15 +75,15 @@ class Watchdog:
             time.sleep(2 * self._timeout)
 
     def _watch(self) -> None:
-        beat, stack, moved = 0, 0, time.monotonic()
+        beat, stack, moved, cpu = 0, 0, time.monotonic(), time.process_time()
         heard, heard_at = b"", time.monotonic()
         while not self._stop.wait(self._interval):
             if self._own_fault:
                 time.sleep(LEAVE_S)
                 os._exit(EXIT_CODE)
             now, last, stack = time.monotonic(), stack, self._stack()
-            if stack != last or self._waiting:
-                moved = now
+            if stack != last or self._waiting or time.process_time() - cpu > IDLE * self._timeout:
+                moved, cpu = now, time.process_time()
             try:
                 if now - moved > self._timeout:
                     self._store.set("fault", self._lost(self._rank, "has made no progress"))

@@ -93,9 +93,8 @@ def throughput(options: argparse.Namespace, more: Sequence[str]) -> None:
                     stdout=subprocess.DEVNULL,
                 )  # fmt: skip
                 speeds[workers].append(images_per_second(Path(directory), options.skip))
-    print(
-        f"{options.launcher}, {hardware()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n{' '.join(more)}"
-    )
+    print(f"{options.launcher}, {hardware()}, commit {commit()}, load {os.getloadavg()[0]:.1f}")
+    print(" ".join(more))
     print("workers  images/s (median)   each repeat               speed-up  efficiency")
     base = options.workers[0]
     for workers, found in speeds.items():
@@ -144,7 +143,7 @@ class Times:
     """Measured times of users by size: half of them to fit the cost, the other half as the truth."""
 
     def __init__(self, found: dict[str, list[float]], sampling: LocalSampling) -> None:
-        self._sampling = sampling
+        self._sampling, self.cap = sampling, sampling.max_images or np.inf
         self._sizes = np.array([int(size) for size in found])
         self._truth = np.array([statistics.median(t[1::2]) for t in found.values()])
         fitted = np.array([statistics.median(t[0::2]) for t in found.values()])
@@ -156,9 +155,10 @@ class Times:
 
     def true(self, sizes: IntArray) -> FloatArray:
         """``[U]`` measured seconds: lines between measured sizes, in proportion beyond the last."""
-        n = np.minimum(sizes, self._sampling.max_images or np.inf)
+        n = np.minimum(sizes, self.cap)
         inside = np.interp(n, self._sizes, self._truth)
-        return np.where(n > self._sizes[-1], self._truth[-1] * n / self._sizes[-1], inside)
+        beyond = self._truth[-1] * n / self._sizes[-1]
+        return np.asarray(np.where(n > self._sizes[-1], beyond, inside), np.float64)
 
 
 def cohorts(cohort_size: int, rounds: int) -> list[IntArray]:
@@ -172,7 +172,7 @@ def balance(times: Times, drawn: Sequence[IntArray], workers: int) -> dict[str, 
     """For each way to assign, the slowest worker over the best that any assignment can do, by round."""
     ways: dict[str, Callable[[IntArray], list[list[int]]]] = {
         "round-robin": lambda sizes: round_robin(sizes.astype(float), workers),
-        "pfl greedy": lambda sizes: longest_first(sizes.astype(float), workers),  # by images, without the cap
+        "pfl's greedy": lambda sizes: longest_first(np.minimum(sizes, times.cap), workers),
         "ours": lambda sizes: longest_first(times.predicted(sizes), workers),
     }
     out: dict[str, list[float]] = {name: [] for name in ways}
@@ -198,14 +198,14 @@ def simulate(options: argparse.Namespace, more: Sequence[str]) -> None:
     print(
         f"slowest worker over the best that can be, {options.rounds} cohorts of {options.cohort_size} users:"
     )
-    print("workers   round-robin         pfl greedy          ours            (mean, largest)")
+    print("workers   round-robin         pfl's greedy         ours            (mean, largest)")
     for workers in WORKERS[1:]:
         cells = (f"{np.mean(r):6.3f} {max(r):6.3f}" for r in balance(times, drawn, workers).values())
         print(f"{workers:7d}   {'       '.join(cells)}")
     words = (options.speedup, options.values, options.gigabytes_per_s, options.latency_us, options.server_s)
     print(
-        "\nsimulated rounds; assumed: users {:g} times as fast as measured, a ring's all-reduce of {:.3g} float32 "
-        "at {:g} GB/s and {:g} us a hop, {:g} s a round on every worker for noise and the server's step; "
+        "\nsimulated rounds; assumed: users {:g} times as fast as measured, a ring's all-reduce of {:.3g} "
+        "float32 at {:g} GB/s and {:g} us a hop, {:g} s a round on every worker for noise and the server; "
         "reading hidden by prefetch, evaluation left out".format(*words)
     )
     print("workers  round s   of which waiting   reduction   speed-up  efficiency")

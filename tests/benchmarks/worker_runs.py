@@ -2,9 +2,10 @@
 
     worker_runs DATA DIRECTORY
 
-One launch for several runs: FL in float64 and in float32 accumulation, and PFL. ``DIRECTORY/<run>/`` are the
-run directories; ``DIRECTORY/<run>-<rank>.json`` hold, of each worker and run, ``{"round user": checksum of
-the pixels, labels, order and crops that it was trained on}`` and the checksums of the noise that it added.
+One launch for several runs: FL by pfl's loop with float64 and with float32 sums, FL by the fast engine, PFL,
+and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
+what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where
+pfl's loop trains, and the checksums of the noise that was added.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ SMALL = (
     "--runtime.progress=false",
     "--runtime.threads=1",
     "--runtime.accumulate=fp64",
+    "--runtime.engine=stock",
+)
+PRIVATE = (
+    "--config=pfl-r-17",
+    "--privacy.epsilon=50",
+    "--privacy.delta=0.01",
+    "--privacy.noise_cohort_size=10",
+    "--privacy.indicator_std_fraction=0.5",
 )
 RUNS = {
     "fl": ("--config=fl-r-17",),
     "fl32": ("--config=fl-r-17", "--runtime.accumulate=fp32"),
-    "pfl": (
-        "--config=pfl-r-17",
-        "--seed=1",
-        "--privacy.epsilon=50",
-        "--privacy.delta=0.01",
-        "--privacy.noise_cohort_size=10",
-        "--privacy.indicator_std_fraction=0.5",
-    ),
+    "fast": ("--config=fl-r-17", "--runtime.engine=fast"),
+    "pfl": (*PRIVATE, "--seed=1"),
+    "secret": (*PRIVATE, "--federated.num_rounds=2"),
 }
 
 
@@ -84,8 +88,8 @@ class Notes:
                 yield batch
 
         privacy_mechanisms.gaussian_noise = noted_noise
-        federated_dataset.FederatedImageDataset.set_round = noted_round  # type: ignore[method-assign]
-        federated_dataset.UserImages.iter = noted_batches  # type: ignore[method-assign]
+        federated_dataset.FederatedImageDataset.set_round = noted_round  # type: ignore
+        federated_dataset.UserImages.iter = noted_batches  # type: ignore
 
 
 def main(data: Path, directory: Path) -> None:
