@@ -1,4 +1,4 @@
-"""Clipping, noise and learning of private runs in one picture.
+"""Clipping, noise and learning of private runs in one picture, and what they reached as a Markdown table.
 
 python -m benchmarks.flair.private_figure OUT.png RUN_DIR...
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median, stdev
 
 import yaml
 from matplotlib.axes import Axes
@@ -37,6 +38,7 @@ class PrivateRun:
 
     epsilon: float  # of the system accounted for; infinite without privacy
     history: list[Tree]
+    results: Tree | None  # None: not finished
 
 
 def read_run(directory: Path) -> PrivateRun:
@@ -49,7 +51,49 @@ def read_run(directory: Path) -> PrivateRun:
         raise ValueError(f"{directory} is not a run directory: it lacks metrics.jsonl or config.yaml")
     privacy = yaml.safe_load(config.read_text()).get("privacy")
     history = [json.loads(line) for line in lines.read_text().splitlines()]
-    return PrivateRun(math.inf if privacy is None else float(privacy["epsilon"]), history)
+    results = directory / "results.json"
+    return PrivateRun(
+        math.inf if privacy is None else float(privacy["epsilon"]),
+        history,
+        json.loads(results.read_text()) if results.is_file() else None,
+    )
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean and sample standard deviation; the value alone where there is but one."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+
+
+def table(runs: Sequence[PrivateRun]) -> str:
+    """Finished runs by budget: scores of the best model in percent; over a run's rounds, the median
+    signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. Means of seeds.
+    """
+    lines = [
+        "| epsilon | seeds | val C-AP | test C-AP | test O-AP | signal to noise | clipped | last bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for budget in sorted({run.epsilon for run in runs}, reverse=True):
+        done = [(run, run.results) for run in runs if run.epsilon == budget and run.results is not None]
+        if not done:
+            continue
+        scores = [
+            _spread([results[split][column] for _, results in done])
+            for split, column in (("val", "C-AP"), ("test", "C-AP"), ("test", "O-AP"))
+        ]
+        told = [[line["privacy"] for line in run.history if "privacy" in line] for run, _ in done]
+        private = ["-"] * 3
+        if math.isfinite(budget):
+            private = [
+                _spread([median(r["signal-to-noise ratio"] for r in rounds) for rounds in told], 2),
+                _spread([mean(r["fraction clipped"] for r in rounds) for rounds in told], 2),
+                _spread([rounds[-1]["clipping bound"] for rounds in told], 2),
+            ]
+        seeds = ", ".join(str(results["seed"]) for _, results in done)
+        name = f"{budget:g}" if math.isfinite(budget) else "none"
+        lines.append(f"| {' | '.join([name, seeds, *scores, *private])} |")
+    return "\n".join(lines)
 
 
 def picture(runs: Sequence[PrivateRun]) -> Figure:
@@ -90,10 +134,12 @@ def picture(runs: Sequence[PrivateRun]) -> Figure:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draw the runs named on the command line."""
+    """Draw the runs named on the command line, and print the table of the finished ones."""
     if len(argv) < 2:
         raise ValueError("say where to draw and from what: private_figure OUT.png RUN_DIR...")
-    _save(picture([read_run(Path(word)) for word in argv[1:]]), Path(argv[0]))
+    runs = [read_run(Path(word)) for word in argv[1:]]
+    _save(picture(runs), Path(argv[0]))
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.flair.config import Tree
-from benchmarks.flair.private_figure import main, picture, read_run
+from benchmarks.flair.private_figure import main, picture, read_run, table
 
 
 def run_directory(path: Path, epsilon: float | None, rounds: int) -> Path:
@@ -41,6 +41,21 @@ def test_each_private_run_has_a_curve_in_each_panel_and_a_public_one_in_the_last
         "epsilon 2",
         "epsilon 8",
         "no privacy",
+    ]
+
+
+def test_the_table_has_the_mean_of_finished_seeds_of_each_budget(tmp_path: Path) -> None:
+    given = [("a", 2.0, 4, 10.0), ("b", 2.0, 4, 13.0), ("c", None, 2, 40.0), ("d", 8.0, 2, None)]
+    for seed, (name, epsilon, rounds, score) in enumerate(given):
+        directory = run_directory(tmp_path / name, epsilon, rounds)
+        if score is not None:
+            columns = {"C-AP": score, "O-AP": 2 * score}
+            told = {"seed": seed, "val": columns, "test": columns}
+            (directory / "results.json").write_text(json.dumps(told))
+    _, _, *rows = table([read_run(tmp_path / name) for name, *_ in given]).splitlines()
+    assert rows == [
+        "| none | 2 | 40.0 | 40.0 | 80.0 | - | - | - |",
+        "| 2 | 0, 1 | 11.5 ± 2.1 | 11.5 ± 2.1 | 23.0 ± 4.2 | 0.83 ± 0.00 | 0.50 ± 0.00 | 3.10 ± 0.00 |",
     ]
 
 
