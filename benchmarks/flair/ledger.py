@@ -98,10 +98,11 @@ class CentralLedger(Ledger):
     def _summary(self) -> str:
         made = self.calibration
         system, executed = made.simulated, made.executed
+        check = "" if system.accountant == "rdp" else f" (by RDP, as a check, {made.epsilon_rdp:.3f})"
         text = (
-            f"privacy: epsilon {made.epsilon:.3f} at delta {system.delta:.3g} for N = {system.population}, "
-            f"q = {system.sampling_probability:.3g}, T = {made.num_rounds}, noise multiplier "
-            f"{system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
+            f"privacy: epsilon {made.epsilon:.3f}{check} at delta {system.delta:.3g} for "
+            f"N = {system.population}, q = {system.sampling_probability:.3g}, T = {made.num_rounds}, "
+            f"noise multiplier {system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
             + (f", band {made.config.band})" if made.config.band > 1 else ")")
         )
         if made.is_simulation:

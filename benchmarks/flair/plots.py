@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from pfl_ext.checkpoint import write_bytes
 
@@ -20,6 +22,14 @@ def _save(figure: Figure, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     write_bytes(path, buffer.getvalue())
+
+
+def plain_log(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def training_curve(history: Sequence[Mapping[str, Any]], unit: str, title: str, path: Path) -> None:
@@ -90,10 +100,12 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
     )
     for axes, (name, label, scale) in zip(figure.subplots(3, sharex=True), panels):
         axes.plot(rounds, [values[name] for _, values in told], color=BLUE)
-        axes.set(ylabel=label, yscale=scale)
+        axes.set_ylabel(label)
         axes.grid(alpha=0.3)
         if scale == "linear":
             axes.set_ylim(0, 1.02)
+        else:
+            plain_log(axes)
     axes.set_xlabel("round of training")
     figure.suptitle(title)
     _save(figure, path)

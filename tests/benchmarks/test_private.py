@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torchvision
 from dp_accounting.pld import PLDAccountant
 
 from benchmarks.flair import recorder
@@ -59,8 +61,21 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     summary = capsys.readouterr().err
     assert "privacy: epsilon" in summary
+    assert f"by RDP, as a check, {told['simulated_system']['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
     assert "research only" not in summary
+
+
+@pytest.mark.parametrize("name", ["pfl-r-17", "pfl-f-17", "pfl-r-1628", "pfl-f-1628"])
+def test_every_private_row_of_table_1_runs(name: str, train: Train, tmp_path: Path) -> None:
+    weights = tmp_path / "imagenet.pth"
+    torch.save(torchvision.models.resnet18(weights=None).state_dict(), weights)
+    pretrained = [f"--weights={weights}"] if "-f-" in name else []
+    directory = train(*PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
+    told = privacy(directory)
+    assert (told["sampler"], told["config"]["mechanism"], told["rounds_done"]) == ("poisson", "adaptive", 1)
+    assert told["by_round"]["refused updates"] == [0]
+    assert results(directory)["setting"] == name.upper()
 
 
 CYCLIC = (*PRIVATE, "--privacy.sampler=cyclic", "--privacy.noise_cohort_size=4")

@@ -1,0 +1,146 @@
+"""Clipping, noise and learning of private runs in one picture, and what they reached as a Markdown table.
+
+python -m benchmarks.flair.private_figure OUT.png RUN_DIR...
+
+Runs with the same budget have one colour; runs without privacy are grey and only in the last panel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from benchmarks.flair.config import Tree
+from benchmarks.flair.plots import BLUE, GREY, ORANGE, _save, plain_log
+from dataset.command_line import run as run_command
+
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
+PANELS = (
+    ("clipping bound", "clipping bound (L2)"),
+    ("fraction clipped", "fraction of updates clipped"),
+    ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update"),
+)
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """What the picture needs of a run directory."""
+
+    epsilon: float  # of the system accounted for; infinite without privacy
+    history: list[Tree]
+    results: Tree | None  # None: not finished
+
+
+def read_run(directory: Path) -> PrivateRun:
+    """A run directory, finished or not.
+
+    :raises ValueError: when it is none.
+    """
+    lines, config = directory / "metrics.jsonl", directory / "config.yaml"
+    if not lines.is_file() or not config.is_file():
+        raise ValueError(f"{directory} is not a run directory: it lacks metrics.jsonl or config.yaml")
+    privacy = yaml.safe_load(config.read_text()).get("privacy")
+    history = [json.loads(line) for line in lines.read_text().splitlines()]
+    results = directory / "results.json"
+    return PrivateRun(
+        math.inf if privacy is None else float(privacy["epsilon"]),
+        history,
+        json.loads(results.read_text()) if results.is_file() else None,
+    )
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    """Mean and sample standard deviation; the value alone where there is but one."""
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+
+
+def table(runs: Sequence[PrivateRun]) -> str:
+    """Finished runs by budget: scores of the best model in percent; over a run's rounds, the median
+    signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. Means of seeds.
+    """
+    lines = [
+        "| epsilon | seeds | val C-AP | test C-AP | test O-AP | signal to noise | clipped | last bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for budget in sorted({run.epsilon for run in runs}, reverse=True):
+        done = [(run, run.results) for run in runs if run.epsilon == budget and run.results is not None]
+        if not done:
+            continue
+        scores = [
+            _spread([results[split][column] for _, results in done])
+            for split, column in (("val", "C-AP"), ("test", "C-AP"), ("test", "O-AP"))
+        ]
+        told = [[line["privacy"] for line in run.history if "privacy" in line] for run, _ in done]
+        private = ["-"] * 3
+        if math.isfinite(budget):
+            private = [
+                _spread([median(r["signal-to-noise ratio"] for r in rounds) for rounds in told], 2),
+                _spread([mean(r["fraction clipped"] for r in rounds) for rounds in told], 2),
+                _spread([rounds[-1]["clipping bound"] for rounds in told], 2),
+            ]
+        seeds = ", ".join(str(results["seed"]) for _, results in done)
+        name = f"{budget:g}" if math.isfinite(budget) else "none"
+        lines.append(f"| {' | '.join([name, seeds, *scores, *private])} |")
+    return "\n".join(lines)
+
+
+def picture(runs: Sequence[PrivateRun]) -> Figure:
+    """Four panels over the rounds: clipping bound, fraction clipped, signal-to-noise ratio, C-AP on val."""
+    budgets = sorted({run.epsilon for run in runs})
+    private = [budget for budget in budgets if math.isfinite(budget)]
+    colours = {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(reversed(private))}
+    colours[math.inf] = GREY
+    figure = Figure(figsize=(7.2, 5.6), layout="constrained")
+    grid: list[Axes] = list(figure.subplots(2, 2, sharex=True).flat)
+    for run in runs:
+        told = [line for line in run.history if "privacy" in line]
+        for axes, (name, _) in zip(grid, PANELS):
+            values = [line["privacy"][name] for line in told]
+            axes.plot([line["round"] for line in told], values, color=colours[run.epsilon], lw=0.8, alpha=0.8)
+        scored = [line for line in run.history if "val" in line]
+        grid[3].plot(
+            [line["round"] for line in scored],
+            [line["val"]["C-AP"] for line in scored],
+            color=colours[run.epsilon],
+            lw=1.2,
+        )
+    for axes, (_, label) in zip(grid, PANELS):
+        axes.set_ylabel(label)
+    plain_log(grid[0])
+    grid[1].set_ylim(0, 1.02)
+    plain_log(grid[2])
+    grid[3].set(ylabel="C-AP on val (%)")
+    grid[3].set_ylim(bottom=0)
+    for axes in grid:
+        axes.grid(alpha=0.3)
+    for axes in grid[2:]:
+        axes.set_xlabel("round of training")
+    names = {b: f"epsilon {b:g}" if b in private else "no privacy" for b in budgets}
+    handles = [Line2D([], [], color=colours[budget], label=names[budget]) for budget in budgets]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(budgets), frameon=False)
+    return figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw the runs named on the command line, and print the table of the finished ones."""
+    if len(argv) < 2:
+        raise ValueError("say where to draw and from what: private_figure OUT.png RUN_DIR...")
+    runs = [read_run(Path(word)) for word in argv[1:]]
+    _save(picture(runs), Path(argv[0]))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
