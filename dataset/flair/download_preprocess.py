@@ -380,7 +380,7 @@ def read_vocabulary(path: Path) -> dict[str, list[str]]:
     """The names of each taxonomy from JSON ``{"labels": [...], ...}``, or from {name: anything} for each."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--label_mapping {path} is not JSON ({error})") from None
     if not isinstance(content, dict) or not content or set(content) - set(TAXONOMIES):
         raise ValueError(f"--label_mapping {path} needs an object with the keys {' and '.join(TAXONOMIES)}")
