@@ -42,12 +42,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.command_line import run
+from dataset.flair import probe
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.foreign import ForeignReader, is_foreign
 from dataset.flair.images import decode, resize
 from dataset.flair.index import TAXONOMIES, IntArray, SplitIndex
 from dataset.flair.native import REMAKE, NativeReader, Reader, Storage, is_native, opened
-from dataset.flair.probe import probe
 from dataset.flair.validate import check_foreign, check_split, describe, validate
 from dataset.flair.writer import FlairWriter
 
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
     parser = OneLineParser(prog="python -m dataset.flair.hdf5", description=main.__doc__)
     parser.add_argument("file", type=Path)
     path = parser.parse_args(argv).file
-    probe(path)
+    probe.probe(path)
     reader = _reader(path)
     try:
         if isinstance(reader, NativeReader):

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 
 from dataset.command_line import run
-from dataset.flair import hdf5
-from dataset.flair.probe import look
+from dataset.flair import probe as probing
 from tests.campaigns.damage import damaged
 from tests.campaigns.readers import Target, targets
 
@@ -79,7 +78,7 @@ def forked_probe(path: Path) -> None:
     """`dataset.flair.probe.probe` without the cost of a new interpreter."""
     child = os.fork()
     if child == 0:
-        look(path)
+        probing.look(path)
         os._exit(0)
     end, done, status = time.monotonic() + SECONDS, 0, 0
     while not done and time.monotonic() < end:
@@ -96,7 +95,7 @@ def _work(target: Target, numbers: list[int], seed: int, folder: Path, pipe: int
     """In the child: judge each input, and say so on the pipe, one JSON line before and one after."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    hdf5.probe = forked_probe
+    probing.probe = forked_probe
     os.fsync = lambda _: None  # type: ignore[assignment]  # no machine fails here
     with os.fdopen(pipe, "w") as report, open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
@@ -153,28 +152,26 @@ def batch(target: Target, numbers: list[int], seed: int, folder: Path) -> list[t
 
 
 def campaign(
-    inputs: int, seed: int, only: str = ""
-) -> tuple[dict[str, Counter[str]], list[Finding], dict[str, Counter[str]]]:
-    """So many inputs over all targets; counts by target, findings, and the kinds of refusals."""
-    counts: dict[str, Counter[str]] = {}
-    refusals: dict[str, Counter[str]] = {}
+    inputs: int, seed: int, only: str = "", minutes: float = 1e9
+) -> tuple[dict[str, Counter[str]], list[Finding]]:
+    """So many inputs, all targets in turn, or as many as the minutes allow; counts by target, and findings."""
+    end = time.monotonic() + 60 * minutes
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as place:
         chosen = [target for target in targets(Path(place)) if only in target.name]
-        for target in chosen:
-            counts[target.name], refusals[target.name] = Counter(), Counter()
-            left = list(range(-(-inputs // len(chosen))))
-            while left:
-                done = batch(target, left[:BATCH], seed, Path(place))
+        counts = {target.name: Counter[str]() for target in chosen}
+        left = {target.name: list(range(-(-inputs // len(chosen)))) for target in chosen}
+        while any(left.values()) and time.monotonic() < end:
+            for target in (target for target in chosen if left[target.name]):
+                done = batch(target, left[target.name][:BATCH], seed, Path(place))
                 for number, kind, what in done:
                     counts[target.name][kind] += 1
-                    refusals[target.name][what[-60:]] += kind == "refused"
                     if kind == "finding":
                         findings.append(Finding(target.name, number, what, make(target, number, seed)))
-                left = [number for number in left if number > max(number for number, _, _ in done)]
-            told = "".join(f"{kind:>9} {count:6d}" for kind, count in sorted(counts[target.name].items()))
-            print(f"{target.name:28}{told}", flush=True)
-    return counts, findings, refusals
+                        print(f"{target.name} {number}: {what[-1500:]}", flush=True)
+                last = max(number for number, _, _ in done)
+                left[target.name] = [number for number in left[target.name] if number > last]
+    return counts, findings
 
 
 def main() -> int:
@@ -182,16 +179,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--only", default="", help="targets whose name contains this")
     parser.add_argument("--keep", type=Path, help="where findings are written")
     given = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
-    counts, findings, _ = campaign(given.inputs, given.seed, given.only)
-    total = sum((count for count in counts.values()), Counter[str]())
+    counts, findings = campaign(given.inputs, given.seed, given.only, given.minutes)
+    for name, count in counts.items():
+        print(f"{name:28}" + "".join(f"{kind:>9} {number:6d}" for kind, number in sorted(count.items())))
+    total = sum(counts.values(), Counter[str]())
     print(f"{total.total()} inputs: {dict(total)} ({time.monotonic() - started:.0f} s)")
     for one in findings:
-        print(f"{one.target} {one.number}: {one.what}")
         if given.keep:
             given.keep.mkdir(parents=True, exist_ok=True)
             name = "".join(c if c.isalnum() else "_" for c in one.target)

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from benchmarks.flair.config import CONFIGS, parse
-from dataset.flair import hdf5
+from dataset.flair import probe as probing
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.hdf5 import main as describe
@@ -69,7 +69,7 @@ def read_flair(path: Path) -> object:
 
 def read_probed(path: Path) -> object:
     """As training opens a file."""
-    hdf5.probe(path)
+    probing.probe(path)
     return read_flair(path)
 
 
