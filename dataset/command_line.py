@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from dataset.signals import RESUMABLE, Stopped, raised
 
+MAX_LINE = 1600
+
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
     """Call ``main(argv)``; turn a user's mistake (ValueError, OSError, too little memory) into one line and
@@ -24,12 +26,19 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return RESUMABLE
     except MemoryError as mistake:
-        print(" ".join(f"error: there is too little memory for this: {mistake}".split()), file=sys.stderr)
+        print(f"error: there is too little memory for this: {_line(str(mistake))}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as mistake:
-        print("error: " + " ".join(str(mistake).split()), file=sys.stderr)
+        print("error: " + _line(str(mistake)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _line(text: str) -> str:
+    """One line of bounded length, whatever a damaged file has put into it."""
+    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"

@@ -250,7 +250,12 @@ def expand(tree: Tree, where: str) -> Tree:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error and 1e-4 is a number."""
+    """Safe YAML in which a repeated key and an alias (ten lines of them make gigabytes) are errors."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed here", self.get_mark())
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -269,7 +274,7 @@ def read_yaml(path: Path) -> Tree:
     """
     try:
         tree = yaml.load(path.read_text(), _UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
         raise ValueError(f"{path} is not readable YAML: {fault}") from fault
     if tree is None:
         return {}

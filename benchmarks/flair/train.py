@@ -33,6 +33,7 @@ from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import VERSION as MINI_VERSION
 from dataset.flair.mini import MiniSpec, write_mini
+from dataset.flair.probe import probe
 from dataset.flair.task import FlairTask
 from dataset.signals import held
 from pfl_ext.checkpoint import sole_owner
@@ -126,6 +127,8 @@ def execute(run: Run, data_path: Path) -> None:
     if not federated and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    if is_main():
+        probe(data_path)
     with FlairFile(data_path) as file, sole_owner(directory) if is_main() else contextlib.nullcontext():
         task = FlairTask(
             file,

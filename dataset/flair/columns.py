@@ -18,6 +18,7 @@ from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, IntArray, Labe
 from dataset.flair.native import IdColumn
 
 COLUMNS = ("user_id", "image_id", "partition", *TAXONOMIES)
+MAX_ID_BYTES = 255  # ids are held in columns of fixed width
 SCHEMA = pa.schema(
     [(name, pa.string()) for name in COLUMNS[:3]] + [(name, pa.list_(pa.string())) for name in TAXONOMIES]
 )
@@ -101,6 +102,8 @@ def build_index(
 def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     """Strings as a fixed-width byte array, chunk by chunk: few Python objects at a time."""
     width = pc.max(pc.binary_length(column)).as_py() or 1
+    if width > MAX_ID_BYTES:
+        raise ValueError(f"an id has {width:,} bytes, more than {MAX_ID_BYTES}; is this FLAIR?")
     ids, done = np.zeros(len(column), f"S{width}"), 0
     for chunk in column.cast(pa.binary()).chunks:
         ids[done : done + len(chunk)] = chunk.to_pylist()

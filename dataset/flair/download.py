@@ -1,77 +1,180 @@
-"""Fetch a file over HTTP so that an interrupted download goes on where it stopped."""
+"""Fetch a file over HTTP so that an interrupted download goes on where it stopped.
+
+A server may be slow, busy (429, 500 to 504), break off, send too little, too much, or another file under the
+same name; what arrives takes the target's name only when it is as long as announced, and of one version
+(ETag). Checksums are the caller's: Apple's server gives none, but its archives carry CRCs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
 _BLOCK = 1 << 20
-_TIMEOUT_S = 60.0
+BUSY = frozenset((408, 425, 429, 500, 502, 503, 504))
+"""Answers after which the same question may be asked again."""
+
+Result = TypeVar("Result")
 
 
-def remote_size(url: str) -> int:
-    """Length of a remote file in bytes (a HEAD request)."""
+class SourceError(OSError):
+    """What was asked for cannot be had now; a later call may go on."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a server. Waits double from ``pause_s``, unless it says Retry-After."""
+
+    attempts: int = 6
+    timeout_s: float = 60.0
+    """Without a byte."""
+    pause_s: float = 1.0
+    longest_pause_s: float = 300.0
+
+    def pause(self, attempt: int, error: BaseException | None) -> float:
+        """Seconds to wait after a failed attempt, counted from 0."""
+        seconds: float = self.pause_s * 2**attempt
+        if isinstance(error, urllib.error.HTTPError) and error.headers.get("Retry-After"):
+            seconds = retry_after(error.headers["Retry-After"], seconds)
+        return min(max(seconds, 0.0), self.longest_pause_s)
+
+
+PATIENT = Patience()
+
+
+def retry_after(told: str, otherwise: float) -> float:
+    """Seconds from an HTTP Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3)."""
+    if told.strip().isdigit():
+        return float(told)
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_TIMEOUT_S) as answer:
-            return int(answer.headers["Content-Length"])
-    except (OSError, http.client.HTTPException, TypeError) as error:
-        raise _unreachable(url, error) from None
+        return float(parsedate_to_datetime(told).timestamp()) - time.time()
+    except (ValueError, TypeError):
+        return otherwise
 
 
-def fetch(url: str, target: Path, size: int, attempts: int = 5) -> None:
-    """Download ``url``, ``size`` bytes long, to ``target``, which appears when it is whole.
+def retried(ask: Callable[[], Result], url: str, patience: Patience) -> Result:
+    """``ask()``, again and again while the server is busy or the connection breaks.
+
+    Raises SourceError, in one line, when the attempts are used up or the server says no.
+    """
+    for attempt in range(patience.attempts):
+        try:
+            return ask()
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+                final = error.code not in BUSY
+            else:  # the last two: a full disk, say
+                final = isinstance(error, (SourceError, PermissionError)) or type(error) is OSError
+            if final or attempt + 1 == patience.attempts:
+                raise _unreachable(url, error) from None
+            pause = patience.pause(attempt, error)
+            print(f"{url}: {_text(error)}; trying again in {pause:.0f} s", file=sys.stderr)
+            time.sleep(pause)
+    raise AssertionError("attempts is at least 1")
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file on a server: its length in bytes, and what names its version (empty where nothing does)."""
+
+    size: int
+    version: str
+
+
+def remote(url: str, patience: Patience = PATIENT) -> Remote:
+    """Length and version of a remote file (a HEAD request)."""
+
+    def ask() -> Remote:
+        request = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(request, timeout=patience.timeout_s) as answer:
+            length = answer.headers["Content-Length"] or ""
+            if not length.isdigit():
+                raise SourceError("the server does not tell the file's length")
+            return Remote(int(length), _version(answer))
+
+    return retried(ask, url, patience)
+
+
+def fetch(url: str, target: Path, expected: Remote, patience: Patience = PATIENT) -> None:
+    """Download ``url`` to ``target``, which appears when it is whole.
 
     What has arrived is kept in ``target.part``; a later call, or a further attempt after a broken connection,
-    asks for the rest only (HTTP Range).
+    asks for the rest only (HTTP Range), and begins anew where the server has another version by then.
 
-    Raises OSError, in one line, when the attempts are used up.
+    Raises SourceError, in one line, when the attempts are used up.
     """
-    if target.is_file() and target.stat().st_size == size:
+    if target.is_file() and target.stat().st_size == expected.size:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    for attempt in range(attempts):
-        try:
-            _append(url, part, size)
-        except (OSError, http.client.HTTPException) as error:
-            gone = isinstance(error, urllib.error.HTTPError) and 400 <= error.code < 500
-            if attempt + 1 == attempts or gone or getattr(error, "errno", None) is not None:
-                raise _unreachable(url, error) from None
-        if part.exists() and part.stat().st_size == size:
-            part.replace(target)
-            return
-    raise OSError(f"{url} breaks off again and again; what has arrived is kept: run the command again")
+    noted = target.with_name(target.name + ".version")
+    if not noted.exists() or noted.read_text() != expected.version:
+        part.unlink(missing_ok=True)
+        noted.write_text(expected.version)
+    retried(lambda: _append(url, part, expected, patience), url, patience)
+    part.replace(target)
+    noted.unlink()
 
 
-def _append(url: str, part: Path, size: int) -> None:
+def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
     have = part.stat().st_size if part.exists() else 0
-    if have > size:
+    if have == expected.size:
+        return
+    if have > expected.size:
         part.unlink()
         have = 0
-    if have == size:
-        return
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+    with urllib.request.urlopen(request, timeout=patience.timeout_s) as answer:
+        version = _version(answer)
+        if expected.version and version and version != expected.version:
+            raise SourceError("the file changed on the server meanwhile")
+        wanted = f"bytes {have}-{expected.size - 1}/{expected.size}"
         if answer.status != 206:  # the server sends the whole file
             have = 0
-        with (
-            open(part, "r+b" if have else "wb") as file,
-            tqdm(
-                total=size, initial=have, unit="B", unit_scale=True, desc=part.stem, leave=False
-            ) as progress,
-        ):
+        elif answer.headers["Content-Range"] not in (wanted, None):
+            raise SourceError(f"the server sends {answer.headers['Content-Range']} for {wanted}")
+        length = answer.headers["Content-Length"]
+        if length is not None and int(length) != expected.size - have:
+            raise SourceError(f"it has {int(length) + have:,} bytes now, and had {expected.size:,} before")
+        with open(part, "r+b" if have else "wb") as file, _bar(part, expected.size, have) as progress:
             file.seek(have)
-            while block := answer.read(_BLOCK):
+            while have < expected.size and (block := answer.read1(min(_BLOCK, expected.size - have))):
                 file.write(block)
+                have += len(block)
                 progress.update(len(block))
             file.flush()
             os.fsync(file.fileno())
+    if have < expected.size:
+        raise http.client.IncompleteRead(b"", expected.size - have)
 
 
-def _unreachable(url: str, error: BaseException) -> OSError:
-    return OSError(f"cannot download {url} ({error}); what has arrived is kept: run the command again later")
+@contextlib.contextmanager
+def _bar(part: Path, size: int, have: int) -> Iterator[tqdm[None]]:
+    with tqdm(total=size, initial=have, unit="B", unit_scale=True, desc=part.stem, leave=False) as bar:
+        yield bar
+
+
+def _version(answer: http.client.HTTPResponse) -> str:
+    return str(answer.headers["ETag"] or answer.headers["Last-Modified"] or "")
+
+
+def _unreachable(url: str, error: BaseException) -> SourceError:
+    said = f"cannot download {url} ({_text(error)})"
+    return SourceError(f"{said}; what has arrived is kept: run the command again later")
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

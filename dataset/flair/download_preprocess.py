@@ -7,6 +7,10 @@ each image and keeps compact columns, from which every image's place in the file
 image at its place. The output has its name only when it is complete and checked; dataset/flair/hdf5.py
 describes its schema.
 
+A download or a preprocessing that was killed, or stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (exit code
+75), or that lost the network, goes on with the same command: what was downloaded, and each block of 2,048
+images that was checked or written, is kept in F.partial until the output is complete.
+
 --verify full, the default, decodes every image to the end of its stream, strictly: damage is found now, and
 not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs a few minutes
 on two cores, once. --verify header reads headers and end markers only, which finds files that are cut off or
@@ -17,15 +21,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
-import shutil
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +43,11 @@ from tqdm import tqdm
 from dataset.command_line import run
 from dataset.flair import remote
 from dataset.flair.arguments import OneLineParser
-from dataset.flair.columns import Placement, build_index
+from dataset.flair.columns import SCHEMA, Placement, build_index
 from dataset.flair.hdf5 import FlairWriter, Storage
 from dataset.flair.images import decode, jpeg_size
-from dataset.flair.index import TAXONOMIES, DatasetIndex
+from dataset.flair.index import TAXONOMIES, DatasetIndex, IntArray
+from dataset.flair.journal import Journal, free
 from dataset.flair.sources import Image, Records, Source, local
 
 TOOL_VERSION = "1.0"
@@ -62,55 +68,127 @@ class Options:
     on_bad_image: str = "fail"
     vocabulary: Mapping[str, list[str]] | None = None
     workers: int = 2
+    block_images: int = 2048
+    """What is lost at most when a preprocessing is killed."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What was found of some images of a part, from image ``start`` on; B of them."""
+
+    part: int
+    start: int
+    table: pa.Table  # columns.SCHEMA
+    num_bytes: npt.NDArray[np.int64]  # [B]; -1: listed, but nowhere
+    faults: dict[int, str]  # by position in the block
+    last: bool  # of its part
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    def packed(self) -> bytes:
+        """For the journal: an Arrow stream."""
+        faults = pa.array([self.faults.get(at) for at in range(len(self))], pa.string())
+        table = self.table.append_column("num_bytes", pa.array(self.num_bytes))
+        table = table.append_column("fault", faults).replace_schema_metadata({"last": str(self.last)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        return bytes(sink.getvalue())
+
+    @classmethod
+    def unpacked(cls, part: int, start: int, content: bytes) -> Block:
+        """What `packed` gave."""
+        table = pa.ipc.open_stream(content).read_all()
+        faults = {at: fault for at, fault in enumerate(table["fault"].to_pylist()) if fault is not None}
+        last = table.schema.metadata[b"last"] == b"True"
+        columns = table.select(SCHEMA.names).replace_schema_metadata(None)
+        return cls(part, start, columns, table["num_bytes"].to_numpy(), faults, last)
 
 
 @dataclass
 class Scan:
     """What the first pass keeps of R records."""
 
+    blocks: list[Block]
     table: pa.Table
     num_bytes: npt.NDArray[np.int64]  # [R]
     faults: dict[int, str]  # by record
 
 
 def preprocess(source: Source, options: Options) -> None:
-    """Make ``options.output_file`` from a source.
+    """Make ``options.output_file`` from a source, going on where an earlier call was stopped.
 
     Raises ValueError that names user and image for an image that cannot be used (unless such are skipped),
     and for records that contradict one another; OSError if the disk is full.
     """
-    with ThreadPoolExecutor(options.workers) as pool:
-        scan = _scan(source, options, pool)
+    with Journal(options.output_file) as journal, ThreadPoolExecutor(options.workers) as pool:
+        scan = _scan(source, options, pool, journal)
         while True:
             index, placement = _index(scan, source, options)
-            found = _write(source, scan, index, placement, options, pool)
+            found = _write(source, scan, index, placement, options, pool, journal)
             if not found:
                 break
             scan.faults.update(found)  # raw storage found images that cannot be decoded: again, without them
     source.discard()
 
 
-def _scan(source: Source, options: Options, pool: ThreadPoolExecutor) -> Scan:
+def _scan(source: Source, options: Options, pool: ThreadPoolExecutor, journal: Journal) -> Scan:
+    blocks: list[Block] = []
+    with _progress(source, "1/2 check") as progress:
+        for part, key in enumerate(source.parts):
+            for block in _check(source, part, key, options, pool, journal):
+                blocks.append(block)
+                progress.update(len(block))
+    num_bytes = np.concatenate([np.zeros(0, np.int64), *(block.num_bytes for block in blocks)])
+    starts = np.cumsum([0, *map(len, blocks)])
+    faults = {int(at) + here: f for at, block in zip(starts, blocks) for here, f in block.faults.items()}
+    if len(num_bytes) == len(faults):
+        raise ValueError(f"{source.provenance['source']} holds no usable image")
+    return Scan(blocks, pa.concat_tables(block.table for block in blocks), num_bytes.clip(0), faults)
+
+
+def _check(
+    source: Source, part: int, key: str, options: Options, pool: ThreadPoolExecutor, journal: Journal
+) -> Iterator[Block]:
+    """The blocks of a part: those that an earlier process checked, then the others."""
     decodes = options.verify == "full" and options.storage == "jpeg"
-    tables: list[pa.Table] = []
-    num_bytes, faults = array("q"), dict[int, str]()
+    entry = f"checked-{hashlib.sha256(f'{key} {decodes}'.encode()).hexdigest()[:32]}"
+    start = 0
+    while (kept := journal.get(f"{entry}-{start}")) is not None:
+        block = Block.unpacked(part, start, kept)
+        for at, known in block.faults.items():
+            _bad(block.table, at, known, options)
+        source.skip(block.table.filter(pa.array(block.num_bytes >= 0)))
+        yield block
+        if block.last:
+            return
+        start += len(block)
 
     def check(batch: Records) -> tuple[Records, list[str | None]]:
         return batch, [_fault(image, decodes) for image in batch.images]
 
-    with _progress(source, "1/2 check") as progress:
-        for batch, found in _ahead(pool, check, source.records(), 2 * options.workers):
-            for image, fault in zip(batch.images, found):
-                if fault is not None:
-                    at = len(num_bytes) - sum(map(len, tables))
-                    _bad(batch.table, at, f"{batch.origin}: {fault}", options)
-                    faults[len(num_bytes)] = fault
-                num_bytes.append(0 if image is None else len(image))
-            tables.append(batch.table)
-            progress.update(len(found))
-    if len(num_bytes) == len(faults):
-        raise ValueError(f"{source.provenance['source']} holds no usable image")
-    return Scan(pa.concat_tables(tables), np.frombuffer(num_bytes, np.int64), faults)
+    tables: list[pa.Table] = []
+    num_bytes, faults = array("q"), dict[int, str]()
+
+    def finished(last: bool) -> Block:
+        table = pa.concat_tables([SCHEMA.empty_table(), *tables])
+        block = Block(part, start, table, np.array(num_bytes, np.int64), dict(faults), last)
+        journal.put(f"{entry}-{start}", block.packed())
+        return block
+
+    for batch, found in _ahead(pool, check, source.records(part, start), 2 * options.workers):
+        for at, (image, fault) in enumerate(zip(batch.images, found)):
+            if fault is not None:
+                _bad(batch.table, at, f"{batch.origin}: {fault}", options)
+                faults[len(num_bytes)] = fault
+            num_bytes.append(-1 if image is None else len(image))
+        tables.append(batch.table)
+        if len(num_bytes) >= options.block_images:
+            yield finished(last=False)
+            start += len(num_bytes)
+            tables, num_bytes, faults = [], array("q"), {}
+    yield finished(last=True)
 
 
 def _fault(image: Image, decodes: bool) -> str | None:
@@ -176,6 +254,7 @@ def _write(
     placement: Placement,
     options: Options,
     pool: ThreadPoolExecutor,
+    journal: Journal,
 ) -> dict[int, str]:
     """The second pass; returns the images that it found undecodable, in which case nothing was written."""
     image_bytes = {}
@@ -190,16 +269,23 @@ def _write(
         storage=options.storage,
         image_bytes=None if raw else image_bytes,
         image_size=options.image_size if raw else None,
+        journal=journal,
+        origin=" ".join(source.parts),
     )
     found: dict[int, str] = {}
+    changed = ValueError(f"{source.provenance['source']} changed while it was read: run the command again")
 
     def put(batch: tuple[int, Sequence[Image]]) -> int:
         start, images = batch
+        if start + len(images) > len(scan.num_bytes):
+            raise changed
         records = np.arange(start, start + len(images))
         for number, name in enumerate(placement.names):
             here = records[placement.split[records] == number]
             here = here[np.argsort(placement.row[here])]
             picked = [image for record in here.tolist() if (image := images[record - start]) is not None]
+            if list(map(len, picked)) != scan.num_bytes[here].tolist():
+                raise changed
             rows = placement.row[here]
             if not raw:
                 writer.write(name, rows, picked)
@@ -214,10 +300,30 @@ def _write(
             writer.write(name, rows, pixels)
         return len(images)
 
+    def rows_of(start: int, stop: int) -> dict[str, IntArray]:
+        split, row = placement.split[start:stop], placement.row[start:stop]
+        return {name: row[split == number] for number, name in enumerate(placement.names)}
+
     try:
         with writer, _progress(source, "2/2 write") as progress:
-            for count in _ahead(pool, put, _numbered(source.images()), 2 * options.workers):
-                progress.update(count)
+            first = 0
+            for _, blocks in groupby(scan.blocks, key=lambda block: block.part):
+                left = deque(blocks)
+                while left and writer.already(str(first), rows_of(first, first + len(left[0]))):
+                    first += len(left[0])
+                    progress.update(len(left.popleft()))
+                if not sum(map(len, left)):
+                    continue
+                done, images = first, source.images(left[0].part, left[0].start)
+                for count in _ahead(pool, put, _numbered(images, first), 2 * options.workers):
+                    done += count
+                    progress.update(count)
+                    while left and done >= first + len(left[0]) and not found:
+                        writer.put_down(str(first), rows_of(first, first + len(left[0])))
+                        first += len(left.popleft())
+                if left and sum(map(len, left)) and not found:
+                    raise changed
+                first += sum(map(len, left))
             if found:
                 raise _UndecodableError
     except _UndecodableError:
@@ -229,8 +335,7 @@ class _UndecodableError(Exception):
     """Leaves the writer's block so that nothing is kept."""
 
 
-def _numbered(batches: Iterable[Sequence[Image]]) -> Iterator[tuple[int, Sequence[Image]]]:
-    start = 0
+def _numbered(batches: Iterable[Sequence[Image]], start: int) -> Iterator[tuple[int, Sequence[Image]]]:
     for images in batches:
         yield start, images
         start += len(images)
@@ -259,17 +364,15 @@ def _progress(source: Source, what: str) -> Any:
 
 def check_disk(source: Source, options: Options) -> None:
     """Raise OSError if the disk of the output has no room for the download and the output together."""
-    folder = options.output_file.parent
-    while not folder.exists():
-        folder = folder.parent
     raw = source.num_images * options.image_size**2 * 3
     output = raw if options.storage == "raw" else source.image_bytes
-    need, free = output + source.download_bytes, shutil.disk_usage(folder).free
-    if need > free:
+    need = output - Journal(options.output_file).size() + source.download_bytes
+    available = free(options.output_file.parent)
+    if need > available:
         download = f"{source.download_bytes / 1e9:.2f} GB to download and " if source.download_bytes else ""
         raise OSError(
             f"{download}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
-            f"{free / 1e9:.2f} GB are free there: free some or choose another disk"
+            f"{available / 1e9:.2f} GB are free there: free some or choose another disk"
         )
 
 
@@ -277,7 +380,7 @@ def read_vocabulary(path: Path) -> dict[str, list[str]]:
     """The names of each taxonomy from JSON ``{"labels": [...], ...}``, or from {name: anything} for each."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--label_mapping {path} is not JSON ({error})") from None
     if not isinstance(content, dict) or not content or set(content) - set(TAXONOMIES):
         raise ValueError(f"--label_mapping {path} needs an object with the keys {' and '.join(TAXONOMIES)}")

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from dataset.flair.columns import label_matrix
 from dataset.flair.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
-from dataset.flair.native import IdColumn, Storage, StoredImages, opened
+from dataset.flair.native import IdColumn, Storage, StoredImages, dataset, opened
 
 _NAMES = {"labels": ("label_mapping", "label_counter")}
 _NAMES["fine_grained_labels"] = ("fine_grained_label_mapping", "fine_grained_label_counter")
@@ -64,7 +64,7 @@ class ForeignReader:
             raw: dict[str, dict[str, int]] = {}
             for taxonomy, names in _NAMES.items():
                 present = next(name for name in names if f"metadata/{name}" in file)
-                raw[taxonomy] = json.loads(file[f"metadata/{present}"][()])
+                raw[taxonomy] = self._json(dataset(file, f"metadata/{present}")[()])
         self.label_mappings = {
             taxonomy: {name: column for column, name in enumerate(sorted(values))}
             for taxonomy, values in raw.items()
@@ -72,6 +72,15 @@ class ForeignReader:
         self._to_column = {taxonomy: self._lookup(taxonomy, values) for taxonomy, values in raw.items()}
         maker = "pfl-research" if self._coordinates or present.endswith("mapping") else "ml-flair"
         self.provenance: dict[str, Any] = {"source": f"{maker} HDF5", "file": str(path)}
+
+    def _json(self, text: bytes | str) -> dict[str, int]:
+        try:
+            values = json.loads(text)
+            if isinstance(values, dict) and all(isinstance(value, int) for value in values.values()):
+                return values
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{self._path} is damaged: its metadata are no JSON of numbers by label")
 
     def _lookup(self, taxonomy: str, values: Mapping[str, int]) -> IntArray:
         """Column in the file -> alphabetical column; only coordinates need it."""
@@ -102,8 +111,10 @@ class ForeignReader:
         counts: list[int] = []
         labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
         for user in users:
-            images = group[user]["images"]
-            ids.append(group[user]["image_ids"][()])
+            images = dataset(group[user], "images")
+            ids.append(dataset(group[user], "image_ids")[()])
+            if ids[-1].dtype.kind != "S" or ids[-1].ndim != 1:
+                raise ValueError(f"user {user} has image_ids that are no text")
             if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids[-1]), 3):
                 raise ValueError(f"user {user} has images of shape {images.shape} for {len(ids[-1])} ids")
             start = int(sum(counts))
@@ -119,9 +130,9 @@ class ForeignReader:
         ids, owners = list(group), []
         labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
         for row, image_id in enumerate(ids):
-            owners.append(_text(group[image_id]["user_id"][()]))
+            owners.append(_text(dataset(group[image_id], "user_id")[()]))
             for taxonomy in TAXONOMIES:
-                joined = [group[image_id][taxonomy][()]]
+                joined = [dataset(group[image_id], taxonomy)[()]]
                 labels[taxonomy].append(self._named_pairs(joined, taxonomy, f"image {image_id}", row))
         users = sorted(set(owners))
         number = {user: i for i, user in enumerate(users)}
@@ -132,14 +143,17 @@ class ForeignReader:
     def _pairs(self, member: h5py.Group, taxonomy: str, user: str, start: int, count: int) -> IntArray:
         """``[positives, 2]``: row in the split, column."""
         if not self._coordinates:
-            joined = member[taxonomy][()]
+            joined = dataset(member, taxonomy)[()]
             if len(joined) != count:
                 raise ValueError(f"user {user} has {count} images but {taxonomy} of {len(joined)}")
             return self._named_pairs(joined, taxonomy, f"user {user}", start)
-        rows = member[f"{taxonomy}_row"][()].astype(np.int64)
-        columns = member[f"{taxonomy}_col"][()].astype(np.int64)
+        rows, columns = (
+            dataset(member, f"{taxonomy}_{part}")[()].astype(np.int64) for part in ("row", "col")
+        )
         lookup = self._to_column[taxonomy]
-        if len(rows) != len(columns) or (rows >= count).any() or (columns >= len(lookup)).any():
+        if rows.ndim != 1 or rows.shape != columns.shape:
+            raise ValueError(f"user {user} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
+        if (rows >= count).any() or (columns >= len(lookup)).any() or (np.minimum(rows, columns) < 0).any():
             raise ValueError(f"user {user} has {taxonomy} out of range")
         return np.stack([start + rows, lookup[columns]], axis=1)
 
@@ -167,11 +181,13 @@ class ForeignReader:
         with self._lock, _named(self._path, split):
             group = self._file()[split]
             if not self.grouped:
-                return [_rgb(group[index.image_ids[row]]["image"][()]) for row in rows.tolist()]
+                return [_rgb(dataset(group[index.image_ids[row]], "image")) for row in rows.tolist()]
             images: list[memoryview | npt.NDArray[np.uint8]] = []
             for row in rows.tolist():
                 user = int(index.user_index[row])
-                images.append(group[index.user_ids[user]]["images"][row - int(index.user_offsets[user])])
+                images.append(
+                    dataset(group[index.user_ids[user]], "images")[row - int(index.user_offsets[user])]
+                )
             return images
 
     def close(self) -> None:
@@ -186,7 +202,7 @@ def _named(path: Path, split: str) -> Iterator[None]:
     """Turns what h5py raises into one ValueError that names file and split."""
     try:
         yield
-    except (KeyError, OSError, RuntimeError) as error:
+    except (KeyError, OSError, RuntimeError, TypeError, OverflowError, UnicodeDecodeError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}, split {split}, is damaged ({text[:160]})") from None
     except ValueError as error:
@@ -197,5 +213,8 @@ def _text(value: bytes | str) -> str:
     return value if isinstance(value, str) else value.decode()
 
 
-def _rgb(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _rgb(stored: h5py.Dataset) -> npt.NDArray[np.uint8]:
+    if stored.dtype != np.uint8 or (stored.shape[2:] != (3,) and stored.ndim != 2):
+        raise ValueError(f"an image has type {stored.dtype} and shape {stored.shape}")
+    image: npt.NDArray[np.uint8] = stored[()]
     return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)

@@ -42,12 +42,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.command_line import run
+from dataset.flair import probe
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.foreign import ForeignReader, is_foreign
 from dataset.flair.images import decode, resize
 from dataset.flair.index import TAXONOMIES, IntArray, SplitIndex
-from dataset.flair.native import NativeReader, Reader, Storage, is_native, opened
-from dataset.flair.validate import check_foreign, describe, validate
+from dataset.flair.native import REMAKE, NativeReader, Reader, Storage, is_native, opened
+from dataset.flair.validate import check_foreign, check_split, describe, validate
 from dataset.flair.writer import FlairWriter
 
 __all__ = ["FlairFile", "FlairWriter", "Storage"]
@@ -119,7 +120,12 @@ class FlairFile:
             raise ValueError(f"{self.path} has no split {name!r}; it has {', '.join(self.splits)}")
         with self._lock:
             if name not in self._splits:
-                self._splits[name] = self._reader.split(name)
+                split = self._reader.split(name)
+                try:
+                    check_split(split, self.grouped, self._reader.label_mappings, ids=False)
+                except ValueError as error:
+                    raise ValueError(f"{self.path} is damaged: split {name}: {error}; {REMAKE}") from None
+                self._splits[name] = split
             return self._splits[name]
 
     def read_images(self, split: str, rows: IntArray, image_size: int) -> npt.NDArray[np.uint8]:
@@ -177,6 +183,7 @@ def main(argv: Sequence[str]) -> None:
     parser = OneLineParser(prog="python -m dataset.flair.hdf5", description=main.__doc__)
     parser.add_argument("file", type=Path)
     path = parser.parse_args(argv).file
+    probe.probe(path)
     reader = _reader(path)
     try:
         if isinstance(reader, NativeReader):

@@ -15,6 +15,12 @@ from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
 
+MAX_PIXELS = 1 << 26
+MAX_PIXELS_PER_BYTE = 1024
+"""Beyond the first 2^20 pixels. The emptiest JPEG of use, one colour, has some 350 pixels for a byte."""
+MAX_SCANS = 100
+"""A progressive JPEG has about ten; each costs a pass over all of the image, however few its bytes."""
+
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF markers: they hold height and width
 _SCAN = 0xDA
@@ -53,7 +59,17 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
         raise ValueError("its JPEG header gives no size")
     if data.rfind(_END) < at:
         raise ValueError("it is cut off (no JPEG end marker)")
+    _refuse_bomb(*size, data)
     return size
+
+
+def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
+    """ValueError for a declared size that no image of so many bytes has, or that is too large in any case."""
+    pixels = width * height
+    if pixels > MAX_PIXELS or pixels > (1 << 20) + MAX_PIXELS_PER_BYTE * len(data):
+        raise ValueError(f"it declares {width} x {height} pixels in {len(data):,} bytes")
+    if bytes(data).count(b"\xff\xda") > MAX_SCANS:
+        raise ValueError(f"it has more than {MAX_SCANS} scans")
 
 
 def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None = None) -> Pixels:
@@ -74,6 +90,7 @@ def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None 
     """
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        _refuse_bomb(width, height, data)
         fraction = 1
         while image_size is not None and fraction < 8 and min(height, width) >= 4 * image_size * fraction:
             fraction *= 2

@@ -26,6 +26,16 @@ SCHEMA_VERSION = 1
 MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_label_mapping"}
 REMAKE = "make it again with python -m dataset.flair.download_preprocess"
 
+TYPES = {
+    "user_offsets": "<i8",
+    "user_index": "<i4",
+    "image_offsets": "<i8",
+    "image_crc32": "<u4",
+    "images": "|u1",
+}
+TYPES |= {f"{taxonomy}_indptr": "<i8" for taxonomy in TAXONOMIES}
+TYPES |= {f"{taxonomy}_indices": "<u2" for taxonomy in TAXONOMIES}
+
 Storage = Literal["jpeg", "raw"]
 StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
 
@@ -91,7 +101,11 @@ def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
     try:
         with h5py.File(path, mode) as file:
             yield file
-    except (OSError, RuntimeError, KeyError) as error:
+    except ValueError as error:
+        if str(path) in str(error):  # it has a sentence of its own
+            raise
+        raise ValueError(f"{path} is damaged ({' '.join(str(error).split())[:160]}); {REMAKE}") from None
+    except (OSError, RuntimeError, KeyError, TypeError, OverflowError) as error:
         text = " ".join(str(error).split())
         if "file signature not found" in text:
             raise ValueError(f"{path} is not an HDF5 file") from None
@@ -100,6 +114,39 @@ def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
         if "Permission denied" in text:
             raise ValueError(f"{path} may not be read (permission denied)") from None
         raise ValueError(f"{path} is damaged ({text[:160]}); {REMAKE}") from None
+
+
+def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
+    """A data set of a file that may come from anywhere.
+
+    Raises ValueError if it, or a link to it, leads to another file, or if it declares more bytes than could
+    have been stored (deflate packs 1,032 to one): reading it would take memory, or secrets.
+    """
+    here = group
+    for part in name.split("/"):
+        if isinstance(here.get(part, getlink=True), h5py.ExternalLink):
+            raise ValueError(f"{group.file.filename} is damaged: {name} lies in another file; {REMAKE}")
+        here = here[part]
+    if not isinstance(here, h5py.Dataset) or here.shape is None:
+        raise ValueError(f"{group.file.filename} is damaged: {name} holds no data; {REMAKE}")
+    if here.external or here.is_virtual:
+        raise ValueError(f"{group.file.filename} is damaged: {name} keeps its data in other files; {REMAKE}")
+    if here.nbytes > 1100 * here.id.get_storage_size() + (1 << 16):
+        raise ValueError(
+            f"{group.file.filename} is damaged: {name} declares {here.nbytes:,} bytes and holds "
+            f"{here.id.get_storage_size():,}; {REMAKE}"
+        )
+    return here
+
+
+def column(group: h5py.Group, leaf: str) -> npt.NDArray[Any]:
+    """A column of a split. Raises ValueError if it has another type or shape than the schema's."""
+    data = dataset(group, leaf)
+    where = f"{group.file.filename} is damaged: {group.name.strip('/')}/{leaf}"
+    known = data.dtype.str == TYPES[leaf] if leaf in TYPES else data.dtype.kind == "S"
+    if not known or data.ndim != 1:
+        raise ValueError(f"{where} has type {data.dtype}, not {TYPES.get(leaf, 'bytes')}; {REMAKE}")
+    return np.asarray(data[()])
 
 
 def is_native(file: h5py.File) -> bool:
@@ -136,12 +183,15 @@ def content_checksum(file: h5py.File) -> str:
 
 def read_json(file: h5py.File, name: str) -> Any:
     """A JSON text that is stored as bytes under ``metadata``."""
-    data = file[f"metadata/{name}"]
+    data = dataset(file, f"metadata/{name}")
     if data.attrs.get("sha256") != checksum(data[()]):
         raise ValueError(
             f"{file.filename} is damaged: metadata/{name} does not agree with its checksum; {REMAKE}"
         )
-    return json.loads(bytes(data[()]))
+    try:
+        return json.loads(bytes(data[()]))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file.filename} is damaged: metadata/{name} is not JSON; {REMAKE}") from None
 
 
 class NativeReader:
@@ -162,13 +212,17 @@ class NativeReader:
             self.splits = tuple(name for name in SPLITS if name in file)
             self.content_sha256 = str(file.attrs["content_sha256"])
             self.label_mappings: dict[str, dict[str, int]] = {
-                t: dict(read_json(file, name)) for t, name in MAPPINGS.items()
+                t: read_json(file, name) for t, name in MAPPINGS.items()
             }
             self.provenance: dict[str, Any] = read_json(file, "provenance")
+            for told in (*self.label_mappings.values(), self.provenance):
+                if not isinstance(told, dict):
+                    raise ValueError(f"{path} is damaged: its metadata are no JSON objects; {REMAKE}")
             missing = [name for name in self.splits if "images" not in file[name]]
             if missing:
                 raise ValueError(f"{path} is damaged: {missing[0]}/images is missing; {REMAKE}")
-            self.data_at = {name: file[f"{name}/images"].id.get_offset() or 0 for name in self.splits}
+            images = {name: dataset(file, f"{name}/images") for name in self.splits}
+            self.data_at = {name: data.id.get_offset() or 0 for name, data in images.items()}
         self._image_offsets: dict[str, IntArray] = {}
         self._descriptor: int | None = None
 
@@ -176,27 +230,43 @@ class NativeReader:
         """Read one split's columns: a few contiguous reads whatever the number of users."""
         with opened(self._path) as file:
             group = file[name]
-            image_ids = IdColumn(group["image_ids"][()])
+            image_ids = IdColumn(column(group, "image_ids"))
             if self.grouped:
-                offsets = group["user_offsets"][()]
-                owner = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets).clip(0))
+                offsets = column(group, "user_offsets")
+                sizes = np.diff(offsets).clip(0)
+                if sizes.max(initial=0) > len(image_ids) or sizes.sum() > len(image_ids):
+                    raise ValueError(
+                        f"{self._path} is damaged: split {name}: user_offsets do not rise from 0 to the "
+                        f"number of images; {REMAKE}"
+                    )
+                owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
             else:
-                offsets, owner = np.empty(0, np.int64), group["user_index"][()]
+                offsets, owner = np.empty(0, np.int64), column(group, "user_index")
             labels = {
                 taxonomy: LabelMatrix(
-                    group[f"{taxonomy}_indptr"][()],
-                    group[f"{taxonomy}_indices"][()],
+                    column(group, f"{taxonomy}_indptr"),
+                    column(group, f"{taxonomy}_indices"),
                     len(self.label_mappings[taxonomy]),
                 )
                 for taxonomy in TAXONOMIES
             }
-            return SplitIndex(IdColumn(group["user_ids"][()]), offsets, owner, image_ids, labels)
+            return SplitIndex(IdColumn(column(group, "user_ids")), offsets, owner, image_ids, labels)
 
     def image_offsets(self, split: str) -> IntArray:
         """Where each JPEG begins in ``images``, ``[N + 1]``, in bytes."""
         if split not in self._image_offsets:
             with opened(self._path) as file:
-                self._image_offsets[split] = file[f"{split}/image_offsets"][()]
+                offsets, size = column(file[split], "image_offsets"), len(file[split]["images"])
+                if (
+                    offsets.min(initial=0) < 0
+                    or offsets.max(initial=0) > size
+                    or (np.diff(offsets) < 0).any()
+                ):
+                    raise ValueError(
+                        f"{self._path} is damaged: {split}/image_offsets do not rise from 0 to the number of "
+                        f"bytes; {REMAKE}"
+                    )
+                self._image_offsets[split] = offsets
         return self._image_offsets[split]
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from dataset.flair.download import fetch, remote_size
+from dataset.flair.download import PATIENT, Patience, SourceError, fetch, remote
 from dataset.flair.sources import LICENCE, METADATA, ArchiveSource, ParquetSource, Shard, Source
 
 REPOSITORY = "apple/flair"
@@ -21,18 +21,18 @@ APPLE = "https://docs-assets.developer.apple.com/ml-research/datasets/flair/"
 NUM_ARCHIVES, NUM_IMAGES = 43, 429_078  # of the whole of FLAIR
 
 
-def apple(folder: Path, base: str = APPLE) -> Source:
+def apple(folder: Path, base: str = APPLE, patience: Patience = PATIENT) -> Source:
     """Apple's archives of 256-pixel images; downloaded to ``folder``, each when it is needed."""
 
     def shard(path: str) -> Shard:
         target, url = folder / Path(path).name, base + path
-        size = remote_size(url)
+        there = remote(url, patience)
 
         def get() -> Path:
-            fetch(url, target, size)
+            fetch(url, target, there, patience)
             return target
 
-        return Shard(target.name, size, get)
+        return Shard(target.name, there.size, get, f"{url} {there.size} {there.version}")
 
     metadata = shard(f"labels/{METADATA}")
     archives = [shard(f"images/small/small_images-{i:02d}.tar.gz") for i in range(NUM_ARCHIVES)]
@@ -54,9 +54,12 @@ def apple(folder: Path, base: str = APPLE) -> Source:
     )
 
 
-def hugging_face(folder: Path, revision: str = REVISION) -> Source:
-    """``apple/flair`` at one commit; shards come to ``folder`` when needed, and their SHA-256 is checked."""
-    api = HfApi()
+def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = None) -> Source:
+    """``apple/flair`` at one commit; shards come to ``folder`` when needed, and their SHA-256 is checked.
+
+    ``endpoint`` is another server than huggingface.co; huggingface_hub retries, and goes on with half files.
+    """
+    api = HfApi(endpoint=endpoint)
     try:
         commits = api.list_repo_commits(REPOSITORY, repo_type="dataset")
         commit = next((c.commit_id for c in commits if c.commit_id.startswith(revision)), None)
@@ -65,40 +68,45 @@ def hugging_face(folder: Path, revision: str = REVISION) -> Source:
         tree = list(api.list_repo_tree(REPOSITORY, recursive=True, revision=commit, repo_type="dataset"))
     except Exception as error:  # its errors come from three libraries and several versions of them
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OSError(
+        raise SourceError(
             f"cannot list {REPOSITORY} at revision {revision} on Hugging Face ({text}); check the network "
             "and --revision, or give a local copy with --source DIR"
         ) from None
 
-    def shard(remote: Any) -> Shard:
+    def shard(file: Any) -> Shard:
         def get() -> Path:
-            target = folder / str(remote.path)
+            target = folder / str(file.path)
             checked = target.with_name(target.name + ".checked")
-            if target.is_file() and checked.exists():
+            if target.is_file() and checked.exists() and target.stat().st_size == file.size:
                 return target
             try:
                 hf_hub_download(
-                    REPOSITORY, remote.path, repo_type="dataset", revision=commit, local_dir=folder
+                    REPOSITORY,
+                    file.path,
+                    repo_type="dataset",
+                    revision=commit,
+                    local_dir=folder,
+                    endpoint=endpoint,
                 )
             except Exception as error:
                 text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise OSError(
-                    f"cannot download {remote.path} ({text}); what has arrived is kept: run the command again"
+                raise SourceError(
+                    f"cannot download {file.path} ({text}); what has arrived is kept: run the command again"
                 ) from None
             digest = _sha256(target)
-            if remote.lfs is not None and digest != remote.lfs.sha256:
+            if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()
-                raise OSError(f"{remote.path} arrived damaged (SHA-256 {digest}); run the command again")
+                raise SourceError(f"{file.path} arrived damaged (SHA-256 {digest}); run the command again")
             checked.touch()
             return target
 
-        return Shard(remote.path, remote.size, get)
+        return Shard(file.path, file.size, get, f"{commit} {file.path} {file.size}")
 
     shards = [
         shard(one) for one in sorted(tree, key=lambda one: str(one.path)) if one.path.endswith(".parquet")
     ]
     if not shards:
-        raise OSError(f"{REPOSITORY} holds no parquet at revision {revision}; try another --revision")
+        raise SourceError(f"{REPOSITORY} holds no parquet at revision {revision}; try another --revision")
 
     def discard() -> None:
         shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # huggingface_hub's own notes

@@ -1,21 +1,31 @@
 """Where FLAIR comes from: Hugging Face's parquet, Apple's archives, or a local copy of either.
 
-A source is read twice, in the same order, a batch at a time: `Source.records` for everything, `Source.images`
-for the images alone. Remote files are fetched one at a time, when they are first needed.
+A source has parts (its files, mostly), each read twice, in the same order, a batch at a time, from any image
+on: `Source.records` for everything, `Source.images` for the images alone. Remote files are fetched one at a
+time, when they are first needed.
+
+Files may come from anywhere, so no size that they declare is believed: neither that of an archive's member or
+of its header, nor that of a record or of an id.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
+import lzma
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from typing_extensions import Self
 
 from dataset.flair.columns import COLUMNS, SCHEMA
 from dataset.flair.index import TAXONOMIES
@@ -26,6 +36,10 @@ LICENCE = (
     "non-commercial, do not redistribute"
 )
 BATCH = 64  # images in a batch
+MAX_IMAGE_BYTES = 1 << 26
+MAX_RECORD_CHARACTERS = 1 << 22  # of one record in Apple's JSON
+_MAX_HEADER_BYTES = 1 << 20  # of a long name in a tar archive
+_HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members that are headers of the next
 
 Image = memoryview | bytes | None
 """An image's bytes; None where the source lists an image that it does not hold."""
@@ -63,12 +77,21 @@ class Source(Protocol):
         """Source, revision, licence."""
         ...
 
-    def records(self) -> Iterator[Records]:
-        """Everything, batch by batch."""
+    @property
+    def parts(self) -> Sequence[str]:
+        """What identifies the content of each part: as long as it is the same, so are the bytes."""
         ...
 
-    def images(self) -> Iterator[Sequence[Image]]:
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """Everything of a part, batch by batch, from image ``start`` on."""
+        ...
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
         """The images alone, in the order of `records`."""
+        ...
+
+    def skip(self, table: pa.Table) -> None:
+        """Take note that an earlier process read these records."""
         ...
 
     @property
@@ -83,11 +106,15 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a source; ``fetch`` makes sure that it is on the disk and says where."""
+    """One file of a source; ``fetch`` makes sure that it is on the disk and says where.
+
+    ``key`` identifies its bytes without reading them: commit and hash, or size and time.
+    """
 
     name: str
     size: int
     fetch: Callable[[], Path]
+    key: str
 
 
 @dataclass
@@ -105,30 +132,37 @@ class ParquetSource:
         """The shards' size: a JPEG does not compress any further."""
         return sum(shard.size for shard in self.shards)
 
-    def records(self) -> Iterator[Records]:
+    @property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`: the shards."""
+        return [shard.key for shard in self.shards]
+
+    def skip(self, table: pa.Table) -> None:
+        """As `Source.skip`."""
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`."""
-        for shard in self.shards:
-            for batch in _parquet(shard, [*COLUMNS, "image"]):
-                table = pa.Table.from_batches([batch.select(COLUMNS)])
-                try:
-                    table = table.cast(SCHEMA)
-                except pa.ArrowException as error:
-                    raise ValueError(
-                        f"{shard.name} has columns of other types than apple/flair: {error}"
-                    ) from None
-                for name in COLUMNS:
-                    if table[name].null_count:
-                        raise ValueError(f"{shard.name} has records without {name}")
-                yield Records(table, _binary(shard, batch), shard.name)
+        shard = self.shards[part]
+        for batch in _parquet(shard, [*COLUMNS, "image"], start):
+            table = pa.Table.from_batches([batch.select(COLUMNS)])
+            try:
+                table = table.cast(SCHEMA)
+            except pa.ArrowException as error:
+                raise ValueError(
+                    f"{shard.name} has columns of other types than apple/flair: {error}"
+                ) from None
+            for name in COLUMNS:
+                if table[name].null_count:
+                    raise ValueError(f"{shard.name} has records without {name}")
+            yield Records(table, _binary(shard, batch), shard.name)
 
-    def images(self) -> Iterator[Sequence[Image]]:
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
         """As `Source.images`."""
-        for shard in self.shards:
-            for batch in _parquet(shard, ["image"]):
-                yield _binary(shard, batch)
+        for batch in _parquet(self.shards[part], ["image"], start):
+            yield _binary(self.shards[part], batch)
 
 
-def _parquet(shard: Shard, columns: list[str]) -> Iterator[Any]:
+def _parquet(shard: Shard, columns: list[str], start: int) -> Iterator[Any]:
     path = shard.fetch()
     try:
         # A buffer, rather than whole column chunks, bounds the memory whatever the size of a row group.
@@ -137,9 +171,17 @@ def _parquet(shard: Shard, columns: list[str]) -> Iterator[Any]:
             if missing:
                 raise ValueError(f"it has no column {missing[0]!r}, as apple/flair has")
             for group in range(file.num_row_groups):
-                yield from file.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these types
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from None
+                rows = file.metadata.row_group(group).num_rows
+                if start >= rows:
+                    start -= rows
+                    continue
+                batches = file.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False)
+                for batch in batches:
+                    if start < len(batch):
+                        yield batch.slice(start)
+                    start = max(0, start - len(batch))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
 
 
 def _binary(shard: Shard, batch: Any) -> list[Image]:
@@ -169,16 +211,37 @@ class ArchiveSource:
     download_bytes: int = 0
     discard: Callable[[], None] = nothing
     _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
+    _seen: bytearray = field(default_factory=bytearray, repr=False)
 
-    def records(self) -> Iterator[Records]:
+    @property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`: archives, or the folder of files; then what is listed and in none of them."""
+        keys = [shard.key for shard in self.archives]
+        if self.files is not None:
+            keys.append(_folder_key(self.files, self.listed()[1]))
+        return [f"{self.metadata.key} {key}" for key in [*keys, f"missing of {' '.join(keys)}"]]
+
+    def skip(self, table: pa.Table) -> None:
+        """As `Source.skip`."""
+        _, row_of = self.listed()
+        for image_id in table["image_id"].to_pylist():
+            self._seen[row_of[image_id]] = 1
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`."""
         table, row_of = self.listed()
-        for origin, ids, images in self._batches():
-            yield Records(table.take([row_of[image_id] for image_id in ids]), images, origin)
+        for ids, images in self._batches(part, start):
+            rows = [row_of[image_id] for image_id in ids]
+            yield Records(table.take(rows), images, self._origin(part))
 
-    def images(self) -> Iterator[Sequence[Image]]:
-        """As `Source.images`."""
-        return (images for _, _, images in self._batches())
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """As `Source.images`; all `records` must have been read, or skipped, before."""
+        return (images for _, images in self._batches(part, start))
+
+    def _origin(self, part: int) -> str:
+        if part < len(self.archives):
+            return self.archives[part].name
+        return self.files.name if self.files is not None and part == len(self.archives) else METADATA
 
     def listed(self) -> tuple[pa.Table, dict[str, int]]:
         """The records of the JSON, and each image's row among them."""
@@ -189,55 +252,106 @@ class ArchiveSource:
             if len(row_of) < len(ids):
                 twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
                 raise ValueError(f"{METADATA} lists image {twice} twice")
-            self._listed = table, row_of
+            self._listed, self._seen = (table, row_of), bytearray(len(row_of))
         return self._listed
 
-    def _batches(self) -> Iterator[tuple[str, list[str], list[Image]]]:
+    def _batches(self, part: int, start: int) -> Iterator[tuple[list[str], list[Image]]]:
         _, row_of = self.listed()
-        seen = bytearray(len(row_of))
-        for shard, members in self._streams():
-            ids: list[str] = []
-            images: list[Image] = []
-            for image_id, image in members:
-                if image_id not in row_of:
-                    continue
-                seen[row_of[image_id]] = 1
-                ids.append(image_id)
-                images.append(image)
-                if len(ids) == BATCH:
-                    yield shard, ids, images
-                    ids, images = [], []
-            if ids:
-                yield shard, ids, images
-        missing = [image_id for image_id, row in row_of.items() if not seen[row]]
-        for start in range(0, len(missing), BATCH):
-            ids = missing[start : start + BATCH]
-            yield METADATA, ids, [None] * len(ids)
+        ids: list[str] = []
+        images: list[Image] = []
+        for image_id, image in self._members(part):
+            self._seen[row_of[image_id]] |= image is not None
+            if start:
+                start -= 1
+                continue
+            ids.append(image_id)
+            images.append(image() if callable(image) else image)
+            if len(ids) == BATCH:
+                yield ids, images
+                ids, images = [], []
+        if ids:
+            yield ids, images
 
-    def _streams(self) -> Iterator[tuple[str, Iterator[tuple[str, Image]]]]:
-        for shard in self.archives:
-            yield shard.name, _tar(shard.fetch())
-        if self.files is not None:
-            yield self.files.name, _jpegs(self.files, self.listed()[1])
+    def _members(self, part: int) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
+        """The listed images of a part, each with how to read it; None if it is nowhere."""
+        _, row_of = self.listed()
+        if part < len(self.archives):
+            return ((name, read) for name, read in _tar(self.archives[part].fetch()) if name in row_of)
+        if self.files is not None and part == len(self.archives):
+            return _jpegs(self.files, row_of)
+        return ((name, None) for name, row in row_of.items() if not self._seen[row])
 
 
-def _jpegs(folder: Path, image_ids: dict[str, int]) -> Iterator[tuple[str, Image]]:
+def _jpegs(folder: Path, image_ids: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
     for image_id in image_ids:
         path = folder / f"{image_id}.jpg"
         if Path(image_id).name == image_id and path.is_file():
-            yield image_id, path.read_bytes()
+            _bounded(str(path), path.stat().st_size)
+            yield image_id, path.read_bytes
 
 
-def _tar(path: Path) -> Iterator[tuple[str, Image]]:
+def _folder_key(folder: Path, image_ids: Iterable[str]) -> str:
+    """SHA-256 over names, sizes and times of the images in a folder."""
+    digest = hashlib.sha256(str(folder).encode())
+    for image_id in image_ids:
+        path = folder / f"{image_id}.jpg"
+        if Path(image_id).name == image_id and path.is_file():
+            stat = path.stat()
+            digest.update(f"{image_id} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _bounded(name: str, size: int) -> None:
+    """ValueError for the size of no image."""
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(
+            f"{name} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}: that is no image of FLAIR"
+        )
+
+
+class _Header(tarfile.TarInfo):
+    """Refuses headers (long names, say) of a size that no header has: tarfile reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _HEADERS and found.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {found.size:,} bytes")
+        return found
+
+
+def _tar(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The JPEGs of an archive, in its order; each must be read before the next is asked for."""
+    with _archive(path), ExitStack() as stack:
+        stream: IO[bytes] = stack.enter_context(open(path, "rb"))
+        if stream.read(2) == b"\x1f\x8b":  # tarfile itself does not look at gzip's checksum
+            stream.seek(0)
+            stream = cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=stream)))
+        stream.seek(0)
+        archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header))
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
+            name = Path(member.name)
+            if member.isreg() and name.suffix.lower() in (".jpg", ".jpeg"):
+                _bounded(f"{path}: {member.name!r}", member.size)
+                content = archive.extractfile(member)
+                assert content is not None
+                yield name.stem, partial(_read, path, content)
+        while stream.read(1 << 20):  # to gzip's checksum, which stands at the end
+            pass
+
+
+def _read(path: Path, content: IO[bytes]) -> bytes:
+    with _archive(path):
+        return content.read()
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[None]:
+    """Turn what a damaged archive raises into one ValueError that names it."""
     try:
-        with tarfile.open(path, "r|*") as archive:
-            for member in archive:
-                name = Path(member.name)
-                if member.isfile() and name.suffix.lower() in (".jpg", ".jpeg"):
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    yield name.stem, content.read()
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from None
 
 
@@ -249,7 +363,7 @@ def read_metadata(path: Path) -> pa.Table:
         try:
             row: dict[str, Any] = {name: str(entry[name]) for name in COLUMNS[:3]}
             row |= {name: [str(label) for label in entry[name]] for name in TAXONOMIES}
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path}: record {number} lacks {error}; it needs {', '.join(COLUMNS)}"
             ) from None
@@ -274,8 +388,10 @@ def _json_list(path: Path, block: int = 1 << 20) -> Iterator[Any]:
                 return
             try:
                 value, at = decoder.raw_decode(text, at)
+            except RecursionError:
+                raise ValueError(f"{path} is nested too deeply to be FLAIR's metadata") from None
             except json.JSONDecodeError as error:
-                more = file.read(block)
+                more = file.read(block) if len(text) - at < MAX_RECORD_CHARACTERS else ""
                 if not more:
                     raise ValueError(f"{path} is not valid JSON, or is cut off ({error.msg})") from None
                 text, at = text[at:] + more, 0
@@ -321,11 +437,12 @@ def _hidden(path: Path) -> bool:
 
 
 def _on_disk(path: Path, folder: Path) -> Shard:
-    return Shard(str(path.relative_to(folder)), path.stat().st_size, lambda: path)
+    stat, name = path.stat(), str(path.relative_to(folder))
+    return Shard(name, stat.st_size, lambda: path, f"{name} {stat.st_size} {stat.st_mtime_ns}")
 
 
 def _num_rows(path: Path) -> int:
     try:
         return int(pq.read_metadata(path).num_rows)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None

@@ -6,8 +6,11 @@ Shape letters: U users, N images, S side in pixels.
 from __future__ import annotations
 
 import errno
+import glob
+import hashlib
 import json
 import os
+import platform
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.flair.index import TAXONOMIES, DatasetIndex, IntArray, SplitIndex
+from dataset.flair.journal import Journal
 from dataset.flair.native import (
     FORMAT,
     MAPPINGS,
@@ -44,12 +48,17 @@ class FlairWriter:
     their places with positioned writes. On leaving the block every row must have been written; the file is
     checked, flushed to the disk and renamed to ``path``. If the block raises, nothing is left behind.
 
+    With a journal, the file in the making is the journal's and outlives the process: a writer of the same
+    plan (index, lengths and ``origin``) takes it up; `already` says what `put_down` put there before.
+
     Args:
         path: where the file is to appear; an existing one is replaced at the end.
         index: users, images, labels, label mappings and provenance (JSON values only).
         storage: ``jpeg`` keeps the bytes of each image, ``raw`` its pixels.
         image_bytes: for ``jpeg``, the byte length of each image, ``[N]`` by split.
         image_size: for ``raw``, the side S of the images in pixels.
+        journal: of a preprocessing that can be stopped and taken up again.
+        origin: what identifies the images' bytes.
 
     Raises ValueError if the index contradicts itself, OSError if the disk is full.
     """
@@ -62,12 +71,16 @@ class FlairWriter:
         storage: Storage,
         image_bytes: Mapping[str, IntArray] | None = None,
         image_size: int | None = None,
+        journal: Journal | None = None,
+        origin: str = "",
     ) -> None:
         assert (storage == "jpeg") == (image_bytes is not None), "image_bytes goes with jpeg storage"
         assert (storage == "raw") == (image_size is not None), "image_size goes with raw storage"
         check_index(index)
         self._path, self._index, self._storage, self._image_size = Path(path), index, storage, image_size
-        self._temporary = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
+        self._journal, self._origin = journal, origin
+        own = f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}"
+        self._temporary = journal.data if journal else self._path.with_name(own)
         counts = {name: split.num_images for name, split in index.splits.items()}
         self._crc = {name: np.zeros(count, np.uint32) for name, count in counts.items()}
         self._written = {name: np.zeros(count, bool) for name, count in counts.items()}
@@ -91,20 +104,68 @@ class FlairWriter:
 
     def __enter__(self) -> FlairWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._path.parent).free
-        index_bytes = sum(128 * split.num_images for split in self._index.splits.values())
-        if free < self.num_bytes + index_bytes + _SLACK:
-            raise _full(self._path, self.num_bytes + index_bytes + _SLACK - free)
+        plan = self._plan() if self._journal else ""
         try:
             with _disk_errors(self._path):
-                self._create()
-                self._descriptor = os.open(self._temporary, os.O_RDWR)
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._descriptor, 0, self._temporary.stat().st_size + _SLACK)
+                if self._journal and self._journal.get("plan") == plan.encode() and self._temporary.exists():
+                    self._take_up()
+                else:
+                    self._begin()
+                    if self._journal:
+                        self._journal.forget("written")
+                        self._journal.put("plan", plan.encode())
         except BaseException:
             self._discard()
             raise
         return self
+
+    def _begin(self) -> None:
+        _sweep(self._path)
+        self._temporary.unlink(missing_ok=True)
+        free = shutil.disk_usage(self._path.parent).free
+        index_bytes = sum(128 * split.num_images for split in self._index.splits.values())
+        if free < self.num_bytes + index_bytes + _SLACK:
+            raise _full(self._path, self.num_bytes + index_bytes + _SLACK - free)
+        self._create()
+        self._descriptor = os.open(self._temporary, os.O_RDWR)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._descriptor, 0, self._temporary.stat().st_size + _SLACK)
+        os.fsync(self._descriptor)
+
+    def _take_up(self) -> None:
+        with h5py.File(self._temporary) as file:
+            self._data_at = {name: int(file[f"{name}/images"].id.get_offset() or 0) for name in self._places}
+        self._descriptor = os.open(self._temporary, os.O_RDWR)
+
+    def _plan(self) -> str:
+        """SHA-256 of all that decides which byte lies where."""
+        digest = hashlib.sha256(f"{self._origin} {self._storage} {self._image_size}".encode())
+        digest.update(json.dumps([dict(m) for m in self._index.label_mappings.values()]).encode())
+        for name, split in self._index.splits.items():
+            digest.update(name.encode() + checksum(self._places[name]).encode())
+            for key, column in _columns(split, self._index.grouped).items():
+                digest.update(f"{key} {checksum(column)}".encode())
+        return digest.hexdigest()
+
+    def put_down(self, name: str, rows: Mapping[str, IntArray]) -> None:
+        """Have the journal say that these rows are on the disk, when they are."""
+        assert self._journal is not None
+        os.fdatasync(self._descriptor)
+        crc = [self._crc[split][here].tobytes() for split, here in rows.items()]
+        self._journal.put(f"written-{name}", b"".join(crc))
+
+    def already(self, name: str, rows: Mapping[str, IntArray]) -> bool:
+        """Whether `put_down` said so in an earlier process; then they need not be written."""
+        assert self._journal is not None
+        told = self._journal.get(f"written-{name}")
+        if told is None or len(told) != 4 * sum(map(len, rows.values())):
+            return False
+        crc, done = np.frombuffer(told, np.uint32), 0
+        for split, here in rows.items():
+            self._crc[split][here] = crc[done : done + len(here)]
+            self._written[split][here] = True
+            done += len(here)
+        return True
 
     def write(
         self, split: str, rows: IntArray, images: Sequence[bytes | memoryview] | npt.NDArray[np.uint8]
@@ -147,6 +208,8 @@ class FlairWriter:
         assert not missing, f"rows were never written: {missing}"
         os.close(self._descriptor)
         self._descriptor = -1
+        if self._journal:
+            self._journal.forget("plan")  # a file left half completed is begun anew
         with h5py.File(self._temporary, "r+") as file:
             for name, crc in self._crc.items():
                 file[name]["image_crc32"][...] = crc
@@ -163,7 +226,8 @@ class FlairWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        self._temporary.unlink(missing_ok=True)
+        if self._journal is None:
+            self._temporary.unlink(missing_ok=True)
 
     def _create(self) -> None:
         # Format 1.8 keeps checksums over HDF5's own structures, which the older default does not.
@@ -232,6 +296,14 @@ def _write_all(descriptor: int, images: Sequence[bytes | memoryview], at: int) -
     while len(view):
         count = os.pwrite(descriptor, view, at)
         view, at = view[count:], at + count
+
+
+def _sweep(path: Path) -> None:
+    """Delete what processes of this machine that are dead left of the same file."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-{glob.escape(platform.node())}-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            left.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

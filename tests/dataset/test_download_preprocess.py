@@ -357,7 +357,7 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
             SimpleNamespace(path=name, size=(served / name).stat().st_size, lfs=None)
         ],
     )
-    monkeypatch.setattr(remote, "HfApi", lambda: api)
+    monkeypatch.setattr(remote, "HfApi", lambda **_: api)
     monkeypatch.setattr(remote, "hf_hub_download", hf_hub_download)
     output = tmp_path / "f.hdf5"
     with monkeypatch.context() as patch:

@@ -61,10 +61,8 @@ def write(path: Path, storage: Storage, order: Sequence[int] | None = None, **ch
         name: np.array([len(jpeg(numbers[name] + i)) for i in range(split.num_images)])
         for name, split in index.splits.items()
     }
-    images = {"image_bytes": sizes} if storage == "jpeg" else {}
-    with FlairWriter(
-        path, index, storage=storage, image_size=32 if storage == "raw" else None, **images
-    ) as writer:
+    image_bytes, image_size = (sizes, None) if storage == "jpeg" else (None, 32)
+    with FlairWriter(path, index, storage=storage, image_size=image_size, image_bytes=image_bytes) as writer:
         for name, split in index.splits.items():
             rows = list(range(split.num_images)) if order is None or name == "val" else list(order)
             for part in filter(None, (rows[:3], rows[3:])):

@@ -7,7 +7,7 @@ import json
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataset.flair import download, remote
-from dataset.flair.download import fetch
+from dataset.flair import remote
+from dataset.flair.download import Patience, Remote, fetch
+from dataset.flair.download import remote as remote_file
 from dataset.flair.sources import Source, _json_list, local
 from tests.dataset.drawn import (
     Record,
@@ -37,7 +38,8 @@ def told(source: Source) -> dict[str, tuple[Any, ...]]:
     """What a source says of each image; the second reading must agree with the first."""
     found: dict[str, tuple[Any, ...]] = {}
     first: list[Any] = []
-    for batch in source.records():
+    parts = range(len(source.parts))
+    for batch in (batch for part in parts for batch in source.records(part)):
         for row, image in zip(batch.table.to_pylist(), batch.images):
             image = None if image is None else bytes(image)
             first.append(image)
@@ -48,7 +50,8 @@ def told(source: Source) -> dict[str, tuple[Any, ...]]:
                 row["fine_grained_labels"],
                 image,
             )
-    again = [None if image is None else bytes(image) for batch in source.images() for image in batch]
+    images = (image for part in parts for batch in source.images(part) for image in batch)
+    again = [None if image is None else bytes(image) for image in images]
     assert again == first
     return found
 
@@ -239,10 +242,10 @@ def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Serv
     content = bytes(range(256)) * 40
     (server.root / "f").write_bytes(content)
     server.break_after = 3000
-    fetch(server.url + "f", tmp_path / "got", len(content))
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
     assert (tmp_path / "got").read_bytes() == content
     assert [wanted for _, wanted in server.asked] == [None, "bytes=3000-", "bytes=6000-", "bytes=9000-"]
-    fetch(server.url + "f", tmp_path / "got", len(content))
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
     assert len(server.asked) == 4  # what is whole is not asked for again
 
 
@@ -250,11 +253,11 @@ def test_a_later_run_takes_up_an_earlier_one(tmp_path: Path, server: Server) -> 
     content = bytes(range(256)) * 40
     (server.root / "f").write_bytes(content)
     server.break_after = 1000
-    with pytest.raises(OSError, match=r"breaks off again and again.*run the command again"):
-        fetch(server.url + "f", tmp_path / "got", len(content), attempts=3)
+    with pytest.raises(OSError, match=r"cannot download .*IncompleteRead.*run the command again"):
+        fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), replace(QUICK, attempts=3))
     assert not (tmp_path / "got").exists()
     server.break_after = None
-    fetch(server.url + "f", tmp_path / "got", len(content))
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
     assert server.asked[-1] == ("/f", "bytes=3000-")
     assert (tmp_path / "got").read_bytes() == content
 
@@ -263,16 +266,17 @@ def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path: Path, serv
     content = bytes(range(256)) * 40
     (server.root / "f").write_bytes(content)
     (tmp_path / "got.part").write_bytes(b"x" * 5000)
+    (tmp_path / "got.version").write_text("")
     server.ranges = False
-    fetch(server.url + "f", tmp_path / "got", len(content))
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
     assert (tmp_path / "got").read_bytes() == content
 
 
 def test_what_cannot_be_reached_is_said_in_one_line(tmp_path: Path, server: Server) -> None:
     with pytest.raises(OSError, match=rf"cannot download {server.url}nothing.*404"):
-        download.remote_size(server.url + "nothing")
+        remote_file(server.url + "nothing", QUICK)
     with pytest.raises(OSError, match=r"cannot download http://127.0.0.1:9/x"):
-        fetch("http://127.0.0.1:9/x", tmp_path / "x", 10)
+        fetch("http://127.0.0.1:9/x", tmp_path / "x", Remote(10, ""), QUICK)
 
 
 def test_apples_archives_are_fetched_one_by_one_and_deleted(
@@ -288,7 +292,7 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
     source = remote.apple(tmp_path / "down", server.url)
     total = sum(path.stat().st_size for path in server.root.rglob("*") if path.is_file())
     assert source.download_bytes == total
-    batches = source.records()
+    batches = source.records(0)
     next(batches)
     assert [path for path, _ in server.asked][1:] == ["/images/small/small_images-00.tar.gz"]
     assert told(source) == expected(rows)
@@ -299,6 +303,7 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
     assert [path.name for path in (tmp_path / "down").iterdir()] == ["mine.txt"]
 
 
+QUICK = Patience(attempts=5, timeout_s=5, pause_s=0.01)
 COMMIT = "227b0632" + "0" * 32
 
 
@@ -328,7 +333,7 @@ class Hub:
             yield SimpleNamespace(path=str(path.relative_to(self.root)), size=path.stat().st_size, lfs=lfs)
 
     def hf_hub_download(
-        self, repository: str, path: str, *, repo_type: str, revision: str, local_dir: Path
+        self, repository: str, path: str, *, repo_type: str, revision: str, local_dir: Path, **_: object
     ) -> str:
         self.downloads.append((path, revision))
         target = local_dir / path
@@ -344,7 +349,7 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     stand_in = Hub(write_parquet(tmp_path / "hub", records(30)))
-    monkeypatch.setattr(remote, "HfApi", lambda: stand_in)
+    monkeypatch.setattr(remote, "HfApi", lambda **_: stand_in)
     monkeypatch.setattr(remote, "hf_hub_download", stand_in.hf_hub_download)
     return stand_in
 
@@ -353,7 +358,7 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
     source = remote.hugging_face(tmp_path / "down")
     assert source.provenance["revision"] == COMMIT
     assert source.download_bytes == sum(path.stat().st_size for path in hub.root.rglob("*.parquet"))
-    next(iter(source.records()))
+    next(iter(source.records(0)))
     assert hub.downloads == [("data/train-00000-of-00003.parquet", COMMIT)]
     assert told(source) == expected(records(30))
     assert len(hub.downloads) == 3

@@ -1,0 +1,234 @@
+"""Every reader of the project behind one signature, with sound inputs to damage.
+
+A target reads a file and raises ValueError or OSError for a damaged one, or reads it; where a format carries
+checksums, `Target.same` says whether what it read is what was written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.flair.config import CONFIGS, parse
+from dataset.flair import probe as probing
+from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
+from dataset.flair.hdf5 import FlairFile
+from dataset.flair.hdf5 import main as describe
+from dataset.flair.images import decode, jpeg_size
+from dataset.flair.native import NativeReader, Storage
+from dataset.flair.sources import local
+from pfl_ext import checkpoint
+from pfl_ext.models import build_backbone
+from tests.dataset.drawn import (
+    add_member,
+    jpeg,
+    records,
+    write_files,
+    write_metadata,
+    write_parquet,
+    write_predecessor,
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader: sound files, and how a file is read; the path's name has ``suffix``."""
+
+    name: str
+    seeds: Sequence[bytes]
+    read: Callable[[Path], object]
+    suffix: str = ""
+    text: bool = False
+    same: bool = False
+    """What is read without complaint must equal what was read of the seed."""
+
+
+def read_flair(path: Path) -> object:
+    """All that a training reads of a file, unvalidated: index, labels, pixels, in blocks."""
+    told = []
+    with FlairFile(path) as file:
+        told.append(file.fingerprint)
+        for name in file.splits:
+            split = file.split(name)
+            told.append(f"{list(split.user_ids)[:5]} {list(split.image_ids)[:5]} {split.user_offsets[:5]}")
+            for start in range(0, min(split.num_images, 200), 50):
+                rows = np.arange(start, min(start + 50, split.num_images))
+                told.append(str(int(file.read_images(name, rows, 16).sum())))
+                told += [str(int(labels.dense(rows).sum())) for labels in split.labels.values()]
+    return told
+
+
+def read_probed(path: Path) -> object:
+    """As training opens a file."""
+    probing.probe(path)
+    return read_flair(path)
+
+
+def validated(path: Path) -> object:
+    """The command line's description, and the content that the file is then known to have."""
+    describe([str(path)])
+    with FlairFile(path) as file:
+        is_native = isinstance(file._reader, NativeReader)
+    return read_flair(path) if is_native else None
+
+
+def preprocessed(folder: Path, output: Path, storage: Storage = "jpeg") -> None:
+    """A folder of one source through the whole preprocessing, unusable images left out."""
+    preprocess(local(folder), Options(output, storage, image_size=16, on_bad_image="skip", workers=1))
+
+
+def as_source(name: str, rest: Callable[[Path], object] = lambda _: None) -> Callable[[Path], object]:
+    """Read a damaged file as one file of a source, of which ``rest`` makes the others."""
+
+    def read(path: Path) -> object:
+        folder = path.with_name("source")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        rest(folder)
+        shutil.copy(path, folder / name)
+        output = path.with_name("out.hdf5")
+        output.unlink(missing_ok=True)
+        for storage in ("jpeg", "raw"):
+            preprocessed(folder, output, storage)
+        with FlairFile(output) as file:
+            return file.fingerprint
+
+    return read
+
+
+def read_jpeg(path: Path) -> object:
+    """A JPEG as preprocessing and training take it."""
+    data = path.read_bytes()
+    size = jpeg_size(data)
+    decode(data, 32)
+    decode(data, None)
+    return size
+
+
+def read_weights(path: Path) -> object:
+    """A weights file of a small network."""
+    generator = torch.Generator().manual_seed(0)
+    build_backbone("squeezenet1_1", 3, norm="group", init="paper", weights=path, generator=generator)
+    return None
+
+
+def read_words(path: Path) -> object:
+    """A command line, one word a line."""
+    words = path.read_text(errors="surrogateescape").split("\n")
+    return parse([word for word in words if word])
+
+
+def _images() -> list[bytes]:
+    rng = np.random.default_rng(0)
+    smooth = np.linspace(0, 255, 48 * 40 * 3).reshape(48, 40, 3).astype(np.uint8)
+    noise = rng.integers(0, 256, (40, 56, 3), np.uint8)
+    found = []
+    for pixels, options in (
+        (smooth, {}),
+        (noise, {"progressive": True}),
+        (smooth[..., 0], {}),
+        (noise, {"restart_marker_blocks": 1}),
+    ):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", **options)
+        found.append(buffer.getvalue())
+    buffer = io.BytesIO()
+    Image.fromarray(np.dstack([noise, noise[..., :1]]), "CMYK").save(buffer, "JPEG")
+    return [*found, buffer.getvalue(), jpeg(7)]
+
+
+def targets(folder: Path) -> list[Target]:
+    """All of them; seeds are made in ``folder``."""
+    rows = records(24)
+    parquet = write_parquet(folder / "parquet", rows, shards=1)
+    files = write_files(folder / "files", rows)
+
+    def flair(storage: Storage, grouped: bool) -> bytes:
+        path = folder / f"{storage}-{grouped}.hdf5"
+        preprocess(local(parquet), Options(path, storage, image_size=16, grouped=grouped, workers=1))
+        return path.read_bytes()
+
+    native = [flair(storage, grouped) for storage in ("jpeg", "raw") for grouped in (True, False)]
+    foreign = [
+        write_predecessor(folder / f"{maker}-{grouped}.hdf5", rows, maker, grouped).read_bytes()
+        for maker in ("pfl", "ml-flair")
+        for grouped in (True, False)
+    ]
+    with tarfile.open(folder / "a.tar.gz", "w:gz") as archive:
+        for one in rows:
+            add_member(archive, f"small_images/{one.image_id}.jpg", one.image or b"")
+    with tarfile.open(folder / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for one in rows:
+            add_member(archive, f"{'long' * 40}/é/{one.image_id}.jpg", one.image or b"")
+    checkpoint.save(folder / "c.safetensors", {"a": torch.arange(20.0), "b": torch.ones(3, 2)}, {"step": 3})
+    generator = torch.Generator()
+    network = build_backbone(
+        "squeezenet1_1", 3, norm="group", init="paper", weights=None, generator=generator
+    )
+    small = {name: tensor[..., :1].clone() for name, tensor in network.state_dict().items()}
+    torch.save(small, folder / "w.pth")
+    vocabulary = {"labels": sorted({n for one in rows for n in one.labels}), "fine_grained_labels": {"a": 1}}
+    configs = [path.read_bytes() for path in sorted(CONFIGS.glob("*.yaml"))]
+    words = [
+        "--config=fl-r-17",
+        "--seed",
+        "1",
+        "--local.learning_rate=0.1",
+        "--privacy.epsilon=2",
+        "--scale=mini",
+        "--data.binary_label=dog",
+        "--runtime.threads=1",
+        "--resume=auto",
+        "--local.max_grad_norm",
+        "none",
+    ]
+
+    def listed(place: Path) -> None:
+        write_metadata(place, rows)
+
+    def unpacked(place: Path) -> None:
+        shutil.copytree(files / "small_images", place / "small_images")
+
+    metadata = (files / "labels_and_metadata.json").read_bytes()
+    tar = [(folder / "a.tar").read_bytes()]
+    return [
+        Target("hdf5, validated", native, validated, ".hdf5", same=True),
+        Target("hdf5, read", native, read_probed, ".hdf5"),
+        Target("hdf5 of predecessors", foreign, validated, ".hdf5"),
+        Target("hdf5 of predecessors, read", foreign, read_probed, ".hdf5"),
+        Target("parquet", [next(parquet.rglob("*.parquet")).read_bytes()], as_source("t.parquet")),
+        Target("tar.gz", [(folder / "a.tar.gz").read_bytes()], as_source("a.tar.gz", listed), same=True),
+        Target("tar", tar, as_source("a.tar", listed)),
+        Target("metadata", [metadata], as_source("labels_and_metadata.json", unpacked), text=True),
+        Target("jpeg", _images(), read_jpeg),
+        Target("label mapping", [json.dumps(vocabulary).encode()], read_vocabulary, ".json", text=True),
+        Target("config", configs, lambda path: parse([f"--config={path}"]), ".yaml", text=True),
+        Target("command line", ["\n".join(words).encode()], read_words, text=True),
+        Target(
+            "checkpoint",
+            [(folder / "c.safetensors").read_bytes()],
+            checkpoint.load,
+            ".safetensors",
+            same=True,
+        ),
+        Target(
+            "weights .safetensors", [(folder / "c.safetensors").read_bytes()], read_weights, ".safetensors"
+        ),
+        Target("weights .pth", [(folder / "w.pth").read_bytes()], read_weights, ".pth"),
+        Target(
+            "results.json",
+            [json.dumps({"a": [1, {"b": 2}]}).encode()],
+            checkpoint.read_json,
+            ".json",
+            text=True,
+        ),
+    ]

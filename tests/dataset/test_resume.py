@@ -1,0 +1,173 @@
+"""Preprocessing that was stopped goes on, block by block, and never with another source's blocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataset.command_line import run
+from dataset.flair import download_preprocess, sources, writer
+from dataset.flair.download_preprocess import Options, preprocess
+from dataset.flair.journal import Journal
+from dataset.flair.native import Storage
+from dataset.flair.sources import local
+from dataset.flair.writer import FlairWriter
+from tests.dataset.drawn import Record, assert_paired, records, write_archives, write_files, write_parquet
+from tests.dataset.test_download_preprocess import WRITERS, Folder, content_hash
+
+BLOCK = 10
+
+
+def make(folder: Path, output: Path, storage: Storage = "jpeg", **options: Any) -> int:
+    """Preprocess in blocks of ten; the exit code."""
+    chosen = Options(output, storage, image_size=32, block_images=BLOCK, workers=1, **options)
+    return run(lambda _: preprocess(local(folder), chosen), [])
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BATCH", 5)
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, int], list[int]]:
+    """Send SIGTERM at the n-th call of a function; the list that comes back counts the calls."""
+
+    def arm(owner: Any, name: str, call: int) -> list[int]:
+        real, calls = getattr(owner, name), [0]
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+        return calls
+
+    return arm
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_was_checked_is_not_checked_again(tmp_path: Path, write: Folder, stop: Any) -> None:
+    rows = records(100)
+    folder, output = write(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    put = stop(Journal, "put", 6)
+    assert make(folder, output) == 75
+    assert not output.exists()
+    assert put == [6]
+    checked = stop(download_preprocess, "_fault", -1)
+    assert make(folder, output) == 0
+    assert 100 - 8 * BLOCK <= checked[0] <= 100 - 5 * BLOCK
+    assert_paired(output, rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"flair", "f.hdf5"}
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+def test_what_was_written_is_not_written_again(tmp_path: Path, storage: Storage, stop: Any) -> None:
+    rows = records(100)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(FlairWriter, "put_down", 7)
+    assert make(folder, output, storage) == 75
+    written = stop(FlairWriter, "put_down", -1)
+    created = stop(FlairWriter, "_create", -1)
+    assert make(folder, output, storage) == 0
+    assert created == [0]
+    assert 0 < written[0] < 7
+    assert_paired(output, rows)
+
+
+def test_a_file_left_half_completed_is_begun_anew(tmp_path: Path, stop: Any) -> None:
+    """HDF5's own structures may be half written then."""
+    rows = records(40)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(writer, "content_checksum", 1)
+    assert make(folder, output) == 75
+    created = stop(FlairWriter, "_create", -1)
+    assert make(folder, output) == 0
+    assert created == [1]
+    assert_paired(output, rows)
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_archives, write_files])
+def test_a_source_that_changed_is_read_anew_where_it_changed(
+    tmp_path: Path, write: Folder, stop: Any
+) -> None:
+    rows = records(60)
+    folder, output = write(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(FlairWriter, "put_down", 4)
+    assert make(folder, output) == 75
+    changed = [Record(one.number + 300) if one.number % 4 == 0 else one for one in rows]
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    write(folder, changed)
+    assert make(folder, output) == 0
+    assert_paired(output, changed)
+
+
+def test_damaged_entries_of_the_journal_are_not_believed(tmp_path: Path, stop: Any) -> None:
+    rows = records(60)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(FlairWriter, "put_down", 4)
+    assert make(folder, output) == 75
+    for number, entry in enumerate(sorted((tmp_path / "f.hdf5.partial").glob("entry-*"))):
+        content = bytearray(entry.read_bytes())
+        content[-1] ^= 1
+        entry.write_bytes(content if number % 2 else content[:20])
+    assert make(folder, output) == 0
+    assert_paired(output, rows)
+
+
+def test_an_image_found_bad_before_the_stop_is_still_bad(
+    tmp_path: Path, stop: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = records(40)
+    rows[0] = Record(rows[0].number, b"no image")
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(Journal, "put", 4)
+    assert make(folder, output, on_bad_image="skip") == 75
+    assert make(folder, output, on_bad_image="skip") == 0
+    assert_paired(output, rows[1:])
+    output.unlink()
+    stop(Journal, "put", 4)
+    assert make(folder, output, on_bad_image="skip") == 75
+    assert make(folder, output, on_bad_image="fail") == 2
+    assert f"image {rows[0].image_id} of user {rows[0].user_id}" in capsys.readouterr().err
+    assert not (tmp_path / "f.hdf5.partial").exists()
+
+
+def test_listed_images_that_are_nowhere_are_still_missing_after_a_stop(tmp_path: Path, stop: Any) -> None:
+    rows = records(60)
+    folder = write_files(tmp_path / "flair", rows)
+    for one in rows[:25]:
+        (folder / "small_images" / f"{one.image_id}.jpg").unlink()
+    output, whole = tmp_path / "f.hdf5", tmp_path / "whole.hdf5"
+    assert make(folder, whole, on_bad_image="skip") == 0
+    for call in range(1, 30):
+        stop(Journal, "put", call)
+        if make(folder, output, on_bad_image="skip") == 0:
+            break
+    assert output.exists()
+    assert content_hash(output) == content_hash(whole)
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    folder, output = write_parquet(tmp_path / "flair", records(20)), tmp_path / "f.hdf5"
+    code = (
+        "import sys; from pathlib import Path; from dataset.flair.journal import Journal\n"
+        "with Journal(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(output)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"mine\n"
+        assert make(folder, output) == 2
+        other.kill()
+    assert make(folder, output) == 0
