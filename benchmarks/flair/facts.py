@@ -58,7 +58,8 @@ def _description(weights: Path) -> str | None:
             state = json.loads((file.metadata() or {}).get("state", "{}"))
     except (SafetensorError, json.JSONDecodeError):
         return None
-    return state.get("description")
+    description = state.get("description")
+    return None if description is None else str(description)
 
 
 def norm_layers(module: torch.nn.Module) -> str:

@@ -1,10 +1,11 @@
-"""A local stand-in for ImageNet weights, so that the fine-tuning (F) rows run where nothing can be downloaded.
+"""A local stand-in for ImageNet weights: the fine-tuning (F) rows run where nothing can be downloaded.
 
     python -m benchmarks.flair.standin --output_file data/standin.safetensors [--method pretrain|random]
 
 ``pretrain``: torchvision's network, BatchNorm and all, is trained on a mini data set of *other* users, drawn
-from another seed, so that fine-tuning on the mini set has something to start from. ``random``: untrained weights.
-The file says of itself which it is, and every table shows it: such a row is not comparable with the paper.
+from another seed, so that fine-tuning on the mini set has something to start from. ``random``: untrained
+weights. The file says of itself which it is, and every table shows it: such a row is not comparable
+with the paper.
 
 Shape letters: N images, K labels, S side in pixels.
 """
@@ -75,8 +76,8 @@ def write_standin(path: Path, arch: str, method: str, spec: MiniSpec, epochs: in
     if method == "pretrain":
         loss = pretrain(network, spec, epochs, rate)
         description = (
-            f"STAND-IN, not ImageNet: {epochs} epochs on {spec.train_users} drawn users (mini seed {spec.seed}), "
-            f"last loss {loss:.3f}"
+            f"STAND-IN, not ImageNet: {epochs} epochs on {spec.train_users} drawn users "
+            f"(mini seed {spec.seed}), last loss {loss:.3f}"
         )
     else:
         description = f"STAND-IN, not ImageNet: random weights (seed {spec.seed})"
@@ -109,9 +110,7 @@ def main(argv: Sequence[str]) -> None:
         train_users=given.users, val_users=1, test_users=1, image_size=given.image_size, seed=given.seed,
         num_fine_labels=68, difficulty=0.25,
     )  # fmt: skip
-    told = write_standin(
-        given.output_file, given.arch, given.method, spec, given.epochs, given.learning_rate
-    )
+    told = write_standin(given.output_file, given.arch, given.method, spec, given.epochs, given.learning_rate)
     print(f"wrote {given.output_file}: {told}")
 
 

@@ -1,11 +1,11 @@
 """Run Table 1, settings x seeds, each in a process of its own, and report.
 
-    python -m benchmarks.flair.table1 [--settings fl-r-17 ...] [--seeds 0 1 ...] [--scale mini] [--data_path F] [-- ...]
+    python -m benchmarks.flair.table1 [--settings fl-r-17 ...] [--seeds 0 1 ...] [--scale mini] [-- ...]
 
 What is finished is skipped and what is half done goes on, so the same command is the way to go on after a
-stop. A run that fails is named, its log kept, and the others go on. What stands after ``--`` goes to every run.
-``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, about half an hour
-on one core.
+stop. A run that fails is named, its log kept, and the others go on. What stands after ``--`` goes to every
+run. ``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, half an
+hour or so on one core.
 """
 
 from __future__ import annotations
@@ -71,7 +71,15 @@ def jobs(settings: Sequence[str], seeds: Sequence[int], root: Path, common: Sequ
             config = parse(argv).config
             federated = config.mode == "federated"
             steps = config.federated.num_rounds if federated else config.centralised.num_epochs
-            out.append(Job(f"{setting} seed {seed}", (*argv, "--run_dir", str(directory)), directory, steps, federated))
+            out.append(
+                Job(
+                    f"{setting} seed {seed}",
+                    (*argv, "--run_dir", str(directory)),
+                    directory,
+                    steps,
+                    federated,
+                )
+            )
     return out
 
 
@@ -101,7 +109,10 @@ def execute(job: Job, log: Path, tell: str) -> int:
                 if time.monotonic() - told >= TELL_S:
                     told = time.monotonic()
                     unit = "round" if job.federated else "epoch"
-                    print(f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {told - started:.0f} s", flush=True)
+                    print(
+                        f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {told - started:.0f} s",
+                        flush=True,
+                    )
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -149,7 +160,9 @@ def main(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--settings", nargs="+", help="default: all twelve")
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2 3 4, as the paper; 0 1 at scale mini")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, help="default: 0 1 2 3 4, as the paper; 0 1 at scale mini"
+    )
     parser.add_argument("--scale", help=f"none, or mini, or one of train's: {', '.join(SCALES)}")
     parser.add_argument("--data_path", help="HDF5 file, or the word mini")
     parser.add_argument("--weights", help="a file for the fine-tuning rows, or the word standin: makes one")
@@ -178,7 +191,12 @@ def main(argv: Sequence[str]) -> None:
             print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
             todo = [job for job in todo if job not in fine]
     if weights is not None:
-        todo = [Job(j.name, (*j.argv, "--weights", weights), j.directory, j.steps, j.federated) if j in fine else j for j in todo]
+        todo = [
+            Job(j.name, (*j.argv, "--weights", weights), j.directory, j.steps, j.federated)
+            if j in fine
+            else j
+            for j in todo
+        ]
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
     words = [str(root), "--output_dir", str(root), *(["--verify"] if given.verify else [])]
