@@ -186,6 +186,7 @@ def flat(config: Config) -> dict[str, Any]:
         "federated.max_state_gb",
         "personal.",
         "evaluation.few_shot",
+        "evaluation.per_user",
     ]
     if config.mode == "centralised":
         idle += ["local.", "server.", "federated.", "privacy", "data.partition", "evaluation.every_rounds"]
