@@ -56,7 +56,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
         names = list(record.results["per_class_ap"])
         if list(task.label_names) != names:
             raise ValueError(
-                f"{file.path} has other labels than {directory} was trained on: give the file with --data_path"
+                f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
             )
         module = build_model(config, len(names), model_file if config.model.pretrained else None)
         module.load_state_dict(checkpoint.load(model_file)[0])
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
     foreign = [key for key in arguments(words[first:]) if not key.startswith(ALLOWED)]
     if foreign:
         raise ValueError(
-            f"--{foreign[0]} is the run's own and cannot be given here: personal.*, runtime.* and data_path can"
+            f"--{foreign[0]} is the run's own, and only personal.*, runtime.* and data_path can be given here"
         )
     for directory in find_runs([Path(word) for word in words[:first]]):
         run = parse(["--config", str(directory / "config.yaml"), *words[first:]])
