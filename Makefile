@@ -72,3 +72,6 @@ flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 flair-table1: $(READY) ## Table 1, resumable, then the report: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(SCALE),--scale $(SCALE)) $(if $(filter mini,$(SCALE)),,$(FILE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
+
+flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
+	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(FILE) --output_dir $(or $(OUT),figures)

@@ -234,6 +234,8 @@ def variant(config: Config) -> Variant:
             except ValueError:
                 continue  # the recipe does not go with the setting
             keys = [key for key in {**base, **own} if base.get(key) != own.get(key)]
+            if "privacy" in own and "privacy" not in base:  # none of its keys, where the row has them
+                keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
             differences = [f"{key}={_word(own.get(key))}" for key in keys]
             made = Variant(config.setting, scale, (*([f"recipe={recipe}"] if recipe else []), *differences))
             if best is None or len(made.differences) < len(best.differences):

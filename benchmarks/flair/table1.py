@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.flair import paper, report
-from benchmarks.flair.config import SCALES, config_path, parse
+from benchmarks.flair.config import SCALES, arguments, config_path, digest, parse
 from benchmarks.flair.standin import main as make_standin
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
@@ -47,8 +47,20 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with results."""
-        return (self.directory / "results.json").is_file()
+        """Whether it has ended, with results.
+
+        :raises ValueError: when the directory holds the results of another config.
+        """
+        path = self.directory / "results.json"
+        if not path.is_file():
+            return False
+        try:
+            found = json.loads(path.read_text())["config_sha256"]
+        except (ValueError, KeyError, TypeError) as fault:
+            raise ValueError(f"{path} is damaged: remove {self.directory} to make the run again") from fault
+        if found != digest(parse(self.argv).config):
+            raise ValueError(f"{self.directory} holds a run of another config: choose another --runs_dir")
+        return True
 
     def step(self) -> int:
         """How many rounds or epochs ``metrics.jsonl`` tells of."""
@@ -177,10 +189,13 @@ def main(argv: Sequence[str]) -> None:
     given = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     laptop = given.scale == LAPTOP[0]
     data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
-    common = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else []), *extra]
+    common = ["--evaluation.per_user=true"]  # for Figure 5
+    common += [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else []), *extra]
     settings = [name.lower() for name in given.settings or paper.settings()]
     seeds = given.seeds if given.seeds is not None else range(2 if laptop else 5)
-    root = given.runs_dir or Path("runs") / f"table1-{Path(data or 'data/flair.hdf5').stem}-{scale or 'full'}"
+    own = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
+    name = f"table1-{Path(data or 'data/flair.hdf5').stem}-{scale or 'full'}{''.join(own)}"
+    root = given.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
         config_path(setting)
     todo = [job for job in jobs(settings, list(seeds), root, common) if not job.done]
