@@ -106,7 +106,7 @@ def emd(curves: EmdCurves, name: str) -> Figure:
         ylabel="users at most so far away (%)",
         xlim=(0, 1.05 * last),
         ylim=(0, 101),
-        title=f"{name}: {curves.num_images:,} images of {curves.label}, {len(curves.real):,} users",
+        title=f"{name}\n{curves.num_images:,} images with {curves.label}, of {len(curves.real):,} users",
     )
     axes.grid(alpha=0.3)
     _legend_below(figure, axes, 1)
@@ -254,7 +254,7 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     for axes, (column, shown) in zip(figure.subplots(2, sharex=True), groups.items()):
         violins(axes, shown, [COLOURS[k % len(COLOURS)] for k in range(len(shown))])
         axes.set(ylabel=titles[column], ylim=(0, 102))
-    figure.suptitle(f"{name}: {users:,} users with {least_images} images or more, n seeds")
+    figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
     figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
     return figure
 

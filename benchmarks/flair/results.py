@@ -17,6 +17,7 @@ from benchmarks.flair.recorder import Recorder, columns
 from benchmarks.flair.users import write_users
 from dataset.flair.task import FlairTask
 from pfl_ext import checkpoint
+from pfl_ext.distributed import is_main
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.metrics import average_precision
 from pfl_ext.models import ImageClassifier, probe_checksum
@@ -62,7 +63,7 @@ def final_scores(recorder: Recorder, model: PyTorchModel, task: FlairTask) -> Tr
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     config = recorder.run.config
     told: Tree = {}
-    if config.evaluation.per_user or config.personal.num_epochs:
+    if is_main() and (config.evaluation.per_user or config.personal.num_epochs):
         told["per_user"] = write_users(
             recorder.directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
         )

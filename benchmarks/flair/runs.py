@@ -153,7 +153,8 @@ def is_flair(data: Tree) -> bool:
 def data_key(record: RunRecord) -> str:
     """What two runs on the same data have in common: the content's checksum, or the file's path."""
     assert record.results is not None
-    return str(record.data.get("content_sha256") or record.results.get("dataset"))
+    known = record.data.get("content_sha256") or record.results.get("data_sha256")
+    return str(known or record.results.get("dataset"))
 
 
 def epsilon_of(privacy: Tree) -> tuple[float | None, float, bool, float | None]:
@@ -189,7 +190,8 @@ def flat(config: Config) -> dict[str, Any]:
         "evaluation.per_user",
     ]
     if config.mode == "centralised":
-        idle += ["local.", "server.", "federated.", "privacy", "data.partition", "evaluation.every_rounds"]
+        idle += ["local.", "server.", "federated.", "privacy", "local_privacy"]
+        idle += ["data.partition", "evaluation.every_rounds"]
     else:
         idle += ["centralised.", "evaluation.every_epochs"]
         idle += [] if config.federated.algorithm == "fedprox" else ["federated.mu"]

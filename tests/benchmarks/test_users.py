@@ -68,7 +68,7 @@ def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
     assert results["norm"] == "20 GroupNorm"
     assert results["parameters"] == results["trainable_parameters"] > 11_000_000
     with FlairFile(mini_file) as file:
-        assert results["data"]["content_sha256"] == file.content_sha256
+        assert results["data"]["content_sha256"] == file.fingerprint
     assert results["data"]["source"] == "mini"
     assert results["data"]["users"] == {"train": 12, "val": 5, "test": 5}
     assert sum(group["classes"] for group in results["shots"].values()) == 17
