@@ -24,7 +24,7 @@ TRAIN    = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl
+.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -65,3 +65,10 @@ flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | 
 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
+
+flair-table1: $(READY) ## Table 1, resumable, then the report: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
+	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
+	  $(if $(SCALE),--scale $(SCALE)) $(if $(filter mini,$(SCALE)),,$(FILE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
+
+flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
+	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(FILE) --output_dir $(or $(OUT),figures)

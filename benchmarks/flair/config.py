@@ -138,6 +138,26 @@ class EvaluationConfig:
     every_rounds: PositiveInt = 10
     every_epochs: PositiveInt = 1
     best_by: Literal["loss", "C-AP"] = "loss"
+    per_user: bool = False
+    """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
+    few_shot_below: PositiveInt = 20
+    """Classes with fewer training images than this are reported apart as few-shot (FLAIR paper, 6.1)."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PersonalConfig:
+    """Local fine-tuning of the final model on part of each test user's images, scored on the others."""
+
+    num_epochs: NonNegativeInt = 0
+    """0: none."""
+    learning_rate: PositiveFloat = 0.01
+    batch_size: PositiveInt = 16
+    max_grad_norm: PositiveFloat | None = 10.0
+    train_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    min_images: Annotated[int, Field(ge=2)] = 4
+    """Users with fewer are left out."""
+    split_seed: NonNegativeInt = 0
+    """Not the run's seed: every run is to be scored on the same images."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -177,6 +197,7 @@ class Config:
     """None: no privacy."""
     local_privacy: LocalPrivacySection | None = None
     """None: no local privacy."""
+    personal: PersonalConfig = field(default_factory=PersonalConfig)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,6 +27,12 @@ def row(setting: str) -> dict[str, float] | None:
     return dict(zip(COLUMNS, found["mean"])) if found else None
 
 
+def row_std(setting: str) -> dict[str, float] | None:
+    """The standard deviations over five seeds beside `row`; None if the paper has no such row."""
+    found = _table()["rows"].get(setting)
+    return dict(zip(COLUMNS, found["std"])) if found else None
+
+
 def per_class(setting: str) -> dict[str, float]:
     """The paper's AP of each coarse class in percent; empty for settings the paper does not give."""
     table = _table()["per_class_ap"]

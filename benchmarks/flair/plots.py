@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from pfl_ext.checkpoint import write_bytes
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
+GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
 """From Okabe and Ito's palette, told apart by colour-blind readers."""
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the path's suffix: ``.png`` or ``.svg``."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
+    with rc_context({"svg.hashsalt": path.name}):  # the same ids in the same figure
+        kind = path.suffix.removeprefix(".")
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     write_bytes(path, buffer.getvalue())
 
 
@@ -30,6 +37,48 @@ def plain_log(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def violins(axes: Axes, groups: Mapping[str, npt.NDArray[np.float64]], colours: Sequence[str]) -> None:
+    """A violin for each group, with its quartiles as a box, its median as a dot and its mean as a tick.
+
+    The shape ends at the least and the greatest value. Groups without a number keep their place, empty.
+    """
+    for place, (values, colour) in enumerate(zip(groups.values(), colours)):
+        known = values[~np.isnan(values)]
+        if not len(known):
+            continue
+        if np.ptp(known) > 0:
+            body = axes.violinplot([known], [place], widths=0.8, showextrema=False)["bodies"]
+            for part in body:  # type: ignore[attr-defined]
+                part.set(facecolor=colour, edgecolor=colour, alpha=0.35)
+        low, median, high = np.quantile(known, [0.25, 0.5, 0.75])
+        axes.vlines(place, low, high, color=colour, linewidth=5)
+        axes.plot(place, median, "o", color="white", markeredgecolor=BLACK, markersize=6, zorder=3)
+        axes.plot(place, known.mean(), "_", color=BLACK, markersize=16, zorder=3)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.grid(axis="y", alpha=0.3)
+
+
+def violin_legend() -> list[Line2D]:
+    """Handles that say what the marks of `violins` are."""
+    return [
+        Line2D([], [], color=GREY, linewidth=5, label="middle half of the users"),
+        Line2D([], [], color="white", markeredgecolor=BLACK, marker="o", linestyle="", label="median"),
+        Line2D([], [], color=BLACK, marker="_", markersize=12, linestyle="", label="mean"),
+    ]
+
+
+def per_user_violins(
+    groups: Mapping[str, npt.NDArray[np.float64]], ylabel: str, title: str, path: Path
+) -> None:
+    """One run's users, as they are and before and after fine-tuning."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    violins(axes, groups, (BLUE, ORANGE, GREEN))
+    axes.set(ylabel=ylabel, ylim=(0, 102), title=title)
+    figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
+    save(figure, path)
 
 
 def training_curve(history: Sequence[Mapping[str, Any]], unit: str, title: str, path: Path) -> None:
@@ -52,7 +101,7 @@ def training_curve(history: Sequence[Mapping[str, Any]], unit: str, title: str, 
     handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
     left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
     left.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def per_class_bars(
@@ -85,7 +134,7 @@ def per_class_bars(
     axes.set(ylabel="average precision on test (%)", ylim=(0, 100), title=title + shown)
     figure.legend(frameon=False, ncols=3, loc="outside lower center")
     axes.grid(axis="y", alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -108,13 +157,13 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
             plain_log(axes)
     axes.set_xlabel("round of training")
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Seconds of a round by case, stock and fast side by side, each bar divided by where its time goes."""
     parts = ("data", "training", "bookkeeping", "evaluation")
-    shades = (ORANGE, BLUE, GREY, "#009E73")
+    shades = (ORANGE, BLUE, GREY, GREEN)
     figure = Figure(figsize=(7.2, 1.2 + 0.62 * len(results)), layout="constrained")
     axes = figure.subplots()
     for row, result in enumerate(results):
@@ -136,4 +185,4 @@ def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
-    _save(figure, path)
+    save(figure, path)

@@ -14,11 +14,14 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.flair import paper, plots
 from benchmarks.flair.config import Tree, digest
 from benchmarks.flair.recorder import Recorder, columns
+from benchmarks.flair.users import write_users
 from dataset.flair.task import FlairTask
 from pfl_ext import checkpoint
+from pfl_ext.distributed import is_main
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.metrics import average_precision
 from pfl_ext.models import ImageClassifier, probe_checksum
+from pfl_ext.per_user import shot_table
 
 
 def hardware() -> str:
@@ -56,12 +59,24 @@ def final_scores(recorder: Recorder, model: PyTorchModel, task: FlairTask) -> Tr
         metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
     scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
+    positives = {name: int(n) for name, n in zip(task.label_names, scores.targets().sum(0))}
+    per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
+    config = recorder.run.config
+    told: Tree = {}
+    if is_main() and (config.evaluation.per_user or config.personal.num_epochs):
+        told["per_user"] = write_users(
+            recorder.directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
+        )
     return {
         "val": columns(metrics["val"]),
         "test": columns(metrics["test"]),
         "last": last,
         "best_step": recorder.best.step,
-        "per_class_ap": {name: float(value) for name, value in zip(task.label_names, ap)},
+        "per_class_ap": per_class,
+        "shots": shot_table(
+            per_class, positives, task.split("train").label_counts(), config.evaluation.few_shot_below
+        ),
+        **told,
         "prevalence": {name: float(p) for name, p in zip(task.label_names, scores.targets().mean(0))},
     }
 

@@ -26,6 +26,7 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.flair.centralised import train_centralised
 from benchmarks.flair.config import Config, Run, parse, usage
+from benchmarks.flair.facts import dataset_facts, start_facts
 from benchmarks.flair.federated import train_federated
 from benchmarks.flair.recorder import Recorder
 from benchmarks.flair.results import final_scores, show, write_results
@@ -142,6 +143,7 @@ def execute(run: Run, data_path: Path) -> None:
         results = recorder.finished()
         if results is None:
             module = build_model(config, len(task.label_names), run.weights)
+            facts = {"data": dataset_facts(file), **start_facts(config, module, run.weights)}
             what = f"{config.setting} ({len(task.label_names)} labels) on {data_path}"
             if is_main():
                 print(f"training {what}, device {get_default_device()}, into {directory}")
@@ -150,7 +152,7 @@ def execute(run: Run, data_path: Path) -> None:
                 model = train(run, task.split("train"), task.split("val"), module, recorder)
             scores = final_scores(recorder, model, task)
             if is_main():
-                results = write_results(recorder, scores, module, data_path)
+                results = write_results(recorder, {**scores, **facts}, module, data_path)
     if results is not None and is_main():
         show(results, directory)
 

@@ -1,0 +1,92 @@
+"""What a run started from, into its results.json: facts that explain why two runs of one row differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torchvision import models as zoo
+
+from benchmarks.flair.config import Config, Tree
+from dataset.flair.hdf5 import FlairFile
+from pfl_ext.models import ImageClassifier, probe_checksum
+
+IMAGENET_SHA256 = {"resnet18": "f37072fd"}
+"""How the SHA-256 of torchvision 0.12's ImageNet weights begins, by architecture (its file names say so)."""
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def weights_facts(config: Config, weights: Path | None) -> Tree | None:
+    """Name, SHA-256 and, if the file itself says it, description of the weights that training began from.
+
+    None from scratch. Without ``weights``, they are torchvision's, in torch's cache where it put them.
+    """
+    if not config.model.pretrained:
+        return None
+    if weights is None:
+        url = zoo.get_model_weights(config.model.arch).__members__["IMAGENET1K_V1"].url
+        weights = Path(torch.hub.get_dir()) / "checkpoints" / PurePosixPath(url).name
+    sha256 = sha256_of(weights)
+    imagenet = sha256.startswith(IMAGENET_SHA256.get(config.model.arch, "?"))
+    return {
+        "file": weights.name,
+        "sha256": sha256,
+        "description": "torchvision's ImageNet weights" if imagenet else _description(weights),
+        "imagenet": imagenet,
+    }
+
+
+def _description(weights: Path) -> str | None:
+    """What a safetensors file of `pfl_ext.checkpoint.save` says of itself under ``description``."""
+    if weights.suffix != ".safetensors":
+        return None
+    try:
+        with safe_open(weights, framework="pt") as file:
+            state = json.loads((file.metadata() or {}).get("state", "{}"))
+    except (SafetensorError, json.JSONDecodeError):
+        return None
+    description = state.get("description")
+    return None if description is None else str(description)
+
+
+def norm_layers(module: torch.nn.Module) -> str:
+    """The normalisation layers by kind, most frequent first: ``20 GroupNorm``."""
+    kinds = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) or "none"
+
+
+@torch.no_grad()
+def start_facts(config: Config, module: ImageClassifier, weights: Path | None) -> Tree:
+    """Of a network before its first step: weights, size, normalisation, and what it says to a fixed batch."""
+    return {
+        "weights": weights_facts(config, weights),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "norm": norm_layers(module),
+        "start_probe": probe_checksum(module),
+    }
+
+
+def dataset_facts(file: FlairFile) -> Tree:
+    """Where the data came from, and the number of users and images of each split."""
+    provenance: dict[str, Any] = file.provenance
+    splits = {name: file.split(name) for name in file.splits}
+    return {
+        "source": provenance.get("source"),
+        "content_sha256": file.fingerprint,
+        "users": {name: split.num_users for name, split in splits.items()},
+        "images": {name: split.num_images for name, split in splits.items()},
+    }

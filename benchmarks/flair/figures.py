@@ -1,0 +1,420 @@
+"""The figures of the FLAIR paper, from a data file and from runs, as PNG and SVG.
+
+    python -m benchmarks.flair.figures [RUN_DIR...] [--data_path F] --output_dir D
+
+From a file: user_sizes (the paper's Figure 2, left), emd (Figure 2, right), labels (Figure 3). From runs,
+their seeds together: per_class (Figure 4), per_user (Figure 5; of runs with a per_user.json, which
+``python -m benchmarks.flair.per_user`` makes), private (Figure 6: private runs by noise cohort).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentDefaultsHelpFormatter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from benchmarks.flair.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILION,
+    save,
+    violin_legend,
+    violins,
+)
+from benchmarks.flair.report import collect
+from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
+from benchmarks.flair.table import Row
+from benchmarks.flair.train import resolve_data
+from dataset.command_line import run as run_command
+from dataset.flair.arguments import OneLineParser
+from dataset.flair.hdf5 import FlairFile
+from dataset.flair.index import LabelMatrix
+
+Named = tuple[str, Figure]
+COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, GREY)
+MARKERS = "osD^vP*X"
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
+SHORT = {
+    "data.partition=iid": "IID", "privacy=none": "no noise", "privacy.epsilon=": "epsilon ",
+    "privacy.noise_cohort_size=": "noise cohort ", ".0,": ",",
+}  # fmt: skip
+"""How differences are said in a legend."""
+THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+def _legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=columns, loc="outside lower center")
+
+
+def user_sizes(sizes: Mapping[str, npt.NDArray[np.int64]], name: str) -> Figure:
+    """Share of the images held by the largest users, for each split."""
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for (split, values), colour, dash in zip(sizes.items(), COLOURS, DASHES):
+        users, images = size_curve(values)
+        half = 100 * users[np.searchsorted(images, 0.5)]
+        axes.plot(
+            100 * users, 100 * images, color=colour, linestyle=dash, linewidth=1.8,
+            label=f"{split}: {len(values):,} users, half of the images with {half:.2g} % of them",
+        )  # fmt: skip
+    axes.plot([0, 100], [0, 100], color=GREY, linewidth=1, label="as many images for every user")
+    axes.set(
+        xlabel="users, the largest first (%)", ylabel="images that they hold (%)", title=name,
+        xlim=(0, 100), ylim=(0, 101),
+    )  # fmt: skip
+    axes.grid(alpha=0.3)
+    _legend_below(figure, axes, 1)
+    return figure
+
+
+def emd(curves: EmdCurves, name: str) -> Figure:
+    """Distribution over users of the distance of their pixels to everybody's."""
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    shown = {
+        "real users": (curves.real, PINK, "-"),
+        "images dealt at random, the same sizes": (curves.size_matched, GREEN, ":"),
+        "images dealt at random, equal sizes": (curves.equal, BLUE, "--"),
+    }
+    for label, (values, colour, dash) in shown.items():
+        x = np.sort(values)
+        share = 100 * np.arange(1, len(x) + 1) / len(x)
+        axes.step(
+            np.concatenate([[0.0], x]), np.concatenate([[0.0], share]), where="post", color=colour,
+            linestyle=dash, linewidth=1.8, label=f"{label} (median {np.median(x):.1f})",
+        )  # fmt: skip
+    last = float(np.quantile(np.concatenate([curves.real, curves.size_matched, curves.equal]), 0.995))
+    axes.set(
+        xlabel="earth mover's distance to all images' pixels (levels of 256)",
+        ylabel="users at most so far away (%)",
+        xlim=(0, 1.05 * last),
+        ylim=(0, 101),
+        title=f"{name}\n{curves.num_images:,} images with {curves.label}, of {len(curves.real):,} users",
+    )
+    axes.grid(alpha=0.3)
+    _legend_below(figure, axes, 1)
+    return figure
+
+
+def labels(
+    coarse: tuple[Sequence[str], LabelMatrix],
+    fine: LabelMatrix,
+    owner: npt.NDArray[np.int32],
+    users: int,
+    name: str,
+) -> Figure:
+    """Images with each label (bars, log) and users who have it (line), coarse and fine."""
+    figure = Figure(figsize=(9.6, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    for axes, matrix, title in zip(panels, (coarse[1], fine), ("coarse labels", "fine labels")):
+        images, owners = label_counts(matrix, owner)
+        order = np.argsort(-images, kind="stable")
+        x, share = np.arange(len(order)), 100 * owners[order] / users
+        named = matrix is coarse[1]
+        width = 0.75 if named else 1.0
+        axes.bar(x, images[order], width, color=SKY, label="images with the label (left)")
+        axes.set(yscale="log", ylabel="images", title=f"{len(order):,} {title}")
+        axes.set_ylim(0.7, 2 * images.max())
+        axes.yaxis.set_major_formatter(THOUSANDS)
+        right = axes.twinx()
+        right.plot(
+            x, share, color=VERMILION, marker="o" if named else None, markersize=4, linewidth=1.4,
+            label="users with the label (right)",
+        )  # fmt: skip
+        right.set(ylabel="users (%)", ylim=(0, None))
+        if named:
+            axes.set_xticks(x, [coarse[0][k] for k in order], rotation=50, ha="right", rotation_mode="anchor")
+        else:
+            axes.set_xlabel("label, the commonest first")
+            axes.set_xlim(-0.5, len(order) - 0.5)
+    handles = [panels[0].get_legend_handles_labels(), right.get_legend_handles_labels()]
+    figure.legend(
+        [h for hs, _ in handles for h in hs], [t for _, ts in handles for t in ts], frameon=False, ncols=2,
+        loc="outside lower center",
+    )  # fmt: skip
+    figure.suptitle(name)
+    return figure
+
+
+def data_figures(path: Path, split: str, image_size: int | None, threads: int) -> Iterator[Named]:
+    """The figures of a data file.
+
+    :raises ValueError: when the file is not grouped by user, or an image's size must be said.
+    """
+    with FlairFile(path) as file:
+        if not file.grouped:
+            raise ValueError(f"{path} is not grouped by user: preprocess without --not_group_data_by_user")
+        size = image_size or file.image_size or 256
+        index, name = file.split(split), path.stem
+        yield "user_sizes", user_sizes({s: np.diff(file.split(s).user_offsets) for s in file.splits}, name)
+        coarse, fine = index.labels["labels"], index.labels["fine_grained_labels"]
+        names = list(file.label_mapping("labels"))
+        title = f"{name}, {split}: {index.num_images:,} images of {index.num_users:,} users"
+        yield "labels", labels((names, coarse), fine, index.user_index, index.num_users, title)
+        yield "emd", emd(emd_of_users(file, split, image_size=size, threads=threads), f"{name}, {split}")
+
+
+def _label(row: Row, rows: Sequence[Row]) -> str:
+    """A row's label, short: seeds, and the scale only where there are several."""
+    scales = {other.variant.scale for other in rows}
+    scale = f" ({row.variant.scale or 'full'})" if len(scales) > 1 else ""
+    label = f"{row.variant.label}{scale}"
+    for long, short in SHORT.items():
+        label = label.replace(long, short)
+    return label
+
+
+def per_class(rows: Sequence[Row], name: str) -> Figure:
+    """AP of each class on test against how common it is there; mean over seeds, bars from least to most."""
+    results = rows[0].runs[0].results
+    assert results is not None
+    prevalence: dict[str, float] = results["prevalence"]
+    names = sorted((n for n in prevalence if prevalence[n] > 0), key=lambda n: -prevalence[n])
+    few = len(names) <= 30
+    figure = Figure(figsize=(max(6.4, 0.46 * len(names)) if few else 6.8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    x = np.arange(len(names), dtype=float) if few else np.array([100 * prevalence[n] for n in names])
+    for place, row in enumerate(rows):
+        seeds = np.array(
+            [[run.results["per_class_ap"][n] for n in names] for run in row.runs if run.results is not None]
+        )
+        colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+        mean, label = seeds.mean(0), f"{_label(row, rows)} (n = {len(seeds)})"
+        if few:
+            at = x + (place - (len(rows) - 1) / 2) * min(0.14, 0.7 / len(rows))
+            axes.vlines(at, seeds.min(0), seeds.max(0), color=colour, linewidth=1.2, alpha=0.7)
+            axes.plot(at, mean, marker, color=colour, markersize=4.5, label=label)
+        else:
+            axes.plot(x, mean, marker, color=colour, markersize=2.5, alpha=0.35)
+            edges = np.geomspace(x.min(), x.max() * 1.001, 11)
+            bins = [np.flatnonzero((x >= a) & (x < b)) for a, b in pairwise(edges.tolist())]
+            filled = [members for members in bins if len(members)]
+            axes.plot(
+                [np.exp(np.log(x[m]).mean()) for m in filled], [mean[m].mean() for m in filled],
+                color=colour, marker=marker, label=label,
+            )  # fmt: skip
+    share = [100 * prevalence[n] for n in names]
+    if few:
+        axes.plot(x, share, "_", color=GREY, markersize=16, label="guessing (share of the images)")
+        axes.set_xticks(
+            x,
+            [f"{n} ({s:.2g} %)" for n, s in zip(names, share)],
+            rotation=50,
+            ha="right",
+            rotation_mode="anchor",
+        )
+        axes.set_xlim(-0.6, len(names) - 0.4)
+    else:
+        line = np.geomspace(min(share), max(share), 50)
+        axes.plot(line, line, color=GREY, linestyle=":", label="guessing")
+        axes.set(xscale="log", xlabel="share of the test images with the class (%)")
+        axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(ylabel="average precision on test (%)", ylim=(-1, 101), title=name)
+    axes.grid(axis="y", alpha=0.3)
+    _legend_below(figure, axes, 2 if len(rows) < 6 else 3)
+    return figure
+
+
+def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | None:
+    """Distribution over test users of their own C-AP and O-AP, seeds together; None without their files."""
+    groups: dict[str, dict[str, npt.NDArray[np.float64]]] = {"C-AP": {}, "O-AP": {}}
+    users = 0
+    for row in rows:
+        told = [_users_of(run.directory) for run in row.runs]
+        whole = [tree for tree in told if tree is not None]
+        if not whole:
+            continue
+        title = "\n".join((*_label(row, rows).split(", "), f"n = {len(whole)}"))
+        large = np.array(whole[0]["images"]) >= least_images
+        users = int(large.sum())
+        for column, into in groups.items():
+            into[title] = np.concatenate([np.array(tree[column], np.float64)[large] for tree in whole])
+    if not groups["C-AP"]:
+        return None
+    figure = Figure(figsize=(max(5.2, 1.1 * len(groups["C-AP"])), 6.4), layout="constrained")
+    titles = {"C-AP": "C-AP of one user (%)\nclasses it lacks count 0", "O-AP": "O-AP of one user (%)"}
+    for axes, (column, shown) in zip(figure.subplots(2, sharex=True), groups.items()):
+        violins(axes, shown, [COLOURS[k % len(COLOURS)] for k in range(len(shown))])
+        axes.set(ylabel=titles[column], ylim=(0, 102))
+    figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
+    figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
+    return figure
+
+
+def _users_of(directory: Path) -> Mapping[str, Any] | None:
+    path = directory / "per_user.json"
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as fault:
+        raise ValueError(
+            f"{path} is damaged ({fault}): make it again with benchmarks.flair.per_user"
+        ) from fault
+
+
+def private(rows: Sequence[Row], name: str) -> Figure | None:
+    """Private runs: C-AP on val over the rounds; at the end, C-AP and signal-to-noise ratio by noise cohort.
+
+    Bars reach from the least to the most of the seeds. A private setting without noise is a grey line. None
+    where no run is private.
+    """
+    found = [row for row in rows if row.runs[0].privacy is not None]
+    if not found:
+        return None
+    found.sort(key=_noise_cohort)
+    cohorts = sorted({_noise_cohort(row) for row in found})
+    shades = colormaps["viridis"](np.linspace(0.05, 0.85, len(cohorts)))
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    curves, ends, ratios = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
+    for place, row in enumerate(found):
+        told = [_val_curve(run.directory) for run in row.runs]
+        colour = (
+            shades[cohorts.index(_noise_cohort(row))] if len(cohorts) > 1 else COLOURS[place % len(COLOURS)]
+        )
+        style = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "markersize": 4}
+        mean = np.mean([curve for _, curve in told], axis=0)
+        dash = DASHES[place % len(DASHES)]
+        curves.plot(told[0][0], mean, **style, linestyle=dash, label=_private_label(row))
+        at = _noise_cohort(row) * 1.06 ** (place - (len(found) - 1) / 2)
+        last = np.array([curve[-1] for _, curve in told])
+        signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
+        for axes, values in ((ends, last), (ratios, signal)):
+            spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
+            axes.errorbar([at], [values.mean()], yerr=spread, capsize=3, **style)
+    for row in rows:
+        if row.variant.setting.startswith("PFL") and row.runs[0].privacy is None:
+            told = [_val_curve(run.directory) for run in row.runs]
+            mean, label = (
+                np.mean([c for _, c in told], axis=0),
+                f"{row.variant.setting} without noise, n = {len(told)}",
+            )
+            curves.plot(told[0][0], mean, color=GREY, label=label)
+            ends.axhline(mean[-1], color=GREY)
+    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="mean over seeds")
+    ends.set(ylabel="C-AP on val (%)", title="after the last round")
+    ratios.set(ylabel="norm of the mean update / of its noise", yscale="log", title="signal-to-noise ratio")
+    for axes in (ends, ratios):
+        axes.set(xlabel="noise cohort (users)", xscale="log", xlim=(cohorts[0] / 1.6, cohorts[-1] * 1.6))
+        axes.set_xticks(cohorts, [f"{cohort:,}" for cohort in cohorts])
+        axes.minorticks_off()
+    ratios.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ratios.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for axes in (curves, ends, ratios):
+        axes.grid(alpha=0.3)
+    for axes in (curves, ends):
+        axes.set_ylim(bottom=0)
+    figure.suptitle(name)
+    _legend_below(figure, curves, 2)
+    return figure
+
+
+def _noise_cohort(row: Row) -> int:
+    config = row.runs[0].config
+    assert config is not None
+    assert config.privacy is not None
+    return config.privacy.noise_cohort_size or config.federated.cohort_size
+
+
+def _private_label(row: Row) -> str:
+    config = row.runs[0].config
+    assert config is not None
+    assert config.privacy is not None
+    own = ("privacy.epsilon", "privacy.noise_cohort")
+    other = [text for text in row.variant.differences if not text.startswith(own)]
+    told = f"noise cohort {_noise_cohort(row):,}, epsilon {config.privacy.epsilon:g}, n = {len(row.runs)}"
+    return ", ".join((row.variant.setting, *other, told))
+
+
+def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if "val" in line]
+    return [line["round"] for line in scored], np.array([line["val"]["C-AP"] for line in scored])
+
+
+def _signal_to_noise(privacy: Mapping[str, Any]) -> float:
+    ratios = [value for value in privacy["by_round"]["signal-to-noise ratio"] if value is not None]
+    return float(np.median(ratios))
+
+
+def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
+    """The figures of runs: one set for each data set and taxonomy.
+
+    :raises ValueError: when there is no finished run at these paths.
+    """
+    rows = collect(paths).rows
+    if not rows:
+        raise ValueError(f"no finished run in {', '.join(map(str, paths))}: nothing to draw")
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        results = row.runs[0].results
+        assert results is not None
+        groups.setdefault((row.data, *results["per_class_ap"]), []).append(row)
+    makers: Mapping[str, Callable[[Sequence[Row], str], Figure | None]] = {
+        "per_class": per_class,
+        "per_user": per_user,
+        "private": private,
+    }
+    for members in groups.values():
+        results = members[0].runs[0].results
+        assert results is not None
+        stem, classes = Path(results["dataset"]).stem, len(results["per_class_ap"])
+        for what, make in makers.items():
+            figure = make(members, f"{stem}, {classes} classes")
+            if figure is not None:
+                yield (what if len(groups) == 1 else f"{what}_{stem}_{classes}"), figure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw the paper's figures; see the module's text."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.figures",
+        description=__doc__,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--data_path", type=Path, help="a data file, or the word mini")
+    parser.add_argument("--split", default="train", help="of labels and emd")
+    parser.add_argument("--image_size", type=int, help="pixels at which emd reads images; default: as stored")
+    parser.add_argument("--threads", type=int, default=2, help="that read images")
+    parser.add_argument("--output_dir", type=Path, required=True)
+    given = parser.parse_args(argv)
+    if not given.run_dirs and given.data_path is None:
+        raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
+    if given.data_path is not None:
+        path = resolve_data([f"--data_path={given.data_path}"])[1]
+        for name, figure in data_figures(path, given.split, given.image_size, given.threads):
+            write(figure, given.output_dir, name)
+    if given.run_dirs:
+        for name, figure in run_figures(given.run_dirs):
+            write(figure, given.output_dir, name)
+
+
+def write(figure: Figure, directory: Path, name: str) -> None:
+    """Save as PNG and SVG and say so."""
+    for suffix in ("png", "svg"):
+        save(figure, directory / f"{name}.{suffix}")
+    print(f"wrote {directory / name}.png and .svg")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,107 @@
+"""Score the test users of finished runs one by one, and after fine-tuning on part of their images.
+
+    python -m benchmarks.flair.per_user RUN_DIR... [--data_path F] [--personal.num_epochs 5]
+
+Writes per_user.json and plots/per_user.png into each run directory and prints the quantiles over users. The
+run's other files stay as they are. ``--evaluation.per_user true`` and ``--personal.num_epochs`` do the same
+at the end of training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+from torch import optim
+
+from benchmarks.flair.config import Run, Tree, arguments, parse
+from benchmarks.flair.runs import find_runs, read_run
+from benchmarks.flair.train import build_model, pfl_device
+from benchmarks.flair.users import SPLIT, write_users
+from dataset.command_line import run as run_command
+from dataset.flair.hdf5 import FlairFile
+from dataset.flair.task import FlairTask
+from pfl_ext import checkpoint
+from pfl_ext.evaluation import SCORES, CentralEvaluation
+from pfl_ext.per_user import PRESENT, QUANTILES
+
+SHOWN = ("C-AP", PRESENT, "O-AP", "O-F1")
+ALLOWED = ("personal.", "runtime.", "data_path")
+
+
+def evaluate(directory: Path, run: Run) -> Tree:
+    """Load a finished run's model and score its users; the summary.
+
+    :raises ValueError: for a run that has not ended, or whose files do not fit together.
+    """
+    record = read_run(directory)
+    if not record.finished:
+        raise ValueError(f"{directory} cannot be scored: {record.fault or 'the run has not ended'}")
+    assert record.results is not None
+    model_file = directory / "model.safetensors"
+    if not model_file.is_file():
+        raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
+    config = run.config
+    with pfl_device(run.runtime.device), FlairFile(run.data_path or record.results["dataset"]) as file:
+        task = FlairTask(
+            file,
+            config.data.taxonomy,
+            config.data.image_size,
+            config.data.binary_label,
+            int(run.runtime.cache_gb * 1e9),
+        )
+        names = list(record.results["per_class_ap"])
+        if list(task.label_names) != names:
+            raise ValueError(
+                f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
+            )
+        module = build_model(config, len(names), model_file if config.model.pretrained else None)
+        module.load_state_dict(checkpoint.load(model_file)[0])
+        model = PyTorchModel(
+            module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
+        )
+        scored = CentralEvaluation(task.split(SPLIT), threads=run.runtime.reader_threads)(model)[SCORES]
+        return write_users(directory, config, module, task, scored.scores(), scored.targets())
+
+
+def quantile_table(summary: Tree) -> str:
+    """Quantiles over users as plain text."""
+    parts = {f"all {summary['users']} users": summary["quantiles"]}
+    if "personal" in summary:
+        personal = summary["personal"]
+        title = f"{personal['users']} users, held out"
+        parts |= {f"{title}, {when}": table for when, table in personal["quantiles"].items()}
+    heads = ["mean", *(f"q{100 * q:g}" for q in QUANTILES)]
+    width = max(len(name) for name in parts) + 15
+    lines = [" " * width + "".join(f"{head:>8}" for head in heads)]
+    for name, table in parts.items():
+        for column in SHOWN:
+            if table[column]["n"]:
+                cells = "".join(f"{table[column][head]:8.1f}" for head in heads)
+                lines.append(f"{f'{name} {column}':<{width}}{cells}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Score users of finished runs; see the module's text."""
+    words = list(argv)
+    if not words or {"--help", "-h"} & set(words):
+        print(__doc__)
+        return
+    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    foreign = [key for key in arguments(words[first:]) if not key.startswith(ALLOWED)]
+    if foreign:
+        raise ValueError(
+            f"--{foreign[0]} is the run's own, and only personal.*, runtime.* and data_path can be given here"
+        )
+    for directory in find_runs([Path(word) for word in words[:first]]):
+        run = parse(["--config", str(directory / "config.yaml"), *words[first:]])
+        print(f"{directory}, {run.config.setting}, percent over the users of {SPLIT}")
+        print(quantile_table(evaluate(directory, run)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

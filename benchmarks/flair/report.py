@@ -1,0 +1,360 @@
+"""Finished runs as the paper's Table 1, mean and standard deviation over seeds, beside the paper's numbers.
+
+    python -m benchmarks.flair.report RUN_DIR... [--output_dir D] [--format markdown|csv|latex] [--verify]
+
+A RUN_DIR is a run or a directory of runs. Half-finished, broken and duplicate runs are named and the rest is
+reported. ``--output_dir`` gets table1.md, table1.csv (a line for each row and column) and table1.tex.
+``--verify`` exits with 1 where a finished row at full scale misses the paper by more than its tolerance.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from argparse import ArgumentDefaultsHelpFormatter
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.flair import paper
+from benchmarks.flair.runs import RunRecord, find_runs, read_run, split_duplicates
+from benchmarks.flair.table import SCORED_AS, Cell, Row, make_rows
+from dataset.command_line import run as run_command
+from dataset.flair.arguments import OneLineParser
+from pfl_ext.checkpoint import write_bytes
+from pfl_ext.metrics import COLUMNS
+
+CSV_FIELDS = (
+    "data", "scale", "row", "comparable", "seeds", "column", "scored_as", "mean", "std",
+    "paper_mean", "paper_std", "difference", "difference_in_std", "tolerance", "verdict", "privacy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found: rows of finished runs, and the runs that are in none."""
+
+    rows: list[Row]
+    unfinished: list[RunRecord]
+    broken: list[RunRecord]
+    duplicates: list[tuple[RunRecord, RunRecord]]
+
+    def misses(self) -> list[str]:
+        """Every column by which a comparable row misses the paper."""
+        return [line for row in self.rows if row.comparable for line in row.misses()]
+
+
+def collect(paths: Iterable[Path]) -> Report:
+    """Read all runs at or below these paths.
+
+    :raises ValueError: for a path without runs.
+    """
+    records = [read_run(directory) for directory in find_runs(paths)]
+    kept, duplicates = split_duplicates(records)
+    return Report(
+        make_rows(kept),
+        [r for r in records if r.fault is None and r.results is None],
+        [r for r in records if r.fault is not None],
+        duplicates,
+    )
+
+
+def _cell(cell: Cell) -> str:
+    return f"{cell.mean:.1f}" + ("" if cell.std is None else f" ± {cell.std:.1f}")
+
+
+def _paper(cell: Cell) -> str:
+    return "" if cell.paper_mean is None else f"{cell.paper_mean:.1f} ± {cell.paper_std:.1f}"
+
+
+def _verdict(cell: Cell) -> str:
+    if cell.in_std is None or cell.verdict not in ("agrees", "above", "below"):
+        return ""
+    return f"{cell.difference:+.1f} ({cell.in_std:+.1f} s) {cell.verdict}"
+
+
+def table_line(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    heads = ("percent, test", "seeds", *COLUMNS, "C-AP exact", "O-AP exact", "privacy")
+    lines = [table_line(heads), table_line("---" for _ in heads)]
+    for row in rows:
+        cells = [row.cell(column) for column in COLUMNS]
+        exact = [_cell(row.exact(name)) for name in ("C-AP", "O-AP")]
+        seeds = ", ".join(map(str, row.seeds))
+        lines.append(
+            table_line([f"**{row.variant.label}**", seeds, *map(_cell, cells), *exact, row.privacy()])
+        )
+        if cells[0].paper_mean is not None:
+            lines.append(table_line(["paper (FLAIR)", "5 seeds", *map(_paper, cells), "", "", ""]))
+            if row.comparable:
+                lines.append(table_line(["difference", "", *map(_verdict, cells), "", "", ""]))
+    return lines
+
+
+def _groups(rows: Sequence[Row]) -> dict[tuple[str, str | None], list[Row]]:
+    """Rows by data set and scale; those that are comparable with the paper first."""
+    out: dict[tuple[str, str | None], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: not row.comparable):
+        out.setdefault((row.data, row.variant.scale), []).append(row)
+    return out
+
+
+def _dataset_name(row: Row) -> str:
+    results = row.runs[0].results
+    assert results is not None
+    data = row.runs[0].data
+    counts = f", {sum(data['users'].values()):,} users" if data else ""
+    drawn = ", the drawn mini set" if data.get("source") == "mini" else ""
+    return f"{Path(results['dataset']).name}{counts}{drawn}"
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    lines = ["# Table 1", ""]
+    for (_, scale), rows in _groups(report.rows).items():
+        lines += [f"## On {_dataset_name(rows[0])}" + (f", scale {scale}" if scale else ""), ""]
+        against = [row for row in rows if not row.comparable]
+        if against:
+            shared = set(against[0].reasons).intersection(*(row.reasons for row in against))
+            common = [reason for reason in against[0].reasons if reason in shared]
+            everywhere = "These runs are" if len(against) == len(rows) else "Some of these runs are"
+            lines += [
+                f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
+                "",
+            ]
+            for row in against:
+                own = [reason for reason in row.reasons if reason not in common]
+                lines += [f"* {row.variant.label}: {'; '.join(own)}"] if own else []
+            lines += [""] if lines[-1] else []
+        lines += [*_table(rows), ""]
+        present = {row.variant.setting for row in rows}
+        missing = [name for name in paper.settings() if name not in present]
+        if missing:
+            lines += [f"Missing, without a finished run: {', '.join(missing)}.", ""]
+    if not report.rows:
+        lines += ["No finished run.", ""]
+    if report.rows:
+        lines += _explanation(report)
+    lines += _left_out(report)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _explanation(report: Report) -> list[str]:
+    lines = [
+        "Mean ± standard deviation over seeds (n - 1). C-AP and O-AP are those of 200 thresholds, as the "
+        "paper's; the exact ones stand in their own columns."
+    ]
+    if any(row.comparable for row in report.rows):
+        lines.append(
+            "Difference: ours less the paper's, in points and in s = sqrt(paper's std² + ours²), the paper's "
+            "at least 0.05; *agrees*: within max(3 of the paper's std, a tenth of the mean but at most 1 "
+            "point, 0.15)."
+        )
+    if any(row.comparable and row.expects_more for row in report.rows):
+        lines.append(
+            "Private rows may come out above the paper's, whose code adds 2.9 times the noise of its budget."
+        )
+    return [*lines, "", "## What the runs started from", "", *_origins(report.rows), "", *_notes(report.rows)]
+
+
+def _origins(rows: Sequence[Row]) -> list[str]:
+    heads = (
+        "run",
+        "row",
+        "seed",
+        "weights",
+        "parameters",
+        "norm",
+        "start probe",
+        "model",
+        "commit",
+        "seconds",
+    )
+    lines = [table_line(heads), table_line("---" for _ in heads)]
+    for row in rows:
+        for run in row.runs:
+            results = run.results
+            assert results is not None
+            weights = results.get("weights")
+            told = "not recorded" if "weights" not in results else "none (scratch)"
+            if weights:
+                told = f"{weights['file']} {weights['sha256'][:8]}" + (
+                    f": {weights['description']}" if weights.get("description") else ""
+                )
+            lines.append(
+                table_line(
+                    [
+                        str(run.directory),
+                        row.variant.label,
+                        str(results["seed"]),
+                        told,
+                        f"{results['parameters']:,}" if "parameters" in results else "not recorded",
+                        str(results.get("norm", "not recorded")),
+                        str(results.get("start_probe", "not recorded"))[:12],
+                        str(results.get("model_sha256"))[:8],
+                        str(results.get("commit"))[:8],
+                        f"{results['wall_clock_s']:.0f}",
+                    ]
+                )
+            )
+    return lines
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Where runs that should have started alike did not."""
+    lines = []
+    for row in rows:
+        results = [run.results for run in row.runs if run.results is not None]
+        for what, values in (
+            ("weights", [str((r.get("weights") or {}).get("sha256")) for r in results]),
+            ("number of parameters", [str(r.get("parameters")) for r in results]),
+            ("commit", [str(r.get("commit")) for r in results]),
+            ("hardware", [str(r.get("hardware")) for r in results]),
+        ):
+            if len(set(values)) > 1:
+                told = ", ".join(f"{value[:12]} ({n})" for value, n in Counter(values).most_common())
+                lines.append(f"* {row.variant.label}: the seeds differ in {what}: {told}")
+    return [*lines, ""] if lines else []
+
+
+def _left_out(report: Report) -> list[str]:
+    lines = []
+    if report.unfinished:
+        lines += ["## Half finished, not in the tables", ""]
+        lines += [
+            f"* {run.directory}: {run.config.setting if run.config else ''} {run.progress}"
+            for run in report.unfinished
+        ]
+        lines.append("")
+    if report.broken:
+        lines += ["## Broken, not in the tables", ""]
+        lines += [f"* {run.directory}: {run.fault}" for run in report.broken] + [""]
+    if report.duplicates:
+        lines += ["## Duplicates, counted once", ""]
+        for run, kept in report.duplicates:
+            assert run.results is not None
+            assert kept.results is not None
+            same = run.results["model_sha256"] == kept.results["model_sha256"]
+            lines.append(
+                f"* {run.directory} repeats {kept.directory}: the same config, seed and data, "
+                + ("the same model" if same else "ANOTHER model")
+            )
+        lines.append("")
+    return lines
+
+
+def table_csv(report: Report) -> str:
+    """A line for each row and column, numbers unrounded; empty where there is none."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, CSV_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for row in report.rows:
+        cells = [(column, SCORED_AS.get(column, column), row.cell(column)) for column in COLUMNS]
+        cells += [(f"{name} exact", name, row.exact(name)) for name in ("C-AP", "O-AP")]
+        for column, scored_as, cell in cells:
+            judged = row.comparable and cell.paper_mean is not None
+            writer.writerow(
+                {
+                    "data": _dataset_name(row),
+                    "scale": row.variant.scale or "full",
+                    "row": row.variant.label,
+                    "comparable": str(row.comparable).lower(),
+                    "seeds": " ".join(map(str, row.seeds)),
+                    "column": column,
+                    "scored_as": scored_as,
+                    "mean": cell.mean,
+                    "std": cell.std,
+                    "paper_mean": cell.paper_mean,
+                    "paper_std": cell.paper_std,
+                    "difference": cell.difference if judged else None,
+                    "difference_in_std": cell.in_std if judged else None,
+                    "tolerance": cell.tolerance if judged else None,
+                    "verdict": cell.verdict,
+                    "privacy": row.privacy(),
+                }
+            )
+    return buffer.getvalue()
+
+
+def _tex(text: str) -> str:
+    for letter in "\\&%$#_{}":
+        text = text.replace(letter, "\\textbackslash{}" if letter == "\\" else "\\" + letter)
+    return text.replace("±", "$\\pm$")
+
+
+def latex(report: Report) -> str:
+    """A ``table*`` (booktabs) for each data set and scale."""
+    out = ["% made by python -m benchmarks.flair.report; needs \\usepackage{booktabs}"]
+    for (_, scale), rows in _groups(report.rows).items():
+        where = _tex(_dataset_name(rows[0])) + (f", scale {_tex(scale)}" if scale else "")
+        warning = "" if all(row.comparable for row in rows) else " Not comparable with the paper's rows."
+        out += [
+            "\\begin{table*}",
+            f"\\caption{{Test set of {where}, percent, mean $\\pm$ standard deviation over seeds.{warning}}}",
+            f"\\begin{{tabular}}{{ll{'r' * len(COLUMNS)}}}",
+            "\\toprule",
+            " & ".join(["Setting", "$n$", *COLUMNS]) + r" \\",
+            "\\midrule",
+        ]
+        for row in rows:
+            cells = [row.cell(column) for column in COLUMNS]
+            out.append(
+                " & ".join([_tex(row.variant.label), str(len(row.runs)), *(_tex(_cell(c)) for c in cells)])
+                + r" \\"
+            )
+            if cells[0].paper_mean is not None:
+                out.append(" & ".join(["\\quad paper", "5", *(_tex(_paper(c)) for c in cells)]) + r" \\")
+        out += ["\\bottomrule", "\\end{tabular}"]
+        out += [f"% {_tex(row.variant.label)}: {row.privacy()}" for row in rows if row.privacy()]
+        out += ["\\end{table*}"]
+    return "\n".join(out) + "\n"
+
+
+WRITERS = {"markdown": (markdown, "md"), "csv": (table_csv, "csv"), "latex": (latex, "tex")}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Report finished runs as the paper's Table 1; see the module's text."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.report",
+        description=__doc__,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output_dir", type=Path, help="where table1.md, .csv and .tex go")
+    parser.add_argument("--format", choices=sorted(WRITERS), default="markdown", help="of what is printed")
+    parser.add_argument(
+        "--verify", action="store_true", help="exit with 1 if a comparable row misses the paper"
+    )
+    given = parser.parse_args(argv)
+    report = collect(given.run_dirs)
+    print(WRITERS[given.format][0](report), end="")
+    if given.output_dir is not None:
+        for write, suffix in WRITERS.values():
+            write_bytes(given.output_dir / f"table1.{suffix}", write(report).encode())
+    if given.verify:
+        verify(report)
+
+
+def verify(report: Report) -> None:
+    """Say on standard error how the comparable rows stand; exit with 1 if one misses the paper."""
+    misses, checked = report.misses(), [row.variant.label for row in report.rows if row.comparable]
+    if not checked:
+        print("verify: no finished row at full scale on FLAIR, so nothing was compared", file=sys.stderr)
+    for line in misses:
+        print(f"verify: {line}", file=sys.stderr)
+    if misses:
+        sys.exit(1)
+    if checked:
+        print(f"verify: {', '.join(checked)}: within tolerance", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

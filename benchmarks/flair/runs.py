@@ -1,0 +1,268 @@
+"""Finding and reading run directories, whole or not, for reports and figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.flair import paper
+from benchmarks.flair.config import CONFIGS, SCALES, Config, Tree, build, parse
+from benchmarks.flair.config import digest as digest_of
+from benchmarks.flair.facts import dataset_facts, sha256_of
+from dataset.flair.hdf5 import FlairFile
+from pfl_ext.metrics import COLUMNS
+
+SCORES = (*COLUMNS, "C-AP-binned200", "O-AP-binned200")
+FLAIR_USERS = {"train": 41131, "val": 5141, "test": 5142}
+FLAIR_IMAGES = {"train": 345879, "val": 39239, "test": 43960}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run directory. ``fault``: why nothing of it can be reported; ``results`` None: not (yet) ended."""
+
+    directory: Path
+    config: Config | None = None
+    results: Tree | None = None
+    privacy: Tree | None = None
+    fault: str | None = None
+    progress: str = ""
+    data: Tree = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its scores can be reported."""
+        return self.fault is None and self.results is not None
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The run directories at or below these paths, each once, in order.
+
+    :raises ValueError: for a path that does not exist or holds no run.
+    """
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"{path} is no directory: give run directories, or directories of them")
+        below = list(_walk(path))
+        if not below:
+            raise ValueError(f"{path} holds no run: no config.yaml and no results.json at or below it")
+        found.update(dict.fromkeys(below))
+    return list(found)
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    for where, names, files in os.walk(top):
+        if {"config.yaml", "results.json"} & set(files):
+            names.clear()  # what lies inside a run is the run's
+            yield Path(where)
+        names[:] = sorted(name for name in names if not name.startswith(".") and name != "wandb")
+
+
+def read_run(directory: Path) -> RunRecord:
+    """One directory; nothing that is wrong in it is an error here, it is what the record says."""
+    try:
+        tree = yaml.safe_load((directory / "config.yaml").read_text())
+        assert isinstance(tree, dict)
+        config = build(Config, tree, "config.yaml")
+    except ValueError as fault:
+        return RunRecord(directory, fault=f"its config is of another version of the code ({fault})")
+    except (OSError, yaml.YAMLError, AssertionError) as fault:
+        return RunRecord(directory, fault=f"config.yaml is missing or not readable ({_first_line(fault)})")
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    record = RunRecord(directory, config, progress=_progress(directory, config))
+    if not (directory / "results.json").exists():
+        return record
+    try:
+        results = json.loads((directory / "results.json").read_text())
+        privacy = None
+        if config.privacy is not None:
+            privacy = json.loads((directory / "privacy.json").read_text())
+            epsilon_of(privacy)
+        fault_found = _fault(directory, config, digest, results)
+        data = results.get("data") or _dataset(str(results.get("dataset"))) if fault_found is None else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        return dataclasses.replace(record, fault=f"its files are damaged ({_first_line(fault)})")
+    return dataclasses.replace(record, results=results, privacy=privacy, fault=fault_found, data=data)
+
+
+def _first_line(fault: BaseException) -> str:
+    text = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {text[0] if text else ''}".rstrip(": ")
+
+
+def _progress(directory: Path, config: Config) -> str:
+    federated = config.mode == "federated"
+    unit = "round" if federated else "epoch"
+    steps = config.federated.num_rounds if federated else config.centralised.num_epochs
+    try:
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        step = int(json.loads(lines[-1])[unit]) if lines else 0
+    except (OSError, ValueError, KeyError):
+        return "no round is on record" if federated else "no epoch is on record"
+    return f"at {unit} {step} of {steps}"
+
+
+def _fault(directory: Path, config: Config, digest: str, results: Tree) -> str | None:
+    """What makes the results of a run unfit to be reported."""
+    for split in ("val", "test"):
+        for name in SCORES:
+            value = results[split].get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                return f"results.json has {split} {name} = {value!r}"
+    for key in ("setting", "seed"):
+        if results[key] != getattr(config, key):
+            return f"results.json is of {key} {results[key]}, config.yaml of {getattr(config, key)}"
+    if results["config_sha256"] != digest:
+        return "results.json is of another config than config.yaml: config_sha256 differs"
+    model = directory / "model.safetensors"
+    if model.exists() and sha256_of(model) != results["model_sha256"]:
+        return "model.safetensors is not the model of results.json: model_sha256 differs"
+    return None
+
+
+@cache
+def _dataset(path: str) -> Tree:
+    """Facts of the data file of a run from before runs kept them; empty where it cannot be opened."""
+    try:
+        with FlairFile(path) as file:
+            return dataset_facts(file)
+    except (ValueError, OSError):
+        return {}
+
+
+def is_flair(data: Tree) -> bool:
+    """Whether these are facts of FLAIR itself: its users and images, not drawn ones."""
+    return (
+        data.get("source") != "mini"
+        and data.get("users") == FLAIR_USERS
+        and data.get("images") == FLAIR_IMAGES
+    )
+
+
+def data_key(record: RunRecord) -> str:
+    """What two runs on the same data have in common: the content's checksum, or the file's path."""
+    assert record.results is not None
+    known = record.data.get("content_sha256") or record.results.get("data_sha256")
+    return str(known or record.results.get("dataset"))
+
+
+def epsilon_of(privacy: Tree) -> tuple[float | None, float, bool, float | None]:
+    """(epsilon, delta, simulated, epsilon of the run as executed); None is infinite."""
+    return (
+        privacy["simulated_system"]["epsilon_spent"],
+        float(privacy["delta"]),
+        bool(privacy["is_simulation"]),
+        privacy["as_executed"]["epsilon_spent"],
+    )
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """The fields that a run's scores depend on, dotted, without its seed and what its mode does not read."""
+    out: dict[str, Any] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for item in dataclasses.fields(node):
+            value = getattr(node, item.name)
+            if dataclasses.is_dataclass(value):
+                walk(value, f"{prefix}{item.name}.")
+            else:
+                out[prefix + item.name] = value
+
+    walk(config, "")
+    idle = [
+        "setting",
+        "seed",
+        "privacy.noise_seed",
+        "federated.max_state_gb",
+        "personal.",
+        "evaluation.few_shot",
+        "evaluation.per_user",
+    ]
+    if config.mode == "centralised":
+        idle += ["local.", "server.", "federated.", "privacy", "local_privacy"]
+        idle += ["data.partition", "evaluation.every_rounds"]
+    else:
+        idle += ["centralised.", "evaluation.every_epochs"]
+        idle += [] if config.federated.algorithm == "fedprox" else ["federated.mu"]
+    return {key: value for key, value in out.items() if not key.startswith(tuple(idle))}
+
+
+@cache
+def _shipped(setting: str, scale: str | None, recipe: str | None) -> dict[str, Any]:
+    words = [] if scale is None else ["--scale", scale]
+    words += [] if recipe is None else ["--recipe", recipe]
+    return flat(parse(["--config", setting.lower(), *words]).config)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run's config, said as a setting, a scale, and the fields in which it differs from them."""
+
+    setting: str
+    scale: str | None
+    differences: tuple[str, ...]
+
+    @property
+    def essential(self) -> tuple[str, ...]:
+        """The differences that make another experiment of it; the noise of the paper's own code does not."""
+        return tuple(text for text in self.differences if text != "privacy.noise=paper_bug")
+
+    @property
+    def label(self) -> str:
+        """``FL-R-17, data.partition=iid``."""
+        return ", ".join((self.setting, *self.differences))
+
+
+def variant(config: Config) -> Variant:
+    """The shortest way to say a config, in terms of what is shipped."""
+    if not (CONFIGS / f"{config.setting.lower()}.yaml").exists() or config.setting not in paper.settings():
+        return Variant(config.setting, None, ("its own config",))
+    own, best = flat(config), None
+    for recipe in (None, "pfl"):
+        for scale in (None, *SCALES):
+            try:
+                base = _shipped(config.setting, scale, recipe)
+            except ValueError:
+                continue  # the recipe does not go with the setting
+            keys = [key for key in {**base, **own} if base.get(key) != own.get(key)]
+            if "privacy" in own and "privacy" not in base:  # none of its keys, where the row has them
+                keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
+            differences = [f"{key}={_word(own.get(key))}" for key in keys]
+            made = Variant(config.setting, scale, (*([f"recipe={recipe}"] if recipe else []), *differences))
+            if best is None or len(made.differences) < len(best.differences):
+                best = made
+    assert best is not None
+    return best
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def split_duplicates(
+    records: Sequence[RunRecord],
+) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
+    """The first finished run of each config, seed and data; and the others, each with the one it repeats."""
+    first: dict[tuple[str, str], RunRecord] = {}
+    others = []
+    for record in records:
+        if not record.finished:
+            continue
+        assert record.config is not None
+        key = (digest_of(record.config), data_key(record))
+        if key in first:
+            others.append((record, first[key]))
+        else:
+            first[key] = record
+    return list(first.values()), others

@@ -1,0 +1,118 @@
+"""A local stand-in for ImageNet weights: the fine-tuning (F) rows run where nothing can be downloaded.
+
+    python -m benchmarks.flair.standin --output_file data/standin.safetensors [--method pretrain|random]
+
+``pretrain``: torchvision's network, BatchNorm and all, is trained on a mini data set of *other* users, drawn
+from another seed, so that fine-tuning on the mini set has something to start from. ``random``: untrained
+weights. The file says of itself which it is, and every table shows it: such a row is not comparable
+with the paper.
+
+Shape letters: N images, K labels, S side in pixels.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentDefaultsHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision import models as zoo
+from tqdm import tqdm
+
+from dataset.command_line import run
+from dataset.flair.arguments import OneLineParser
+from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, mini_index
+from pfl_ext.checkpoint import save
+from pfl_ext.models import build_backbone, multi_label_loss
+from pfl_ext.randomness import stream, torch_stream
+from pfl_ext.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+
+BATCH = 64
+
+
+def live_network(arch: str, seed: int) -> torch.nn.Module:
+    """torchvision's network with its own, live BatchNorm; its weights a function of the seed."""
+    generator = torch_stream(seed, "stand-in weights")
+    start = build_backbone(
+        arch, len(COARSE_LABELS), norm="frozen_batch", weights=None, init="torchvision", generator=generator
+    )
+    with torch.random.fork_rng(devices=[]):  # torchvision's constructor draws, for nothing
+        network: torch.nn.Module = zoo.get_model(arch, weights=None, num_classes=len(COARSE_LABELS))
+    network.load_state_dict(start.state_dict(), strict=False)  # all but num_batches_tracked
+    return network
+
+
+def pretrain(network: torch.nn.Module, spec: MiniSpec, epochs: int, learning_rate: float) -> float:
+    """Adam on all training images of a drawn data set; the mean loss of the last epoch."""
+    index = mini_index(spec)
+    split = index.splits["train"]
+    images = draw_images(spec, index, "train", np.arange(split.num_images))  # [N, S, S, 3]
+    targets = split.labels["labels"].dense(np.arange(split.num_images))  # [N, K]
+    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
+    network.train()
+    total = 0.0
+    for epoch in range(epochs):
+        order, total = stream(spec.seed, "stand-in epoch", epoch).permutation(len(images)), 0.0
+        starts = range(0, len(order) - len(order) % BATCH or 1, BATCH)
+        for start in tqdm(starts, desc=f"pre-training, epoch {epoch + 1} of {epochs}", disable=None):
+            rows = order[start : start + BATCH]
+            pixels = normalise(
+                resize(torch.from_numpy(images[rows]), spec.image_size), IMAGENET_MEAN, IMAGENET_STD
+            )
+            loss = multi_label_loss(network(pixels), torch.from_numpy(targets[rows]))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            total += float(loss.detach()) / len(starts)
+    return total
+
+
+def write_standin(path: Path, arch: str, method: str, spec: MiniSpec, epochs: int, rate: float) -> str:
+    """Make the weights and write them as safetensors; what the file says of itself."""
+    network = live_network(arch, spec.seed)
+    if method == "pretrain":
+        loss = pretrain(network, spec, epochs, rate)
+        description = (
+            f"STAND-IN, not ImageNet: {epochs} epochs on {spec.train_users} drawn users "
+            f"(mini seed {spec.seed}), last loss {loss:.3f}"
+        )
+    else:
+        description = f"STAND-IN, not ImageNet: random weights (seed {spec.seed})"
+    save(path, network.state_dict(), {"description": description})
+    return description
+
+
+def main(argv: Sequence[str]) -> None:
+    """Make a local stand-in for ImageNet weights."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.standin",
+        description=main.__doc__,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output_file", type=Path, required=True, help="a name that ends in .safetensors")
+    parser.add_argument("--method", choices=("pretrain", "random"), default="pretrain")
+    parser.add_argument("--arch", default="resnet18", help="a classifier of torchvision")
+    parser.add_argument("--users", type=int, default=600, help="users of the drawn data set")
+    parser.add_argument("--image_size", type=int, default=32, help="pixels")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1, help="of the drawn users and of the first weights")
+    given = parser.parse_args(argv)
+    if given.output_file.suffix != ".safetensors":
+        raise ValueError(f"--output_file {given.output_file}: the name must end in .safetensors")
+    if given.epochs < 1 or given.learning_rate <= 0:
+        raise ValueError("--epochs must be at least 1 and --learning_rate above 0")
+    spec = MiniSpec(
+        train_users=given.users, val_users=1, test_users=1, image_size=given.image_size, seed=given.seed,
+        num_fine_labels=68, difficulty=0.25,
+    )  # fmt: skip
+    told = write_standin(given.output_file, given.arch, given.method, spec, given.epochs, given.learning_rate)
+    print(f"wrote {given.output_file}: {told}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,189 @@
+"""Rows of runs over seeds, and their cells beside the paper's.
+
+The paper's AP comes from 200 thresholds, so its AP columns are compared with ``C-AP-binned200`` and
+``O-AP-binned200``; the exact ones stand beside them. Its numbers are means and standard deviations of five
+seeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.flair import paper
+from benchmarks.flair.runs import (
+    RunRecord,
+    Variant,
+    data_key,
+    epsilon_of,
+    is_flair,
+    variant,
+)
+from pfl_ext.metrics import COLUMNS
+
+Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
+
+SCORED_AS = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
+"""By which of our scores a column of the paper is met."""
+LEAST_STD = 0.05
+"""The paper prints one decimal: a standard deviation of 0.0 there is anything below this."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One score of one row, percent. ``std`` is the sample's over seeds, None for one seed."""
+
+    mean: float
+    std: float | None
+    paper_mean: float | None = None
+    paper_std: float | None = None
+    verdict: Verdict = "not in the paper"
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's, in points."""
+        return None if self.paper_mean is None else self.mean - self.paper_mean
+
+    @property
+    def in_std(self) -> float | None:
+        """The difference over sqrt(s_paper^2 + s_ours^2), the spread of one run against another.
+
+        The paper's s counts as at least `LEAST_STD`; one seed of ours is taken to spread as the paper's.
+        """
+        if self.difference is None or self.paper_std is None:
+            return None
+        theirs = max(self.paper_std, LEAST_STD)
+        return float(self.difference / (theirs**2 + (theirs if self.std is None else self.std) ** 2) ** 0.5)
+
+    @property
+    def tolerance(self) -> float | None:
+        """How far from the paper is still agreement, in points."""
+        return (
+            None
+            if self.paper_mean is None or self.paper_std is None
+            else tolerance(self.paper_mean, self.paper_std)
+        )
+
+
+def tolerance(mean: float, std: float) -> float:
+    """Three of the paper's standard deviations, but a tenth of the mean up to a point, and 0.15, at least."""
+    return max(3 * std, min(1.0, 0.1 * mean), 0.15)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs of one config on one data set, over seeds."""
+
+    variant: Variant
+    data: str
+    runs: tuple[RunRecord, ...]
+    reasons: tuple[str, ...]
+    """Why it is not comparable with the paper; empty where it is."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it is the paper's setting, on FLAIR, from the paper's weights."""
+        return not self.reasons
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds, ascending."""
+        return tuple(int(run.results["seed"]) for run in self.runs if run.results is not None)
+
+    def scores(self, name: str) -> list[float]:
+        """One score of the best model on test, a number a seed."""
+        return [float(run.results["test"][name]) for run in self.runs if run.results is not None]
+
+    def cell(self, column: str) -> Cell:
+        """A column of the paper's, ours beside it."""
+        values = self.scores(SCORED_AS.get(column, column))
+        mean, std = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        theirs, spread = paper.row(self.variant.setting), paper.row_std(self.variant.setting)
+        if theirs is None or spread is None or self.variant.essential:
+            return Cell(mean, std)
+        bare = Cell(mean, std, theirs[column], spread[column], "not comparable")
+        if not self.comparable:
+            return bare
+        assert bare.difference is not None
+        assert bare.tolerance is not None
+        verdict: Verdict = "agrees"
+        if abs(bare.difference) > bare.tolerance + 1e-9:
+            verdict = "above" if bare.difference > 0 else "below"
+        return Cell(mean, std, theirs[column], spread[column], verdict)
+
+    def exact(self, name: str) -> Cell:
+        """A score that the paper does not give."""
+        values = self.scores(name)
+        return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+    @property
+    def expects_more(self) -> bool:
+        """A private row with the noise that its budget needs: the paper's code adds 2.9 times as much."""
+        config = self.runs[0].config
+        return config is not None and config.privacy is not None and config.privacy.noise == "calibrated"
+
+    def misses(self) -> list[str]:
+        """The columns by which the row misses the paper, each said in a line; none where not comparable."""
+        out = []
+        for column in COLUMNS:
+            cell = self.cell(column)
+            if cell.verdict == "below" or (cell.verdict == "above" and not self.expects_more):
+                out.append(
+                    f"{self.variant.label}: {column} {cell.mean:.1f} for the paper's {cell.paper_mean:.1f}, "
+                    f"{cell.difference:+.1f} points where {cell.tolerance:.2f} are allowed"
+                )
+        return out
+
+    def privacy(self) -> str:
+        """Epsilon, delta, and what they are of; empty for runs without privacy."""
+        told = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
+        if not told:
+            return ""
+        epsilon, delta, simulated, executed = max(told, key=lambda t: float("inf") if t[0] is None else t[0])
+        text = f"epsilon {_number(epsilon)} at delta {delta:.2g}"
+        return text + (f", SIMULATED; as run {_number(executed)}" if simulated else "")
+
+
+def _number(epsilon: float | None) -> str:
+    return "infinite" if epsilon is None else f"{epsilon:.3g}"
+
+
+def reasons_against(record: RunRecord, made: Variant) -> tuple[str, ...]:
+    """Why a run's numbers cannot be held against the paper's."""
+    assert record.config is not None
+    assert record.results is not None
+    out = []
+    if not record.data:
+        out.append("the data file cannot be opened, so it is not known whether it is FLAIR")
+    elif not is_flair(record.data):
+        out.append("the data set is not FLAIR")
+    if made.scale is not None:
+        out.append(f"scale {made.scale}")
+    if made.essential:
+        out.append("config differs: " + ", ".join(made.essential))
+    weights = record.results.get("weights")
+    if record.config.model.pretrained and not (weights and weights.get("imagenet")):
+        told = weights.get("description") or weights["file"] if weights else "not recorded"
+        out.append(f"weights are not torchvision's ImageNet ones ({told})")
+    return tuple(out)
+
+
+def make_rows(records: Sequence[RunRecord]) -> list[Row]:
+    """Finished runs as rows, the paper's order first, then by label."""
+    rows: dict[tuple[str, Variant, tuple[str, ...]], list[RunRecord]] = {}
+    for record in records:
+        assert record.config is not None
+        made = variant(record.config)
+        key = (data_key(record), made, reasons_against(record, made))
+        rows.setdefault(key, []).append(record)
+    order = {name: place for place, name in enumerate(paper.settings())}
+    out = [
+        Row(made, data, tuple(sorted(runs, key=lambda run: run.config.seed if run.config else 0)), reasons)
+        for (data, made, reasons), runs in rows.items()
+    ]
+    return sorted(
+        out,
+        key=lambda row: (order.get(row.variant.setting, 99), row.variant.setting, row.variant.differences),
+    )

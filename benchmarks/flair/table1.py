@@ -1,0 +1,230 @@
+"""Run Table 1, settings x seeds, each in a process of its own, and report.
+
+    python -m benchmarks.flair.table1 [--settings fl-r-17 ...] [--seeds 0 1 ...] [--scale mini] [-- ...]
+
+What is finished is skipped and what is half done goes on, so the same command is the way to go on after a
+stop. A run that fails is named, its log kept, and the others go on. What stands after ``--`` goes to every
+run. ``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, some
+ten minutes on an idle core.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentDefaultsHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.flair import paper, report
+from benchmarks.flair.config import SCALES, arguments, config_path, digest, parse
+from benchmarks.flair.standin import main as make_standin
+from dataset.command_line import run as run_command
+from dataset.flair.arguments import OneLineParser
+from pfl_ext.models import build_backbone
+
+STANDIN = Path("data/standin.safetensors")
+LAPTOP = ("mini", "tiny")
+"""``--scale mini`` here: the mini set, at train's scale tiny."""
+POLL_S, TELL_S = 0.5, 60.0  # seconds between looks at a run, and between lines that tell of it
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to be made."""
+
+    name: str
+    argv: tuple[str, ...]
+    directory: Path
+    steps: int
+    federated: bool
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with results.
+
+        :raises ValueError: when the directory holds the results of another config.
+        """
+        path = self.directory / "results.json"
+        if not path.is_file():
+            return False
+        try:
+            found = json.loads(path.read_text())["config_sha256"]
+        except (ValueError, KeyError, TypeError) as fault:
+            raise ValueError(f"{path} is damaged: remove {self.directory} to make the run again") from fault
+        if found != digest(parse(self.argv).config):
+            raise ValueError(f"{self.directory} holds a run of another config: choose another --runs_dir")
+        return True
+
+    def step(self) -> int:
+        """How many rounds or epochs ``metrics.jsonl`` tells of."""
+        try:
+            lines = (self.directory / "metrics.jsonl").read_bytes().splitlines()
+            return 1 + int(json.loads(lines[-1])["round" if self.federated else "epoch"]) if lines else 0
+        except (OSError, ValueError, KeyError):
+            return 0
+
+
+def jobs(settings: Sequence[str], seeds: Sequence[int], root: Path, common: Sequence[str]) -> list[Job]:
+    """Every setting with the first seed, then with the second, ...: an early stop leaves a whole table.
+
+    :raises ValueError: for a setting that is not shipped or an argument that no run could take.
+    """
+    out = []
+    for seed in seeds:
+        for setting in settings:
+            directory = root / f"{setting}-seed{seed}"
+            argv = ("--config", setting, "--seed", str(seed), *common)
+            config = parse(argv).config
+            federated = config.mode == "federated"
+            steps = config.federated.num_rounds if federated else config.centralised.num_epochs
+            out.append(
+                Job(
+                    f"{setting} seed {seed}",
+                    (*argv, "--run_dir", str(directory)),
+                    directory,
+                    steps,
+                    federated,
+                )
+            )
+    return out
+
+
+def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None:
+    """Why the fine-tuning settings among these cannot get ImageNet weights; None where they can."""
+    configs = [parse(("--config", setting, *common)).config for setting in settings]
+    for arch in {config.model.arch for config in configs if config.model.pretrained}:
+        try:
+            build_backbone(
+                arch, 1, norm="frozen_batch", weights="imagenet", init="paper", generator=torch.Generator()
+            )
+        except ValueError as fault:
+            return str(fault)
+    return None
+
+
+def execute(job: Job, log: Path, tell: str) -> int:
+    """Run one job to its end, telling how far it is about once a minute; its exit code."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = told = time.monotonic()
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", "benchmarks.flair.train", *job.argv]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                if time.monotonic() - told >= TELL_S:
+                    told = time.monotonic()
+                    unit = "round" if job.federated else "epoch"
+                    print(
+                        f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {told - started:.0f} s",
+                        flush=True,
+                    )
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode
+
+
+def eta(todo: Sequence[Job], seconds: dict[bool, list[float]]) -> str:
+    """About how long the jobs still to be made will take, from those of their kind that were made."""
+    everything = [second for kind in seconds.values() for second in kind]
+    if not everything:
+        return "time left not known yet"
+    mean = {kind: sum(took) / len(took) for kind, took in seconds.items() if took}
+    fallback = sum(everything) / len(everything)
+    left = sum(mean.get(job.federated, fallback) for job in todo)
+    return f"about {left / 60:.0f} min left" if left < 7200 else f"about {left / 3600:.1f} h left"
+
+
+def make_runs(todo: Sequence[Job], logs: Path) -> list[str]:
+    """Make every run; what failed, one line each."""
+    failures, seconds = [], {True: [], False: []}  # type: tuple[list[str], dict[bool, list[float]]]
+    for number, job in enumerate(todo):
+        tell = f"[{number + 1}/{len(todo)}] {job.name}"
+        print(f"{tell}: {eta(todo[number:], seconds)}", flush=True)
+        started, log = time.monotonic(), logs / f"{job.directory.name}.log"
+        code = execute(job, log, tell)
+        if code == 0 and job.done:
+            seconds[job.federated].append(time.monotonic() - started)
+            continue
+        text = log.read_text(errors="replace").replace("\r", "\n").splitlines()
+        why = next((line for line in reversed(text) if line.strip()), "no output")
+        failures.append(f"{job.name} failed with code {code}: {why} (see {log})")
+        print(failures[-1], flush=True)
+    return failures
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the rows of Table 1, skipping what is done, and report."""
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the run in progress ends with this
+    words = list(argv)
+    extra = words[words.index("--") + 1 :] if "--" in words else []
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.table1",
+        description=main.__doc__,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--settings", nargs="+", help="default: all twelve")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, help="default: 0 1 2 3 4, as the paper; 0 1 at scale mini"
+    )
+    parser.add_argument("--scale", help=f"none, or mini, or one of train's: {', '.join(SCALES)}")
+    parser.add_argument("--data_path", help="HDF5 file, or the word mini")
+    parser.add_argument("--weights", help="a file for the fine-tuning rows, or the word standin: makes one")
+    parser.add_argument("--runs_dir", type=Path, help="default: runs/table1-DATA-SCALE")
+    parser.add_argument("--verify", action="store_true", help="as benchmarks.flair.report")
+    given = parser.parse_args(words[: words.index("--")] if "--" in words else words)
+    laptop = given.scale == LAPTOP[0]
+    data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
+    common = ["--evaluation.per_user=true"]  # for Figure 5
+    common += [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else []), *extra]
+    settings = [name.lower() for name in given.settings or paper.settings()]
+    seeds = given.seeds if given.seeds is not None else range(2 if laptop else 5)
+    own = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
+    name = f"table1-{Path(data or 'data/flair.hdf5').stem}-{scale or 'full'}{''.join(own)}"
+    root = given.runs_dir or Path("runs") / name.replace("/", "_")
+    for setting in settings:
+        config_path(setting)
+    todo = [job for job in jobs(settings, list(seeds), root, common) if not job.done]
+    fine = [job for job in todo if "-f-" in job.name]
+    weights = given.weights
+    if fine and weights == "standin":
+        weights = str(STANDIN)
+        if not STANDIN.is_file():
+            print(f"making the stand-in for ImageNet weights, {STANDIN}", flush=True)
+            make_standin(["--output_file", weights])
+    if fine and weights is None:
+        fault = imagenet_fault(settings, common)
+        if fault is not None:
+            print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
+            todo = [job for job in todo if job not in fine]
+    if weights is not None:
+        todo = [
+            Job(j.name, (*j.argv, "--weights", weights), j.directory, j.steps, j.federated)
+            if j in fine
+            else j
+            for j in todo
+        ]
+    print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
+    failures = make_runs(todo, root / "logs")
+    words = [str(root), "--output_dir", str(root), *(["--verify"] if given.verify else [])]
+    report.main(words)
+    if failures:
+        raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

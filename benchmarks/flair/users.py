@@ -1,0 +1,134 @@
+"""Test users one by one, and after local fine-tuning: ``per_user.json`` of a run and its picture.
+
+Shape letters: U users, N images of the test split, K labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.flair import plots
+from benchmarks.flair.config import Config, Tree
+from dataset.flair.task import FlairTask
+from pfl_ext.checkpoint import write_json
+from pfl_ext.federated_dataset import LocalSampling
+from pfl_ext.metrics import summarise
+from pfl_ext.models import ImageClassifier
+from pfl_ext.per_user import (
+    PER_USER,
+    FloatArray,
+    Personalisation,
+    PersonalScores,
+    per_user_scores,
+    personalise,
+    quantiles,
+)
+
+SPLIT = "test"
+
+
+def personalisation(config: Config) -> Personalisation:
+    """The `personal` section, with the augmentation of training."""
+    personal = config.personal
+    sampling = LocalSampling(
+        num_epochs=personal.num_epochs,
+        batch_size=personal.batch_size,
+        max_images=None,
+        straddle=False,
+        crop=config.augment.crop,
+        flip=config.augment.flip,
+        input_size=config.model.input_size,
+    )
+    return Personalisation(
+        sampling,
+        personal.learning_rate,
+        personal.max_grad_norm,
+        personal.train_share,
+        personal.min_images,
+        personal.split_seed,
+    )
+
+
+def _columns(values: dict[str, FloatArray]) -> Tree:
+    """Lists for JSON: percent to 4 decimals, null where there is no number."""
+    return {
+        name: [None if np.isnan(value) else round(float(value), 4) for value in values[name]]
+        for name in PER_USER
+    }
+
+
+def _quantiles(values: dict[str, FloatArray]) -> Tree:
+    return {name: quantiles(values[name]) for name in PER_USER}
+
+
+def _personal_tree(config: Config, told: PersonalScores) -> tuple[Tree, Tree]:
+    """What goes into per_user.json, and its summary."""
+    parts = {"before": told.before, "after": told.after}
+    scored = {when: per_user_scores(part, told.targets, told.offsets) for when, part in parts.items()}
+    change = {name: scored["after"][name] - scored["before"][name] for name in PER_USER}
+    summary = {
+        "config": dataclasses.asdict(config.personal),
+        "users": len(told.users),
+        "images_trained_on": int(told.trained_on.sum()),
+        "images_scored": int(told.offsets[-1]),
+        "all_images": {when: summarise(part, told.targets) for when, part in parts.items()},
+        "quantiles": {**{when: _quantiles(scored[when]) for when in parts}, "change": _quantiles(change)},
+        "share_of_users_better": {name: float(np.mean(change[name] > 0)) for name in ("C-AP", "O-AP")},
+        "share_of_users_worse": {name: float(np.mean(change[name] < 0)) for name in ("C-AP", "O-AP")},
+    }
+    whole = {
+        **summary,
+        "user_ids": list(told.users),
+        "trained_on": told.trained_on.tolist(),
+        "scored_on": np.diff(told.offsets).tolist(),
+        **{when: _columns(scored[when]) for when in parts},
+    }
+    return whole, summary
+
+
+def write_users(
+    directory: Path,
+    config: Config,
+    module: ImageClassifier,
+    task: FlairTask,
+    scores: npt.NDArray[np.float32],
+    targets: npt.NDArray[np.bool_],
+) -> Tree:
+    """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summary for ``results.json``.
+
+    ``scores`` and ``targets``: of the test split, ``[N, K]``.
+
+    :raises ValueError: when no user has as many images as ``personal.min_images``.
+    """
+    store = task.split(SPLIT)
+    values = per_user_scores(scores, targets, store.user_offsets)
+    summary: Tree = {"users": len(store.user_ids), "quantiles": _quantiles(values)}
+    whole: dict[str, Any] = {
+        "split": SPLIT,
+        "setting": config.setting,
+        **summary,
+        "user_ids": list(store.user_ids),
+        "images": np.diff(store.user_offsets).tolist(),
+        **_columns(values),
+    }
+    violins = {"all users": values["O-AP"]}
+    if config.personal.num_epochs:
+        whole["personal"], summary["personal"] = _personal_tree(
+            config, personalise(module, store, personalisation(config))
+        )
+        for when in ("before", "after"):
+            column = np.array(whole["personal"][when]["O-AP"], np.float64)
+            violins[f"held-out images,\n{when} fine-tuning"] = column
+    write_json(directory / "per_user.json", whole)
+    plots.per_user_violins(
+        violins,
+        "O-AP of one user (%)",
+        f"{config.setting}: {len(store.user_ids)} test users",
+        directory / "plots" / "per_user.png",
+    )
+    return summary

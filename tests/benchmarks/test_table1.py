@@ -1,0 +1,158 @@
+"""Running Table 1: order, what is skipped, what fails, what is missing. The runs themselves are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair import paper, table1
+from benchmarks.flair.config import parse
+from benchmarks.flair.table1 import Job, eta, execute, jobs, main
+from dataset.command_line import run
+from tests.benchmarks.made_runs import make_run
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Jobs are "run" by writing a made-up finished run; fl-f-17 fails. The names of those asked for."""
+    asked: list[str] = []
+
+    def fake(job: Job, log: Path, tell: str) -> int:
+        asked.append(job.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if job.name.startswith("fl-f-17"):
+            log.write_text("working\nerror: the weights do not fit\n")
+            return 2
+        config = parse(job.argv).config
+        make_run(job.directory, config.setting, *job.argv, seed=config.seed)
+        return 0
+
+    monkeypatch.setattr(table1, "execute", fake)
+    return asked
+
+
+def test_a_failed_run_does_not_end_the_rest_and_a_second_call_makes_only_what_is_left(
+    made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "w.safetensors"
+    argv = [
+        "--settings", "fl-r-17", "fl-f-17", "c-r-17", "--seeds", "0", "1", "--data_path", "mini",
+        "--weights", str(weights), "--runs_dir", str(tmp_path / "runs"),
+    ]  # fmt: skip
+    assert run(main, argv) == 2
+    assert made == [f"{s} seed {n}" for n in (0, 1) for s in ("fl-r-17", "fl-f-17", "c-r-17")]
+    out = capsys.readouterr()
+    assert "2 of 6 runs failed" in out.err
+    assert "error: the weights do not fit" in out.out
+    assert (tmp_path / "runs" / "table1.csv").is_file()
+    made.clear()
+    assert run(main, argv) == 2
+    assert made == ["fl-f-17 seed 0", "fl-f-17 seed 1"]
+    assert "2 runs to make of 6" in capsys.readouterr().out
+
+
+def test_without_weights_and_network_the_fine_tuning_rows_are_missing_and_said_so_once(
+    made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table1, "imagenet_fault", lambda *_: "the weights cannot be downloaded")
+    argv = [
+        "--settings",
+        "fl-r-17",
+        "fl-f-17",
+        "--seeds",
+        "0",
+        "1",
+        "--data_path=mini",
+        f"--runs_dir={tmp_path / 'r'}",
+    ]
+    assert run(main, argv) == 0
+    assert made == ["fl-r-17 seed 0", "fl-r-17 seed 1"]
+    out = capsys.readouterr().out
+    assert out.count("the weights cannot be downloaded") == 1
+    assert "Missing, without a finished run: C-R-17, PFL-R-17, C-F-17, FL-F-17" in out
+
+
+def test_results_of_another_config_are_not_taken_for_this_ones(
+    made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--settings", "fl-r-17", "--seeds", "0", "--data_path", "mini", "--runs_dir", str(tmp_path)]
+    assert run(main, argv) == 0
+    assert run(main, [*argv, "--", "--local.learning_rate=0.3"]) == 2
+    assert "holds a run of another config" in capsys.readouterr().err
+    assert made == ["fl-r-17 seed 0"]
+
+
+def test_the_laptop_scale_is_all_twelve_rows_with_two_seeds_on_the_mini_set(
+    made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Job] = []
+
+    def note(todo: list[Job], logs: Path) -> list[str]:
+        seen.extend(todo)
+        return []
+
+    monkeypatch.setattr(table1, "make_runs", note)
+    (tmp_path / "x").mkdir()
+    make_run(tmp_path / "x" / "one")
+    argv = [
+        "--scale",
+        "mini",
+        "--weights",
+        "w.pth",
+        "--runs_dir",
+        str(tmp_path / "x"),
+        "--",
+        "--runtime.threads=1",
+    ]
+    assert run(main, argv) == 0
+    assert len(seen) == 24
+    assert {job.name.split()[0].upper() for job in seen} == set(paper.settings())
+    assert [job.name.split()[-1] for job in seen] == ["0"] * 12 + ["1"] * 12
+    for job in seen:
+        asked = parse(job.argv)
+        assert str(asked.data_path) == "mini"
+        assert (asked.weights is not None) == asked.config.model.pretrained
+        assert asked.config.federated.num_rounds <= 20
+        assert asked.runtime.threads == 1
+
+
+def test_other_arguments_go_to_another_directory(
+    made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["--settings", "pfl-r-17", "--seeds", "0", "--scale", "mini"]
+    for extra in ([], ["--", "--privacy.noise_cohort_size=200", "--runtime.threads=1"]):
+        assert run(main, [*argv, *extra]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "table1-mini-tiny", "table1-mini-tiny-privacy.noise_cohort_size=200"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--settings", "fl-r-71"], "no such file and no shipped config"),
+        (["--scale", "huge"], "scale is 'huge'"),
+        (["--", "--local.learnin_rate=1"], "did you mean local.learning_rate"),
+        (["--seeds", "one"], "invalid int value"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_run(
+    argv: list[str], message: str, made: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(main, argv) == 2
+    assert message in capsys.readouterr().err
+    assert not made
+
+
+def test_the_time_left_is_that_of_like_runs() -> None:
+    todo = jobs(["fl-r-17", "c-r-17", "c-f-17"], [0], Path("x"), [])
+    assert eta(todo, {True: [], False: []}) == "time left not known yet"
+    assert eta(todo, {True: [600.0, 1800.0], False: [300.0]}) == "about 30 min left"  # 20 + 5 + 5
+    assert eta(todo, {True: [7200.0], False: []}) == "about 6.0 h left"
+
+
+def test_a_run_is_a_process_of_its_own_whose_words_are_kept(tmp_path: Path) -> None:
+    job = Job("x", ("--config", "nowhere.yaml"), tmp_path / "x", 3, True)
+    assert execute(job, tmp_path / "logs" / "x.log", "x") == 2
+    assert (tmp_path / "logs" / "x.log").read_text().startswith("error: --config nowhere.yaml")
