@@ -204,6 +204,14 @@ class Runtime:
     """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
     worker_timeout_s: PositiveFloat = 120.0
     """A worker that is silent or makes no progress for so long ends the job on all workers."""
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    project: str = "flair"
+    entity: str | None = None
+    name: str | None = None
+    """Of the wandb run; by default the run directory's."""
+    artifact: bool = False
+    """Send the final model to wandb."""
 
 
 RECIPES: Mapping[str, Tree] = {
@@ -401,8 +409,9 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
 
 def _is_choice(dotted: str, text: str) -> bool:
     """Whether a key's type is a choice of words with this one among them, as ``none`` of ``augment.flip``."""
-    kind: Any = Config
-    for part in dotted.split("."):
+    section, _, rest = dotted.partition(".")
+    kind: Any = Runtime if section == "runtime" else Config
+    for part in rest.split(".") if kind is Runtime else dotted.split("."):
         kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
     return text in get_args(kind)
 
