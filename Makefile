@@ -26,9 +26,11 @@ endif
 TRAIN    = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY)) \
   -m benchmarks.flair.train
 WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
+SWEEP  ?= learning-rates
+LOCAL  ?=
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl
+.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-sweep
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -68,3 +70,6 @@ flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | 
 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
+
+flair-sweep: $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
+	@$(PY) -m benchmarks.flair.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)

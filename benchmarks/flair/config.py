@@ -375,6 +375,11 @@ def digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def short_digest(config: Config) -> str:
+    """What ``{digest}`` in ``--run_dir`` stands for: a name of a directory that no other config shares."""
+    return digest(config)[:12]
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One invocation: what, on which data, to where, how."""
@@ -455,7 +460,7 @@ def usage() -> str:
         "  --config NAME_OR_YAML    a shipped config: "
         + ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml"))),
         "  --data_path FILE         an HDF5 file of dataset.flair.download_preprocess",
-        "  --run_dir DIR            where the run's files go; one run a directory",
+        "  --run_dir DIR            where the run's files go; {digest} in it stands for the config",
         "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
         "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
         f"  --recipe {'|'.join(RECIPES)}  --scale {'|'.join(SCALES)}   sets of switches, see config.py",

@@ -25,7 +25,7 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.flair.centralised import train_centralised
-from benchmarks.flair.config import Config, Run, parse, usage
+from benchmarks.flair.config import Config, Run, parse, short_digest, usage
 from benchmarks.flair.federated import train_federated
 from benchmarks.flair.recorder import Recorder
 from benchmarks.flair.results import final_scores, show, write_results
@@ -126,6 +126,7 @@ def execute(run: Run, data_path: Path) -> None:
     if not federated and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    directory = Path(str(directory).replace("{digest}", short_digest(config)))
     with FlairFile(data_path) as file, sole_owner(directory) if is_main() else contextlib.nullcontext():
         task = FlairTask(
             file,
