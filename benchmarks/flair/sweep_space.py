@@ -270,9 +270,7 @@ def read_sweep(name: str) -> tuple[Sweep, Tree, Path]:
     parameters = {}
     for key, entry in raw.items():
         if not isinstance(entry, dict) or "parameters" in entry:
-            raise ValueError(
-                f"{path}: parameters.{key}: write section.key with values, value, or min and max"
-            )
+            raise ValueError(f"{path}: parameters.{key}: write a dotted key with value, values, or min, max")
         if key in NOT_SWEPT or str(key).startswith("runtime."):
             raise ValueError(f"{path}: parameters.{key} does not change a run's numbers: remove it")
         parameters[str(key)] = build(Parameter, entry, f"{path}: parameters.{key}")
