@@ -316,11 +316,6 @@ class LocalSweep:
         :raises ValueError: at the end, when trials failed; the others are reported all the same.
         """
         self._resumed = len(self.trials)
-
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGTERM, interrupted)
         try:
             while True:
                 self._reap()
@@ -335,7 +330,6 @@ class LocalSweep:
             for number in list(self._running):
                 self._stop(number)
             self.save()
-            signal.signal(signal.SIGTERM, before)
             self.report()
         failed = [trial for trial in self.trials if trial.status == "failed"]
         if failed:

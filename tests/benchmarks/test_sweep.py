@@ -27,6 +27,7 @@ from benchmarks.flair.sweep_local import LocalSweep, Trial, alone, read_values
 from benchmarks.flair.sweep_report import Row, axis, markdown, parallel_coordinates
 from benchmarks.flair.sweep_space import Metric, command_words, read_sweep
 from dataset.command_line import run
+from dataset.signals import Stopped, raised
 from tests.benchmarks.conftest import SMALL
 from tests.benchmarks.test_sweep_space import COMMAND, written
 
@@ -165,7 +166,7 @@ def test_an_interrupted_sweep_goes_on_with_the_half_finished(
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     monkeypatch.setattr(LocalSweep, "_ended", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped), raised():
         sweep.run()
     assert [trial.status for trial in sweep.trials] == ["finished", "running"]
     monkeypatch.setattr(LocalSweep, "_ended", real)
