@@ -20,16 +20,16 @@ from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import numpy as np
-from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from PIL import Image
 
 from benchmarks.flair import paper
 from benchmarks.flair.config import Run, Tree
 from pfl_ext.checkpoint import write_json
+from pfl_ext.distributed import is_main
 from pfl_ext.metrics import COLUMNS
 
 STATE = "tracking.json"
-INIT_SECONDS, FINISH_SECONDS = 30, 120
+INIT_SECONDS, FINISH_SECONDS = 30, 60
 """How long wandb may keep a run waiting, at its start and for the upload at its end."""
 
 
@@ -137,7 +137,7 @@ class WandbBackend:
             self._run.log_artifact(artifact)
 
     def close(self, failed: bool) -> None:
-        """Wait for the upload, two minutes at most."""
+        """Wait for the upload, a minute at most."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -232,7 +232,7 @@ class Tracking:
 @contextlib.contextmanager
 def tracking(run: Run, directory: Path, dataset: str, unit: str) -> Iterator[Tracking | None]:
     """The tracker that ``runtime.track`` asks for, on the first worker only; None where there is none."""
-    if run.runtime.track == "none" or get_ops().distributed.global_rank != 0:
+    if run.runtime.track == "none" or not is_main():
         yield None
         return
     tracker = Tracking(run, directory, dataset, unit)
