@@ -22,9 +22,11 @@ endif
 TRAIN    = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY)) \
   -m benchmarks.flair.train
 WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
+SWEEP  ?= learning-rates
+LOCAL  ?=
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures
+.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -72,3 +74,6 @@ flair-table1: $(READY) ## Table 1, resumable, then the report: SETTINGS="fl-r-17
 
 flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
 	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(FILE) --output_dir $(or $(OUT),figures)
+
+flair-sweep: $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
+	@$(PY) -m benchmarks.flair.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)

@@ -225,6 +225,14 @@ class Runtime:
     """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
     worker_timeout_s: PositiveFloat = 120.0
     """A worker that is silent or makes no progress for so long ends the job on all workers."""
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    project: str = "flair"
+    entity: str | None = None
+    name: str | None = None
+    """Of the wandb run; by default the run directory's."""
+    artifact: bool = False
+    """Send the final model to wandb."""
 
 
 RECIPES: Mapping[str, Tree] = {
@@ -393,6 +401,11 @@ def digest(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def short_digest(config: Config) -> str:
+    """What ``{digest}`` in ``--run_dir`` stands for: a name of a directory that no other config shares."""
+    return digest(config)[:12]
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One invocation: what, on which data, to where, how."""
@@ -427,8 +440,9 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
 
 def _is_choice(dotted: str, text: str) -> bool:
     """Whether a key's type is a choice of words with this one among them, as ``none`` of ``augment.flip``."""
-    kind: Any = Config
-    for part in dotted.split("."):
+    section, _, rest = dotted.partition(".")
+    kind: Any = Runtime if section == "runtime" else Config
+    for part in rest.split(".") if kind is Runtime else dotted.split("."):
         kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
     return text in get_args(kind)
 
@@ -472,7 +486,7 @@ def usage() -> str:
         "  --config NAME_OR_YAML    a shipped config: "
         + ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml"))),
         "  --data_path FILE         an HDF5 file of dataset.flair.download_preprocess",
-        "  --run_dir DIR            where the run's files go; one run a directory",
+        "  --run_dir DIR            where the run's files go; {digest} in it stands for the config",
         "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
         "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
         f"  --recipe {'|'.join(RECIPES)}  --scale {'|'.join(SCALES)}   sets of switches, see config.py",

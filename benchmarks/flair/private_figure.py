@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.flair.config import Tree
-from benchmarks.flair.plots import BLUE, GREY, ORANGE, _save, plain_log
+from benchmarks.flair.plots import BLUE, GREY, ORANGE, plain_log, save
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise ValueError("say where to draw and from what: private_figure OUT.png RUN_DIR...")
     runs = [read_run(Path(word)) for word in argv[1:]]
-    _save(picture(runs), Path(argv[0]))
+    save(picture(runs), Path(argv[0]))
     print(table(runs))
 
 

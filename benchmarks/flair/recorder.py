@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.flair.config import Run, Tree, digest, read_yaml
 from benchmarks.flair.ledger import Ledger
+from benchmarks.flair.tracking import Tracking
 from dataset.signals import Held
 from pfl_ext import checkpoint
 from pfl_ext.distributed import from_main, is_main, tensors_from_main
@@ -82,6 +83,7 @@ class Recorder:
         self.ledger: Ledger | None = None
         self.held = Held()
         self.data_sha256 = data_sha256
+        self.tracking: Tracking | None = None
         self._digest = digest(run.config)
         self._val: dict[str, float] | None = None
         self._last = directory / "checkpoint" / "last.safetensors"
@@ -183,6 +185,8 @@ class Recorder:
             return
         with checkpoint.written(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+        if self.tracking is not None:
+            self.tracking.tell(line)
 
     def save(self, step: int, model: PyTorchModel) -> None:
         """Checkpoint: the run can go on at ``step``."""
@@ -247,6 +251,9 @@ class Recorder:
         self._seconds = state["seconds"]
         if self.ledger is not None:
             self.ledger.mechanism.load_state(state["privacy"])
+        if self.tracking is not None:
+            for line in self.history():
+                self.tracking.tell(line)
         step = int(state["step"])
         self._bar.update(step)
         if self._main:

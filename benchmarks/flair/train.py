@@ -25,11 +25,12 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 
 from benchmarks.flair.centralised import train_centralised
-from benchmarks.flair.config import Config, Run, parse, usage
+from benchmarks.flair.config import Config, Run, parse, short_digest, usage
 from benchmarks.flair.facts import dataset_facts, start_facts
 from benchmarks.flair.federated import train_federated
 from benchmarks.flair.recorder import Recorder
 from benchmarks.flair.results import final_scores, show, write_results
+from benchmarks.flair.tracking import tracking
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import VERSION as MINI_VERSION
@@ -130,6 +131,7 @@ def execute(run: Run, data_path: Path) -> None:
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
     if is_main():
         probe(data_path)
+    directory = Path(str(directory).replace("{digest}", short_digest(config)))
     with FlairFile(data_path) as file, sole_owner(directory) if is_main() else contextlib.nullcontext():
         task = FlairTask(
             file,
@@ -148,11 +150,14 @@ def execute(run: Run, data_path: Path) -> None:
             if is_main():
                 print(f"training {what}, device {get_default_device()}, into {directory}")
             train = train_federated if federated else train_centralised
-            with held(recorder.unit) as recorder.held:
-                model = train(run, task.split("train"), task.split("val"), module, recorder)
-            scores = final_scores(recorder, model, task)
-            if is_main():
-                results = write_results(recorder, {**scores, **facts}, module, data_path)
+            with tracking(run, directory, data_path.stem, recorder.unit) as recorder.tracking:
+                with held(recorder.unit) as recorder.held:
+                    model = train(run, task.split("train"), task.split("val"), module, recorder)
+                scores = final_scores(recorder, model, task)
+                if is_main():
+                    results = write_results(recorder, {**scores, **facts}, module, data_path)
+                    if recorder.tracking is not None:
+                        recorder.tracking.finish(results)
     if results is not None and is_main():
         show(results, directory)
 

@@ -1,0 +1,244 @@
+"""Showing a run on wandb or TensorBoard. ``metrics.jsonl`` is the source of truth; this is a copy of it.
+
+A tracker is told the lines of ``metrics.jsonl`` and sends each step once, however often the run is killed and
+resumed: ``tracking.json`` in the run directory holds the id of the wandb run and the last step sent. Nothing
+that goes wrong in a tracker stops a run, nor is any key or environment variable written or sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import netrc
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.flair import paper
+from benchmarks.flair.config import Run, Tree
+from pfl_ext.checkpoint import write_json
+from pfl_ext.distributed import is_main
+from pfl_ext.metrics import COLUMNS
+
+STATE = "tracking.json"
+INIT_SECONDS, FINISH_SECONDS = 30, 60
+"""How long wandb may keep a run waiting, at its start and for the upload at its end."""
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a tree as ``section/key``; whatever is not a number is left out."""
+    out: dict[str, float] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)):
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
+    """The rows of the final table: val, test, test of the last model, and the paper's where it has one."""
+    rows = {"val, best model": results["val"], "test, best model": results["test"]}
+    rows["test, last model"] = results["last"]["test"]
+    paper_row = paper.row(results["setting"])
+    return rows | ({"test, FLAIR paper": paper_row} if paper_row else {})
+
+
+class Backend(Protocol):
+    """One way of showing a run. `id` is the same after a resumption if the earlier steps are still there."""
+
+    id: str
+    where: str
+    """For people: the address of the run, or how to get at it."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of one step."""
+
+    def finish(self, step: int, results: Tree, directory: Path) -> None:
+        """The final table and the pictures of a run that has ended."""
+
+    def close(self, failed: bool) -> None:
+        """No more will come from this process."""
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb would find a key, in the environment or in the user's netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class WandbBackend:
+    """A wandb run, offline where there is no key. Under a sweep's agent its run id and project win."""
+
+    def __init__(self, run: Run, directory: Path, dataset: str, known_id: str | None) -> None:
+        import wandb  # not at the top: it takes a second, and most runs do without
+
+        self._wandb, self._artifact, runtime = wandb, run.runtime.artifact, run.runtime
+        quiet: Tree = {"silent": True, "show_errors": False, "show_warnings": False}
+        wandb.setup(settings=wandb.Settings(**quiet))
+        self._run = wandb.init(
+            project=runtime.project,
+            entity=runtime.entity,
+            name=runtime.name or directory.name,
+            group=run.config.setting,
+            id=os.environ.get("WANDB_RUN_ID") or known_id or secrets.token_hex(4),
+            resume="allow",
+            mode=None if os.environ.get("WANDB_MODE") or has_wandb_key() else "offline",
+            dir=str(directory.resolve()),
+            config={**asdict(run.config), "dataset": dataset, "run_dir": str(directory)},
+            settings=wandb.Settings(
+                **quiet,
+                console="off",
+                save_code=False,
+                x_save_requirements=False,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
+                x_transaction_log_flush_interval=1,
+            ),
+        )
+        self.id: str = self._run.id
+        self.where = self._run.url or f"offline, wandb sync {Path(self._run.dir).parent}"
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One row of wandb's history, out of this process's hands when this returns."""
+        self._run.log(dict(values), step=step, commit=True)
+
+    def finish(self, step: int, results: Tree, directory: Path) -> None:
+        """Summary, tables, plots and, if asked for, the model."""
+        wandb = self._wandb
+        rows = [[name, *map(values.get, COLUMNS)] for name, values in final_rows(results).items()]
+        classes = [[name, ap, results["prevalence"][name]] for name, ap in results["per_class_ap"].items()]
+        images = {f"plots/{p.stem}": wandb.Image(str(p)) for p in sorted((directory / "plots").glob("*.png"))}
+        tables = {
+            "results": wandb.Table(columns=["row", *COLUMNS], data=rows),
+            "per_class_ap": wandb.Table(columns=["label", "AP", "prevalence"], data=classes),
+        }
+        self._run.log({**tables, **images}, step=step + 1)  # the last step's row is closed
+        summary = flat({name: results[name] for name in ("val", "test", "best_step", "wall_clock_s")})
+        self._run.summary.update({f"final/{name}": value for name, value in summary.items()})
+        if self._artifact:
+            kept = {name: results[name] for name in ("setting", "config_sha256", "model_sha256")}
+            artifact = wandb.Artifact(f"model-{self.id}", "model", metadata=kept)
+            artifact.add_file(str(directory / "model.safetensors"))
+            self._run.log_artifact(artifact)
+
+    def close(self, failed: bool) -> None:
+        """Wait for the upload, a minute at most."""
+        self._run.finish(exit_code=int(failed))
+
+
+class TensorBoardBackend:
+    """Event files under ``tensorboard/`` of the run directory."""
+
+    def __init__(self, run: Run, directory: Path, dataset: str, known_id: str | None) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.id = known_id or secrets.token_hex(4)
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self.where = f"tensorboard --logdir {directory / 'tensorboard'}"
+        if known_id is None:
+            config = json.dumps({**asdict(run.config), "dataset": dataset}, indent=1)
+            self._writer.add_text("config", "    " + config.replace("\n", "\n    "), 0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One point of each curve, on disk before this returns."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, step: int, results: Tree, directory: Path) -> None:
+        """The final table as text, and the plots."""
+        rows = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+        for name, values in final_rows(results).items():
+            rows.append(f"| {name} | " + " | ".join(f"{values[column]:.1f}" for column in COLUMNS) + " |")
+        self._writer.add_text("results", "\n".join(rows), step)
+        for path in sorted((directory / "plots").glob("*.png")):
+            pixels = np.asarray(Image.open(path).convert("RGB"))
+            self._writer.add_image(f"plots/{path.stem}", pixels, step, dataformats="HWC")
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+BACKENDS: Mapping[str, Callable[[Run, Path, str, str | None], Backend]] = {
+    "wandb": WandbBackend,
+    "tensorboard": TensorBoardBackend,
+}
+
+
+class Tracking:
+    """The tracker of one run: each step once, and one warning line instead of any exception."""
+
+    def __init__(self, run: Run, directory: Path, dataset: str, unit: str) -> None:
+        self._name, self._unit, self._path = run.runtime.track, unit, directory / STATE
+        self._directory = directory
+        self._backend: Backend | None = None
+        with self._guard():
+            states = json.loads(self._path.read_text()) if self._path.exists() else {}
+            state = states.get(self._name, {})
+            self._backend = BACKENDS[self._name](run, directory, dataset, state.get("id"))
+            same = state.get("id") == self._backend.id
+            self._sent: int = state["sent"] if same else -1
+            self._others = {name: kept for name, kept in states.items() if name != self._name}
+            print(f"tracking: {self._name}, {self._backend.where}", file=sys.stderr)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as fault:  # whatever it is: the run goes on
+            self._backend = None
+            text = " ".join(f"{type(fault).__name__}: {fault}".split())
+            print(f"warning: tracking by {self._name} failed and stops here: {text}", file=sys.stderr)
+
+    def tell(self, line: Tree) -> None:
+        """A line of ``metrics.jsonl``; sent unless it has been."""
+        step = int(line[self._unit])
+        if self._backend is None or step <= self._sent:
+            return
+        with self._guard():
+            self._backend.log(step, flat({key: value for key, value in line.items() if key != self._unit}))
+            self._sent = step
+            write_json(self._path, {**self._others, self._name: {"id": self._backend.id, "sent": step}})
+
+    def finish(self, results: Tree) -> None:
+        """The run has ended."""
+        if self._backend is not None:
+            with self._guard():
+                self._backend.finish(int(results["rounds"]), results, self._directory)
+
+    def close(self, failed: bool) -> None:
+        """This process has done with the run, whether it ended or was stopped."""
+        if self._backend is not None:
+            with self._guard():
+                self._backend.close(failed)
+
+
+@contextlib.contextmanager
+def tracking(run: Run, directory: Path, dataset: str, unit: str) -> Iterator[Tracking | None]:
+    """The tracker that ``runtime.track`` asks for, on the first worker only; None where there is none."""
+    if run.runtime.track == "none" or not is_main():
+        yield None
+        return
+    tracker = Tracking(run, directory, dataset, unit)
+    failed = True
+    try:
+        yield tracker
+        failed = False
+    finally:
+        tracker.close(failed)
