@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.flair.plots import BLUE, GREY, ORANGE, _save
+from benchmarks.flair.plots import BLUE, GREY, ORANGE, save
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
@@ -59,7 +59,7 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower right", fontsize=9)
         axes.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def main(argv: Sequence[str]) -> None:
