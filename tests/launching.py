@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,12 +58,13 @@ def start(words: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 400) -> str:
-    """Its output, at its end."""
+def finish(process: subprocess.Popen[str], seconds: float = 550) -> str:
+    """Its output, at its end; no worker outlives this."""
     try:
         return process.communicate(timeout=seconds)[0]
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(words: Sequence[str], code: int = 0) -> str:
