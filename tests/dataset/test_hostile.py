@@ -241,8 +241,6 @@ def test_names_that_climb_out_of_a_folder_are_not_followed(tmp_path: Path) -> No
     source = sources.local(tmp_path / "flair")
     batches = [batch for part in range(2) for batch in source.records(part)]
     assert [image for batch in batches for image in batch.images] == [None] * 7
-        None
-    ] * 7
 
 
 def test_metadata_without_end_are_refused(
