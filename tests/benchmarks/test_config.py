@@ -207,3 +207,26 @@ def test_the_digest_tells_configs_apart_and_nothing_else() -> None:
     assert digest(build(Config, json.loads(json.dumps(dataclasses.asdict(config()))), "again")) == digest(
         config()
     )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\n", "aliases are not allowed"),
+        ("seed: " + "[" * 50_000, "not readable YAML"),
+        ("seed: 2001-99-99", "not readable YAML"),
+        ("seed: !!python/object/apply:os.system [id]", "not readable YAML"),
+        ("seed: \x00", "not readable YAML"),
+        ("seed: " + "9" * 5_000, "not readable YAML"),
+        ("? [a, b]\n: 1\n", "not readable YAML"),
+        ("1: 2\n", "1"),
+        ("- 1\n", "must hold a mapping"),
+    ],
+    ids=["aliases", "nesting", "date", "python", "nul", "digits", "key", "number", "list"],
+)
+def test_hostile_yaml_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        parse([f"--config={path}"])
+    assert "c.yaml" in str(caught.value)

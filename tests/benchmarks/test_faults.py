@@ -6,6 +6,8 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,8 @@ from benchmarks.flair import recorder
 from benchmarks.flair.config import Tree
 from benchmarks.flair.federated import RoundCallback
 from dataset.flair.mini import write_mini
-from tests.benchmarks.conftest import TINY, Train
+from pfl_ext import checkpoint
+from tests.benchmarks.conftest import SMALL, TINY, Train
 from tests.benchmarks.test_train import error_line, lines, results
 
 PASSING = ("wall_clock_s",)
@@ -233,3 +236,31 @@ def test_a_signal_before_the_first_round_stops_at_once(
         train(*SHORT, code=75)
     assert capsys.readouterr().err == "stopped by SIGTERM; the same command goes on from here\n"
     train(*SHORT)
+
+
+def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
+    train: Train, mini_file: Path, tmp_path: Path
+) -> None:
+    """On a real small disk: the third checkpoint of 12 MB does not fit beside two."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no private mounts (unshare -rm)")
+    disk, saved = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    argv = [*SMALL, *LIGHT, "--federated.num_rounds=6", "--config=fl-r-17", f"--data_path={mini_file}"]
+    command = f"{sys.executable} -m benchmarks.flair.train {' '.join(argv)} --run_dir={disk}/run"
+    script = (
+        f"mount -t tmpfs -o size=30m none {disk} || exit 99; {command}; code=$?; cp -r {disk}/run {saved}"
+    )
+    script += "; exit $code"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+    if done.returncode == 99:
+        pytest.skip("this machine allows no tmpfs")
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "checkpoint/last.safetensors cannot be written" in line
+    assert "No space left on device" in line
+    assert checkpoint.load(saved / "checkpoint" / "last.safetensors")[1]["step"] == 2
+    assert checkpoint.load(saved / "checkpoint" / "last.previous.safetensors")[1]["step"] == 1
+    assert not list(saved.rglob("*.partial"))
+    directory = train(*LIGHT, "--federated.num_rounds=6")  # room was made: it goes on
+    assert lasting(directory) == lasting(train(*LIGHT, "--federated.num_rounds=6", name="whole"))

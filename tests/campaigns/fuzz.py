@@ -154,7 +154,7 @@ def batch(target: Target, numbers: list[int], seed: int, folder: Path) -> list[t
 def campaign(
     inputs: int, seed: int, only: str = "", minutes: float = 1e9
 ) -> tuple[dict[str, Counter[str]], list[Finding]]:
-    """So many inputs, all targets in turn, or as many as the minutes allow; counts by target, and findings."""
+    """So many inputs, all targets in turn, or as many as the minutes allow; counts by target; findings."""
     end = time.monotonic() + 60 * minutes
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as place:
