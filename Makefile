@@ -29,7 +29,7 @@ FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 .PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 
 help: ## this list
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
 
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 

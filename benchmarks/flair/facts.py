@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torchvision import models as zoo
 
 from benchmarks.flair.config import Config, Tree
 from dataset.flair.hdf5 import FlairFile
+from pfl_ext import checkpoint
 from pfl_ext.models import ImageClassifier, probe_checksum
 
 IMAGENET_SHA256 = {"resnet18": "f37072fd"}
@@ -54,11 +53,9 @@ def _description(weights: Path) -> str | None:
     if weights.suffix != ".safetensors":
         return None
     try:
-        with safe_open(weights, framework="pt") as file:
-            state = json.loads((file.metadata() or {}).get("state", "{}"))
-    except (SafetensorError, json.JSONDecodeError):
+        description = checkpoint.load(weights)[1].get("description")
+    except ValueError:  # weights that others wrote
         return None
-    description = state.get("description")
     return None if description is None else str(description)
 
 

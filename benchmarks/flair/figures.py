@@ -52,7 +52,7 @@ MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
 SHORT = {
     "data.partition=iid": "IID", "privacy=none": "no noise", "privacy.epsilon=": "epsilon ",
-    "privacy.noise_cohort_size=": "noise cohort ", ".0,": ",",
+    "privacy.noise_cohort_size=": "noise cohort ",
 }  # fmt: skip
 """How differences are said in a legend."""
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
@@ -178,7 +178,7 @@ def _label(row: Row, rows: Sequence[Row]) -> str:
     label = f"{row.variant.label}{scale}"
     for long, short in SHORT.items():
         label = label.replace(long, short)
-    return label
+    return label.removesuffix(".0").replace(".0,", ",").replace(".0 (", " (")
 
 
 def per_class(rows: Sequence[Row], name: str) -> Figure:

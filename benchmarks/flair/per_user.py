@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
+from safetensors.torch import load_file
 from torch import optim
 
 from benchmarks.flair.config import Run, Tree, arguments, parse
@@ -24,7 +25,6 @@ from benchmarks.flair.users import SPLIT, write_users
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.task import FlairTask
-from pfl_ext import checkpoint
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.per_user import PRESENT, QUANTILES
 
@@ -59,7 +59,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
                 f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
             )
         module = build_model(config, len(names), model_file if config.model.pretrained else None)
-        module.load_state_dict(checkpoint.load(model_file)[0])
+        module.load_state_dict(load_file(model_file))
         model = PyTorchModel(
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )

@@ -146,7 +146,8 @@ def eta(todo: Sequence[Job], seconds: dict[bool, list[float]]) -> str:
 
 def make_runs(todo: Sequence[Job], logs: Path) -> list[str]:
     """Make every run; what failed, one line each."""
-    failures, seconds = [], {True: [], False: []}  # type: tuple[list[str], dict[bool, list[float]]]
+    failures: list[str] = []
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for number, job in enumerate(todo):
         tell = f"[{number + 1}/{len(todo)}] {job.name}"
         print(f"{tell}: {eta(todo[number:], seconds)}", flush=True)
