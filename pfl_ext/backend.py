@@ -27,7 +27,7 @@ from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.aggregator import FlatSumAggregator
 from pfl_ext.distributed import begin_work
-from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cohort import CohortEngine, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset
@@ -140,9 +140,10 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
         if private is not None and by_images:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
-        members = self._images.share(context.cohort_size)
+        tasks, workers = engine.tasks(self._images.members(context.cohort_size), how), get_ops().distributed
+        mine = dealt(tasks, workers.world_size)[workers.global_rank]
         done = engine.train(
-            self._images, members, how, (lambda n: float(n)) if by_images else (lambda n: 1.0), private
+            self._images, mine, how, (lambda n: float(n)) if by_images else (lambda n: 1.0), private
         )
         stats = MappedVectorStatistics(dict(done.update), weight=done.weight)
         if private is not None:

@@ -270,8 +270,8 @@ class FederatedImageDataset(FederatedDataset):
         images, targets = self._store.read(rows)
         return UserImages(images, targets, self.partition.user_ids[user], self._sampling, rng)
 
-    def share(self, cohort_size: int) -> list[Member]:
-        """This worker's part of the round's cohort."""
+    def members(self, cohort_size: int) -> list[Member]:
+        """The round's cohort, the same on every worker."""
         cohort = self.cohort(cohort_size)
         sizes, most = self.partition.sizes[cohort], self._sampling.max_images
         sizes = sizes if most is None else np.minimum(sizes, most)
@@ -281,8 +281,13 @@ class FederatedImageDataset(FederatedDataset):
         for user, size, num_steps in zip(cohort.tolist(), sizes.tolist(), steps.tolist()):
             members.append(Member(user, turns[user], size, num_steps, size * self._sampling.num_epochs))
             turns[user] += 1
-        distributed = get_ops().distributed
-        return [members[p] for p in self.assign(cohort, distributed.world_size)[distributed.global_rank]]
+        return members
+
+    def share(self, cohort_size: int) -> list[Member]:
+        """This worker's part of the round's cohort, user by user."""
+        members, distributed = self.members(cohort_size), get_ops().distributed
+        shares = self.assign(np.array([m.user for m in members], np.int64), distributed.world_size)
+        return [members[p] for p in shares[distributed.global_rank]]
 
     def read(self, member: Member) -> UserImages:
         """What this member of the round's cohort trains on."""

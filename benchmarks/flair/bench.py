@@ -293,7 +293,7 @@ def _task(file: FlairFile, run: Run) -> FlairTask:
 
 def _members(data: FederatedImageDataset, number: int, cohort: int) -> list[Any]:
     data.set_round(number)
-    return data.share(cohort)
+    return data.members(cohort)
 
 
 def _summary(

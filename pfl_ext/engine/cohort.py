@@ -1,8 +1,8 @@
 """A round's users, trained many at once, and the sum of what they send.
 
 Users with a single local step go through the network together (`one_step`), the others one after another
-with weights of their own (`lane`). Both kinds are dealt to lanes beforehand, by predicted work, so that the
-order of every floating-point sum, and with it the result, is the same in every repetition.
+with weights of their own (`lane`). Both kinds are dealt to workers and lanes beforehand, by predicted work, so
+that the order of every floating-point sum, and with it the result, is the same in every repetition.
 
 Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from pfl_ext.engine.trim import Trimmed
 from pfl_ext.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.models import ImageClassifier
 from pfl_ext.prefetch import prefetched
+from pfl_ext.schedule import longest_first
 
 MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
@@ -63,43 +65,37 @@ class Plan:
     lanes: list[list[Task]]
 
 
-def plan(members: Sequence[Member], num_lanes: int, max_images: int, fuse: bool) -> Plan:
-    """The least predicted time; heaviest first. A user too heavy for one lane is trained on all cores."""
-    tasks = sorted(_tasks(members, num_lanes, max_images, fuse), key=lambda task: -task.work)
-    best, least = 0, float("inf")
-    for count in range(len(tasks) + 1):
-        if count and tasks[count - 1].together:
-            break
-        shared = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
-        time = shared + max(_deal(tasks[count:], num_lanes)[1])
-        if time < least:
-            best, least = count, time
-    return Plan(tasks[:best], _deal(tasks[best:], num_lanes)[0])
-
-
-def _tasks(members: Sequence[Member], num_lanes: int, max_images: int, fuse: bool) -> list[Task]:
+def grouped(members: Sequence[Member], max_images: int, fuse: bool) -> list[Task]:
+    """A cohort's tasks. They depend on neither workers nor lanes, so that no rounding does."""
     tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
-    singles = [m for m in members if fuse and m.num_steps == 1]
-    # as many groups as fill the lanes evenly, none larger than what memory allows
-    most = min(max_images, max(1, -(-sum(m.num_passes for m in singles) // num_lanes)))
     group: list[Member] = []
-    for member in singles:
-        if group and (len(group) == MAX_USERS or sum(m.num_passes for m in [*group, member]) > most):
+    for member in (m for m in members if fuse and m.num_steps == 1):
+        if group and (len(group) == MAX_USERS or sum(m.num_passes for m in [*group, member]) > max_images):
             tasks.append(Task(tuple(group), True))
             group = []
         group.append(member)
     return [*tasks, Task(tuple(group), True)] if group else tasks
 
 
-def _deal(tasks: Sequence[Task], num_lanes: int) -> tuple[list[list[Task]], list[float]]:
-    """Each task, heaviest first, to the lane with the least work so far; and the lanes' work."""
-    lanes: list[list[Task]] = [[] for _ in range(num_lanes)]
-    loads = [0.0] * num_lanes
-    for task in tasks:
-        least = loads.index(min(loads))
-        lanes[least].append(task)
-        loads[least] += task.work
-    return lanes, loads
+def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
+    """The tasks of each of so many workers or lanes, heaviest first."""
+    shares = longest_first(np.array([task.work for task in tasks]), parts)
+    return [[tasks[position] for position in share] for share in shares]
+
+
+def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
+    """The least predicted time. A user too heavy for one lane is trained on all cores."""
+    tasks = sorted(tasks, key=lambda task: -task.work)
+    best, least = Plan([], dealt(tasks, num_lanes)), float("inf")
+    for count in range(len(tasks) + 1):
+        if count and tasks[count - 1].together:
+            break
+        lanes = dealt(tasks[count:], num_lanes)
+        time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
+        time += max(sum(task.work for task in lane) for lane in lanes)
+        if time < least:
+            best, least = Plan(tasks[:count], lanes), time
+    return best
 
 
 @dataclass(frozen=True)
@@ -142,6 +138,7 @@ class CohortEngine:
         self._model, self._prefetch, self._readers = model, prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
         self._max_images: dict[LocalTraining, int] = {}
+        self._rehearsed: set[LocalTraining] = set()
         self._fusable = fusable(model, self.lanes[0].net)
 
     def close(self) -> None:
@@ -150,27 +147,32 @@ class CohortEngine:
             self._pool.shutdown()
             self._pool = None
 
+    def tasks(self, members: Sequence[Member], how: LocalTraining) -> list[Task]:
+        """A whole cohort's tasks, of which each worker then takes its part (`dealt`)."""
+        if how not in self._max_images:
+            self._max_images[how] = group_size(self._model, how, len(self.lanes))
+        return grouped(members, self._max_images[how], self._fusable)
+
     def train(
         self,
         dataset: FederatedImageDataset,
-        members: Sequence[Member],
+        tasks: Sequence[Task],
         how: LocalTraining,
         weight_of: Callable[[int], float],
         scaling: Scaling | None,
     ) -> CohortSum:
-        """Train these users and add up ``weight_of(images) * scale * update`` of each."""
-        if how not in self._max_images:
-            self._max_images[how] = group_size(self._model, how, len(self.lanes))
-            if self._layout.device.type == "cuda" and members:
-                self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
+        """Train the users of these tasks and add up ``weight_of(images) * scale * update`` of each."""
+        members = [member for task in tasks for member in task.members]
         self._trimmed.refresh()
+        if self._layout.device.type == "cuda" and how not in self._rehearsed and members:
+            self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
         while True:
-            tasks = plan(members, len(self.lanes), self._max_images[how], self._fusable)
             try:
-                self._run(tasks, dataset, how, weight_of, scaling)
+                self._run(plan(tasks, len(self.lanes)), dataset, how, weight_of, scaling)
                 break
-            except torch.OutOfMemoryError:
-                self._halve(how)  # a round is a function of its number: it can be begun again
+            except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
+                self._halve(how)
+                tasks = grouped(members, self._max_images[how], self._fusable)
         first, *others = self.lanes
         for lane in self.lanes:
             lane.join()
@@ -187,6 +189,7 @@ class CohortEngine:
 
     def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
+        self._rehearsed.add(how)
         for lane in self.lanes:
             lane.rehearse(how, sample, alone=not self._fusable)
         lane = self.lanes[0]

@@ -13,7 +13,7 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor, nn
 
-from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, plan
+from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, grouped, plan
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Member
 from pfl_ext.models import ImageClassifier
 from pfl_ext.privacy import TALLY, metric_name, private_mean
@@ -225,10 +225,11 @@ def test_a_plan_holds_every_user_once_in_groups_that_fit(
     cohort: list[Member], lanes: int, most: int, fuse: bool
 ) -> None:
     cohort = [Member(i, 0, m.num_images, m.num_steps, m.num_passes) for i, m in enumerate(cohort)]
-    made = plan(cohort, lanes, most, fuse)
-    tasks = [task for lane in [made.wide, *made.lanes] for task in lane]
-    assert sorted(m.user for task in tasks for m in task.members) == list(range(len(cohort)))
+    tasks = grouped(cohort, most, fuse)
+    made = plan(tasks, lanes)
     assert len(made.lanes) == lanes
+    assert {id(t) for lane in [made.wide, *made.lanes] for t in lane} == {id(t) for t in tasks}
+    assert sorted(m.user for task in tasks for m in task.members) == list(range(len(cohort)))
     for task in tasks:
         assert task.together == (fuse and task.members[0].num_steps == 1)
         assert len(task.members) <= (MAX_USERS if task.together else 1)
@@ -238,10 +239,10 @@ def test_a_plan_holds_every_user_once_in_groups_that_fit(
 
 def test_one_heavy_user_is_trained_on_all_cores_and_light_ones_side_by_side() -> None:
     heavy, light = Member(0, 0, 500, 63, 1000), [Member(u, 0, 16, 2, 32) for u in range(1, 9)]
-    made = plan([heavy, *light], 2, 64, True)
+    made = plan(grouped([heavy, *light], 64, True), 2)
     assert [task.members[0].user for task in made.wide] == [0]
     assert [len(lane) for lane in made.lanes] == [4, 4]
-    assert not plan(light, 2, 64, True).wide
+    assert not plan(grouped(light, 64, True), 2).wide
 
 
 def test_sums_of_a_round_are_not_those_of_the_round_before() -> None:
