@@ -1,8 +1,8 @@
 """A round's users, trained many at once, and the sum of what they send.
 
 Users with a single local step go through the network together (`one_step`), the others one after another
-with weights of their own (`lane`). Both kinds are dealt to workers and lanes beforehand, by predicted work, so
-that the order of every floating-point sum, and with it the result, is the same in every repetition.
+with weights of their own (`lane`). Both kinds are dealt to workers and lanes beforehand, by predicted work,
+so that the order of every floating-point sum, and with it the result, is the same in every repetition.
 
 Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
 """

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import execute
-from pfl_ext import federated_dataset, privacy_mechanisms
+from pfl_ext import federated_dataset, privacy_banded, privacy_mechanisms
 from pfl_ext.distributed import connected, current
 
 SMALL = (
@@ -87,7 +87,7 @@ class Notes:
                     self.users[key] = zlib.crc32(tensor.numpy().tobytes(), self.users.get(key, 0))
                 yield batch
 
-        privacy_mechanisms.gaussian_noise = noted_noise
+        privacy_banded.gaussian_noise = noted_noise  # type: ignore[attr-defined]
         federated_dataset.FederatedImageDataset.set_round = noted_round  # type: ignore
         federated_dataset.UserImages.iter = noted_batches  # type: ignore
 
