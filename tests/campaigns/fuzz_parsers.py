@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import atheris  # type: ignore[import-not-found,unused-ignore]
+import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
     include=["dataset.flair.images", "dataset.flair.sources", "dataset.flair.download"]
