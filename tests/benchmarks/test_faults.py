@@ -247,6 +247,7 @@ def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
     disk, saved = tmp_path / "disk", tmp_path / "run"
     disk.mkdir()
     argv = [*SMALL, *LIGHT, "--federated.num_rounds=6", "--config=fl-r-17", f"--data_path={mini_file}"]
+    argv.append("--runtime.threads=1")  # as in this process: other numbers of threads round otherwise
     command = f"{sys.executable} -m benchmarks.flair.train {' '.join(argv)} --run_dir={disk}/run"
     script = (
         f"mount -t tmpfs -o size=30m none {disk} || exit 99; {command}; code=$?; cp -r {disk}/run {saved}"

@@ -278,3 +278,15 @@ def test_too_little_memory_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
         np.empty(2**60, np.uint8)
 
     assert "too little memory" in refused(hungry, capsys)
+
+
+def test_the_file_on_which_hdf5_never_ended_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by ``tests.campaigns.fuzz``, seed 0, "hdf5, read" 21."""
+    path = tmp_path / "endless.hdf5"
+    found = Path(__file__).parent / "damaged" / "hdf5-endless.gz"
+    path.write_bytes(gzip.decompress(found.read_bytes()))
+    monkeypatch.setattr(probe, "TIMEOUT_S", 8.0)
+    with pytest.raises(ValueError, match="crashes or hangs on it"):
+        probe.probe(path)

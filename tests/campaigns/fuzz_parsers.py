@@ -1,0 +1,44 @@
+"""Coverage-guided fuzzing of the parsers that are our own: JPEG headers, the JSON stream, arguments, dates.
+
+    pip install atheris==3.0.0 && python -m tests.campaigns.fuzz_parsers -runs=200000
+
+What ends in anything but a value or a ValueError is a crash, which atheris writes to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+with atheris.instrument_imports(
+    include=["dataset.flair.images", "dataset.flair.sources", "dataset.flair.download"]
+):
+    from dataset.flair.download import retry_after
+    from dataset.flair.images import jpeg_size
+    from dataset.flair.sources import _json_list
+
+PATH = Path(tempfile.mkdtemp()) / "list.json"
+
+
+def one(data: bytes) -> None:
+    """Give one input to the parser that its first byte chooses."""
+    kind, rest = (data[0] % 4 if data else 0), data[1:]
+    with contextlib.suppress(ValueError):
+        if kind == 0:
+            jpeg_size(rest)
+        elif kind == 1:
+            jpeg_size(b"\xff\xd8" + rest + b"\xff\xd9")
+        elif kind == 2:
+            PATH.write_bytes(b"[" + rest)
+            list(_json_list(PATH, 1 + len(rest) // 3))
+        else:
+            retry_after(rest.decode("latin-1"), 1.0)
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
