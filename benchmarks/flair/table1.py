@@ -4,8 +4,8 @@
 
 What is finished is skipped and what is half done goes on, so the same command is the way to go on after a
 stop. A run that fails is named, its log kept, and the others go on. What stands after ``--`` goes to every
-run. ``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, some
-ten minutes on an idle core.
+run. ``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, about
+20 minutes on a free core.
 """
 
 from __future__ import annotations
