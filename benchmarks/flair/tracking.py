@@ -167,7 +167,8 @@ class TensorBoardBackend:
             rows.append(f"| {name} | " + " | ".join(f"{values[column]:.1f}" for column in COLUMNS) + " |")
         self._writer.add_text("results", "\n".join(rows), step)
         for path in sorted((directory / "plots").glob("*.png")):
-            pixels = np.asarray(Image.open(path).convert("RGB"))
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert("RGB"))
             self._writer.add_image(f"plots/{path.stem}", pixels, step, dataformats="HWC")
 
     def close(self, failed: bool) -> None:
