@@ -26,7 +26,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint horovod flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
+.PHONY: help setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
+	$(PY) -m benchmarks.flair.bench $(ARGS)
 
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)

@@ -44,7 +44,6 @@ from dataset.flair.task import FlairTask
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.lane import Lane
-from pfl_ext.engine.memory import keep_freed_memory
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import private_mean
@@ -72,11 +71,11 @@ class Case:
 
 
 CPU = [
-    Case("32 px, 17 labels", 32),
-    Case("32 px, 1,628 labels, with evaluation", 32, labels=1628, val_users=100),
-    Case("32 px, private", 32, private=True),
-    Case("64 px", 64),
-    Case("64 px, bf16", 64, precision="bf16"),
+    Case("32 px, 17 labels", 32, cohort=100),
+    Case("32 px, 1,628 labels, with evaluation", 32, labels=1628, cohort=100, val_users=100),
+    Case("32 px, private", 32, cohort=100, private=True),
+    Case("64 px", 64, cohort=50),
+    Case("64 px, bf16", 64, cohort=50, precision="bf16"),
     Case("224 px", 224, cohort=10, users=300),
     Case("224 px, bf16", 224, cohort=10, users=300, precision="bf16"),
 ]
@@ -352,7 +351,6 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if options.rounds < 1:
         raise ValueError(f"--rounds is {options.rounds}: at least 1 round must be counted")
-    keep_freed_memory()
     chosen = SETS[options.cases or ("gpu" if get_default_device().type == "cuda" else "cpu")]
     cases = [case for case in chosen if options.only in case.name]
     if not cases:

@@ -209,13 +209,14 @@ def train_federated(
     if recorder.ledger is not None:
         postprocessors.append(recorder.ledger.mechanism)
     accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
+    engine = cohort_engine(run, module, accumulate)
     backend = CentrallyEvaluatedBackend(
         users,
         evaluation,
         seed=config.seed,
         postprocessors=postprocessors,
         on_evaluation=recorder.evaluated,
-        engine=cohort_engine(run, module, accumulate),
+        engine=engine,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
     )
@@ -240,6 +241,8 @@ def train_federated(
         callbacks=[callback],
         send_metrics_to_platform=False,
     )
+    if engine is not None:
+        engine.close()
     recorder.evaluated(config.federated.num_rounds, evaluation(model), model)
     recorder.end(config.federated.num_rounds)
     return model

@@ -40,7 +40,6 @@ from dataset.flair.task import FlairTask
 from dataset.signals import held
 from pfl_ext.checkpoint import sole_owner
 from pfl_ext.distributed import barrier, connected, current, is_main
-from pfl_ext.engine.memory import keep_freed_memory
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
 
@@ -170,7 +169,6 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting tells of each RDP order that it skips
     argv, data_path = resolve_data(argv)
     run = parse(argv)
-    keep_freed_memory()
     if run.runtime.threads is not None:
         torch.set_num_threads(run.runtime.threads)
     runtime = run.runtime

@@ -1,10 +1,6 @@
-"""How many images a group may hold, and memory that is used again instead of given back."""
+"""How many images a group may hold."""
 
 from __future__ import annotations
-
-import ctypes
-import ctypes.util
-import sys
 
 import torch
 from torch import Tensor
@@ -16,21 +12,6 @@ CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a grou
 CPU_IMAGES = 32  # twice as many took 0.88 of the time, but leave a small cohort's lanes less even (README)
 GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
 COPIES = 3.0  # a group's memory over that of its saved activations: their gradients and a layer's scratch
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what torch frees on the CPU, for this process; elsewhere nothing.
-
-    A training step frees and asks for tens of megabytes some hundred times. glibc gives such blocks back to
-    the system, which must clear them anew: a tenth of a round (README).
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "mallopt", None)
-    if mallopt is not None:
-        trim, top_pad, mmap, arenas = -1, -2, -3, -8  # malloc.h
-        for option, value in ((mmap, 1 << 30), (trim, (1 << 31) - 1), (top_pad, 1 << 26), (arenas, 1)):
-            mallopt(option, value)
 
 
 def activation_bytes(model: ImageClassifier, how: LocalTraining) -> int:
