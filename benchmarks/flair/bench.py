@@ -5,7 +5,7 @@
 Users have FLAIR's own histogram of sizes (the mini set at FLAIR's shape), two local epochs, batches of 16 and
 the cap of 512 images, as in the paper. Both engines train the same cohorts from the same model and read the
 same HDF5 file, stock as pfl's users have it: float32, a read for each user when its turn comes. Rounds
-alternate between the two; the first is not counted, but its updates are compared. Where a time goes: ``data``
+alternate between the two; the first is not counted. Where a time goes: ``data``
 is waiting for images, ``training`` local steps, ``evaluation`` scoring val, ``bookkeeping`` the rest, with
 lanes that wait for others; of the fast engine on several lanes, the mean over lanes.
 """
@@ -306,7 +306,7 @@ def _summary(
     lanes: int,
 ) -> dict[str, Any]:
     out: dict[str, Any] = {"case": asdict(case), "image_passes_a_round": images, "steps_a_round": steps}
-    out["update_deviation_in_round_0"] = deviation
+    out["deviation_of_the_models_first_move"] = deviation  # after the server's optimiser, which magnifies it
     for name in ("stock", "fast"):
         seconds = times[name]
         a_tenth = float(np.mean(scoring[name])) / 10
