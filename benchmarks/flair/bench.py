@@ -13,7 +13,6 @@ lanes that wait for others; of the fast engine on several lanes, the mean over l
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -36,14 +35,15 @@ from benchmarks.flair.config import Run, parse
 from benchmarks.flair.federated import algorithm_and_params, cohort_engine, pfl_model, training_data
 from benchmarks.flair.plots import bench_bars
 from benchmarks.flair.results import commit, hardware
-from benchmarks.flair.train import build_model
+from benchmarks.flair.train import build_model, flair_task
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.checkpoint import write_json
+from pfl_ext.engine import cohort
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.lane import Lane
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import private_mean
@@ -102,7 +102,7 @@ class Clock:
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """To ``part``, with what the device still has to do."""
+        """To ``part``: the host's time, which on a GPU runs ahead of the device's."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
@@ -203,24 +203,20 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def watched(engine: CohortEngine, clock: Clock) -> None:
-    """Charge the lanes' waiting and training."""
-    import pfl_ext.engine.cohort as cohort
-
-    cohort.prefetched = lambda *a, **k: clock.iterator("data", iter(PREFETCHED(*a, **k)))  # type: ignore[attr-defined]
-    cohort.train_one_step = clock.around("training", TRAIN_ONE_STEP)  # type: ignore[attr-defined]
+@contextmanager
+def watched(engine: CohortEngine, clock: Clock) -> Iterator[None]:
+    """Within, the lanes' waiting and training are charged."""
+    module: Any = cohort
+    prefetched, train_one_step = module.prefetched, module.train_one_step
+    module.prefetched = lambda *a, **k: clock.iterator("data", iter(prefetched(*a, **k)))
+    module.train_one_step = clock.around("training", train_one_step)
     clock.lanes = len(engine.lanes)
     for lane in engine.lanes:
-        lane.train = clock.around("training", Lane.train.__get__(lane))  # type: ignore[method-assign]
-
-
-def _engine_functions() -> tuple[Any, Any]:
-    import pfl_ext.engine.cohort as cohort
-
-    return cohort.prefetched, cohort.train_one_step  # type: ignore[attr-defined]
-
-
-PREFETCHED, TRAIN_ONE_STEP = _engine_functions()
+        lane.train = clock.around("training", lane.train)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        module.prefetched, module.train_one_step = prefetched, train_one_step
 
 
 def data_file(case: Case, folder: Path) -> Path:
@@ -254,40 +250,35 @@ def measure(case: Case, rounds: int, folder: Path) -> dict[str, Any]:
     scoring: dict[str, list[float]] = {"stock": [], "fast": []}
     with FlairFile(data_file(case, folder)) as file:
         sides = {
-            name: Side(case, run, _task(file, run), clocks[name])
+            name: Side(case, run, flair_task(run, file), clocks[name])
             for name, run in (("stock", stock_run), ("fast", fast_run))
         }
         engine = sides["fast"].engine
         assert engine is not None
-        watched(engine, clocks["fast"])
         images = steps = 0
         deviation = 0.0
-        for number in range(rounds + 1):
-            before = sides["stock"].weights()
-            for name, side in sides.items():
-                seconds, scored = side.round(number), side.evaluation() if number <= 1 else 0.0
+        with watched(engine, clocks["fast"]):
+            for number in range(rounds + 1):
+                before = sides["stock"].weights()
+                for name, side in sides.items():
+                    seconds, scored = side.round(number), side.evaluation() if number <= 1 else 0.0
+                    if number == 0:
+                        clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
+                        continue
+                    times[name].append(seconds)
+                    scoring[name] += [scored] if number == 1 else []
                 if number == 0:
-                    clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
-                    continue
-                times[name].append(seconds)
-                scoring[name] += [scored] if number == 1 else []
-            if number == 0:
-                moved = sides["stock"].weights() - before
-                gap = sides["fast"].weights() - sides["stock"].weights()
-                deviation = float(gap.norm() / moved.norm())
-            else:
-                members = _members(sides["fast"].data, number, case.cohort)
-                images += sum(m.num_passes for m in members)
-                steps += sum(m.num_steps for m in members)
+                    moved = sides["stock"].weights() - before
+                    gap = sides["fast"].weights() - sides["stock"].weights()
+                    deviation = float(gap.norm() / moved.norm())
+                else:
+                    members = _members(sides["fast"].data, number, case.cohort)
+                    images += sum(m.num_passes for m in members)
+                    steps += sum(m.num_steps for m in members)
         engine.close()
     return _summary(
         case, times, scoring, clocks, images / rounds, steps / rounds, deviation, len(engine.lanes)
     )
-
-
-def _task(file: FlairFile, run: Run) -> FlairTask:
-    data = run.config.data
-    return FlairTask(file, data.taxonomy, data.image_size, None, int(run.runtime.cache_gb * 1e9))
 
 
 def _members(data: FederatedImageDataset, number: int, cohort: int) -> list[Any]:
@@ -368,7 +359,7 @@ def main(argv: Sequence[str]) -> None:
         )
         report = {"hardware": hardware(), "commit": commit(), "torch": torch.__version__, "results": results}
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1))
+        write_json(options.output, report)
     bench_bars(results, options.output.with_suffix(".png"))
     print(f"{options.output} and {options.output.with_suffix('.png')}")
 

@@ -20,11 +20,10 @@ from torch import optim
 
 from benchmarks.flair.config import Run, Tree, arguments, parse
 from benchmarks.flair.runs import find_runs, read_run
-from benchmarks.flair.train import build_model, pfl_device
+from benchmarks.flair.train import build_model, flair_task, pfl_device
 from benchmarks.flair.users import SPLIT, write_users
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
-from dataset.flair.task import FlairTask
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.per_user import PRESENT, QUANTILES
 
@@ -46,13 +45,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
     with pfl_device(run.runtime.device), FlairFile(run.data_path or record.results["dataset"]) as file:
-        task = FlairTask(
-            file,
-            config.data.taxonomy,
-            config.data.image_size,
-            config.data.binary_label,
-            int(run.runtime.cache_gb * 1e9),
-        )
+        task = flair_task(run, file)
         names = list(record.results["per_class_ap"])
         if list(task.label_names) != names:
             raise ValueError(

@@ -80,6 +80,13 @@ def draw_mini() -> None:
         write_mini(MINI_FILE, MINI)
 
 
+def flair_task(run: Run, file: FlairFile) -> FlairTask:
+    """The file as the images and targets that a run asks for."""
+    data = run.config.data
+    cache = int(run.runtime.cache_gb * 1e9)
+    return FlairTask(file, data.taxonomy, data.image_size, data.binary_label, cache)
+
+
 def build_model(config: Config, num_labels: int, weights: Path | None) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
     if weights is not None and not config.model.pretrained:
@@ -132,13 +139,7 @@ def execute(run: Run, data_path: Path) -> None:
         probe(data_path)
     directory = Path(str(directory).replace("{digest}", short_digest(config)))
     with FlairFile(data_path) as file, sole_owner(directory) if is_main() else contextlib.nullcontext():
-        task = FlairTask(
-            file,
-            config.data.taxonomy,
-            config.data.image_size,
-            config.data.binary_label,
-            int(run.runtime.cache_gb * 1e9),
-        )
+        task = flair_task(run, file)
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
         results = recorder.finished()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
-from pfl_ext.engine.memory import group_size
+from pfl_ext.engine.memory import MOST_IMAGES, group_size
 from pfl_ext.engine.one_step import Batch, Scaling, train_one_step
 from pfl_ext.engine.probe import fusable
 from pfl_ext.engine.training import LocalTraining, batches
@@ -148,10 +148,18 @@ class CohortEngine:
             self._pool = None
 
     def tasks(self, members: Sequence[Member], how: LocalTraining) -> list[Task]:
-        """A whole cohort's tasks, of which each worker then takes its part (`dealt`)."""
+        """A whole cohort's tasks, of which each worker then takes its part (`dealt`).
+
+        The same on every worker, so nothing here may depend on a device's free memory: see `_fitting`.
+        """
+        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fusable)
+
+    def _fitting(self, tasks: Sequence[Task], how: LocalTraining) -> list[Task]:
+        """This worker's tasks, with groups divided that its memory cannot hold."""
         if how not in self._max_images:
             self._max_images[how] = group_size(self._model, how, len(self.lanes))
-        return grouped(members, self._max_images[how], self._fusable)
+        most = self._max_images[how]
+        return [part for task in tasks for part in grouped(task.members, most, task.together)]
 
     def train(
         self,
@@ -163,16 +171,17 @@ class CohortEngine:
     ) -> CohortSum:
         """Train the users of these tasks and add up ``weight_of(images) * scale * update`` of each."""
         members = [member for task in tasks for member in task.members]
+        own = self._fitting(tasks, how)
         self._trimmed.refresh()
         if self._layout.device.type == "cuda" and how not in self._rehearsed and members:
             self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
         while True:
             try:
-                self._run(plan(tasks, len(self.lanes)), dataset, how, weight_of, scaling)
+                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling)
                 break
             except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
                 self._halve(how)
-                tasks = grouped(members, self._max_images[how], self._fusable)
+                own = self._fitting(tasks, how)
         first, *others = self.lanes
         for lane in self.lanes:
             lane.join()

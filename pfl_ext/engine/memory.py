@@ -9,7 +9,9 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models import ImageClassifier
 
 CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
-CPU_IMAGES = 32  # twice as many took 0.88 of the time, but leave a small cohort's lanes less even (README)
+MOST_IMAGES = {"cpu": 32, "cuda": 256}
+"""Of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but leave a small cohort's
+lanes less even (README); on a card still to be measured."""
 GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
 COPIES = 3.0  # a group's memory over that of its saved activations: their gradients and a layer's scratch
 
@@ -40,7 +42,7 @@ def group_size(model: ImageClassifier, how: LocalTraining, lanes: int) -> int:
     """Images of one group: what memory allows, and no more than is of use."""
     device = model.mean.device
     if device.type == "cuda":
-        budget, most = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes, 4096
+        budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes
     else:
-        budget, most = float(CPU_BYTES), CPU_IMAGES
-    return int(min(max(budget / (COPIES * activation_bytes(model, how)), 1), most))
+        budget = float(CPU_BYTES)
+    return int(min(max(budget / (COPIES * activation_bytes(model, how)), 1), MOST_IMAGES[device.type]))

@@ -13,7 +13,8 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor, nn
 
-from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, grouped, plan
+from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
+from pfl_ext.engine.training import LocalTraining
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Member
 from pfl_ext.models import ImageClassifier
 from pfl_ext.privacy import TALLY, metric_name, private_mean
@@ -243,6 +244,23 @@ def test_one_heavy_user_is_trained_on_all_cores_and_light_ones_side_by_side() ->
     assert [task.members[0].user for task in made.wide] == [0]
     assert [len(lane) for lane in made.lanes] == [4, 4]
     assert not plan(grouped(light, 64, True), 2).wide
+
+
+def test_workers_with_less_memory_divide_their_own_groups_and_share_the_cohort_all_the_same() -> None:
+    """A worker whose memory is short must not take other users than the others expect it to."""
+    cohort = [Member(u, 0, 2, 1, 4) for u in range(40)]
+    engines = [
+        CohortEngine(ImageClassifier(small_backbone(), input_size=10, exact_crops=True)) for _ in range(2)
+    ]
+    how = LocalTraining(0.1, 2, 4, "none", 0.0, 0.0, None)
+    engines[1]._max_images[how] = 4
+    shares = [dealt(engine.tasks(cohort, how), 2)[rank] for rank, engine in enumerate(engines)]
+    trained = [m.user for share in shares for task in share for m in task.members]
+    assert sorted(trained) == list(range(40))
+    own = [engine._fitting(share, how) for engine, share in zip(engines, shares)]
+    assert sorted(m.user for share in own for task in share for m in task.members) == list(range(40))
+    assert max(len(task.members) for task in own[0]) > 1
+    assert all(len(task.members) == 1 and task.together for task in own[1])
 
 
 def test_sums_of_a_round_are_not_those_of_the_round_before() -> None:

@@ -1,0 +1,43 @@
+"""The side-by-side measurement: equal work, times that add up, a picture; and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair import bench
+from dataset.command_line import run as run_command
+from pfl_ext.engine import cohort
+
+TINY = bench.Case("tiny", 32, cohort=4, users=12, val_users=2)
+
+
+def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench.SETS, "cpu", [TINY])
+    output = tmp_path / "out" / "bench.json"
+    words = ["--cases", "cpu", "--rounds", "1", "--data_dir", str(tmp_path), "--output", str(output)]
+    before = cohort.prefetched, cohort.train_one_step  # type: ignore[attr-defined]
+    assert run_command(bench.main, words) == 0
+    assert (cohort.prefetched, cohort.train_one_step) == before  # type: ignore[attr-defined]
+    (result,) = json.loads(output.read_text())["results"]
+    for name in ("stock", "fast"):
+        side = result[name]
+        assert sum(side["share"].values()) == pytest.approx(1, abs=0.02)
+        assert min(side["share"].values()) >= 0
+        assert side["share"]["training"] > 0
+        assert side["share"]["evaluation"] > 0
+        assert side["users_per_s"] == pytest.approx(4 / side["round_s"])
+    assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
+    assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--only", "no such case"]])
+def test_bad_input_ends_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(bench.main, words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words[0] in error
+    assert error.count("\n") == 1
