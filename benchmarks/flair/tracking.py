@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import netrc
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +31,8 @@ from pfl_ext.distributed import is_main
 from pfl_ext.metrics import COLUMNS
 
 STATE = "tracking.json"
-INIT_SECONDS, FINISH_SECONDS = 30, 60
-"""How long wandb may keep a run waiting, at its start and for the upload at its end."""
+INIT_SECONDS, ROW_SECONDS, FINISH_SECONDS = 30, 5, 60
+"""How long wandb may keep a run waiting: at its start, for a row in its file, for the upload at its end."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -52,12 +54,18 @@ def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
     return rows | ({"test, FLAIR paper": paper_row} if paper_row else {})
 
 
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 class Backend(Protocol):
     """One way of showing a run. `id` is the same after a resumption if the earlier steps are still there."""
 
     id: str
     where: str
     """For people: the address of the run, or how to get at it."""
+    last: float
+    """The last step that a server answered to have of this run; infinity where there is none to ask."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of one step."""
@@ -107,15 +115,25 @@ class WandbBackend:
                 init_timeout=INIT_SECONDS,
                 finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,
-                x_transaction_log_flush_interval=1,
+                x_transaction_log_flush_interval=0.02,
             ),
         )
         self.id: str = self._run.id
         self.where = self._run.url or f"offline, wandb sync {Path(self._run.dir).parent}"
+        self.last = math.inf if self._run.offline else self._run.step - 1
+        self._file = Path(self._run.settings.sync_file)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of wandb's history, out of this process's hands when this returns."""
+        """One row of wandb's history, in its file when this returns.
+
+        ``log`` leaves the row to a thread of this process, and wandb's own process dies with this one, buffers
+        and all: only the file outlives a SIGKILL.
+        """
+        size = _size(self._file)
         self._run.log(dict(values), step=step, commit=True)
+        deadline = time.monotonic() + ROW_SECONDS
+        while _size(self._file) <= size and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def finish(self, step: int, results: Tree, directory: Path) -> None:
         """Summary, tables, plots and, if asked for, the model."""
@@ -150,6 +168,7 @@ class TensorBoardBackend:
         self.id = known_id or secrets.token_hex(4)
         self._writer = SummaryWriter(str(directory / "tensorboard"))
         self.where = f"tensorboard --logdir {directory / 'tensorboard'}"
+        self.last = math.inf
         if known_id is None:
             config = json.dumps({**asdict(run.config), "dataset": dataset}, indent=1)
             self._writer.add_text("config", "    " + config.replace("\n", "\n    "), 0)
@@ -194,7 +213,7 @@ class Tracking:
             state = states.get(self._name, {})
             self._backend = BACKENDS[self._name](run, directory, dataset, state.get("id"))
             same = state.get("id") == self._backend.id
-            self._sent: int = state["sent"] if same else -1
+            self._sent: float = min(state["sent"], self._backend.last) if same else -1
             self._others = {name: kept for name, kept in states.items() if name != self._name}
             print(f"tracking: {self._name}, {self._backend.where}", file=sys.stderr)
 
