@@ -126,8 +126,8 @@ class WandbBackend:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One row of wandb's history, in its file when this returns.
 
-        ``log`` leaves the row to a thread of this process, and wandb's own process dies with this one, buffers
-        and all: only the file outlives a SIGKILL.
+        ``log`` leaves the row to a thread of this process, and wandb's own process dies with this one,
+        buffers and all: only the file outlives a SIGKILL.
         """
         size = _size(self._file)
         self._run.log(dict(values), step=step, commit=True)
