@@ -31,11 +31,12 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.experiment import build_model
+from benchmarks.facts import commit, hardware
+from benchmarks.federated import algorithm_and_params, cohort_engine, pfl_model, training_data
 from benchmarks.flair.config import Run, parse
-from benchmarks.flair.federated import algorithm_and_params, cohort_engine, pfl_model, training_data
-from benchmarks.flair.plots import bench_bars
-from benchmarks.flair.results import commit, hardware
-from benchmarks.flair.train import build_model, flair_task
+from benchmarks.flair.train import flair_task
+from benchmarks.plots import bench_bars
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.mini import MiniSpec, write_mini

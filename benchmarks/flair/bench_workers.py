@@ -34,10 +34,10 @@ from pfl.common_types import Population
 from pfl.context import CentralContext
 from pfl.hyperparam.base import NNTrainHyperParams
 
+from benchmarks.experiment import build_model
+from benchmarks.facts import commit, hardware
+from benchmarks.federated import algorithm_and_params, local_sampling, pfl_model
 from benchmarks.flair.config import parse
-from benchmarks.flair.federated import algorithm_and_params, local_sampling, pfl_model
-from benchmarks.flair.results import commit, hardware
-from benchmarks.flair.train import build_model
 from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, mini_index
 from pfl_ext.checkpoint import write_json

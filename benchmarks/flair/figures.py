@@ -24,7 +24,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from benchmarks.flair.plots import (
+from benchmarks.flair.report import collect
+from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
+from benchmarks.flair.table import Row
+from benchmarks.flair.train import resolve_data
+from benchmarks.plots import (
     BLACK,
     BLUE,
     GREEN,
@@ -37,10 +41,6 @@ from benchmarks.flair.plots import (
     violin_legend,
     violins,
 )
-from benchmarks.flair.report import collect
-from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
-from benchmarks.flair.table import Row
-from benchmarks.flair.train import resolve_data
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.hdf5 import FlairFile

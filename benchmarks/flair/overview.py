@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.flair.plots import BLUE, GREY, ORANGE, save
+from benchmarks.plots import BLUE, GREY, ORANGE, save
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")

@@ -18,10 +18,12 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors.torch import load_file
 from torch import optim
 
-from benchmarks.flair.config import Run, Tree, arguments, parse
+from benchmarks.experiment import build_model, pfl_device
+from benchmarks.flair.config import Run, parse
 from benchmarks.flair.runs import find_runs, read_run
-from benchmarks.flair.train import build_model, flair_task, pfl_device
+from benchmarks.flair.train import flair_task
 from benchmarks.flair.users import SPLIT, write_users
+from benchmarks.settings import Tree, arguments
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.evaluation import SCORES, CentralEvaluation

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.flair.config import Tree
-from benchmarks.flair.plots import BLUE, GREY, ORANGE, plain_log, save
+from benchmarks.plots import BLUE, GREY, ORANGE, plain_log, save
+from benchmarks.settings import Tree
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")

@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from benchmarks.facts import dataset_facts, sha256_of
 from benchmarks.flair import paper
-from benchmarks.flair.config import CONFIGS, SCALES, Config, Tree, build, parse
-from benchmarks.flair.config import digest as digest_of
-from benchmarks.flair.facts import dataset_facts, sha256_of
+from benchmarks.flair.config import FLAIR, Config, parse
+from benchmarks.settings import Tree, build
+from benchmarks.settings import digest as digest_of
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.metrics import COLUMNS
 
@@ -226,11 +227,11 @@ class Variant:
 
 def variant(config: Config) -> Variant:
     """The shortest way to say a config, in terms of what is shipped."""
-    if not (CONFIGS / f"{config.setting.lower()}.yaml").exists() or config.setting not in paper.settings():
+    if config.setting.lower() not in FLAIR.settings or config.setting not in paper.settings():
         return Variant(config.setting, None, ("its own config",))
     own, best = flat(config), None
     for recipe in (None, "pfl"):
-        for scale in (None, *SCALES):
+        for scale in (None, *FLAIR.scales):
             try:
                 base = _shipped(config.setting, scale, recipe)
             except ValueError:

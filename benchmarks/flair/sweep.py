@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.flair.config import arguments
 from benchmarks.flair.sweep_local import LocalSweep, alone, resolved
 from benchmarks.flair.sweep_space import TRAIN, Sweep, command_words, read_sweep
-from benchmarks.flair.tracking import has_wandb_key
 from benchmarks.flair.train import resolve_data
+from benchmarks.settings import arguments
+from benchmarks.tracking import has_wandb_key
 from dataset.command_line import run as run_command
 
 OWN = ("local", "workers", "devices", "sweep_dir", "count", "sweep_seed", "np")

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flair.config import Tree, arguments, parse, short_digest
-from benchmarks.flair.recorder import config_differences
+from benchmarks.flair.config import parse
 from benchmarks.flair.sweep_report import Row, markdown, parallel_coordinates, write_tables
 from benchmarks.flair.sweep_space import (
     TRAIN,
@@ -32,7 +31,9 @@ from benchmarks.flair.sweep_space import (
     hopeless,
     suggestion,
 )
-from benchmarks.flair.tracking import flat
+from benchmarks.recorder import config_differences
+from benchmarks.settings import Tree, arguments, short_digest
+from benchmarks.tracking import flat
 from pfl_ext.checkpoint import write_json
 
 POLL_SECONDS, GRACE_SECONDS, MOST_ATTEMPTS = 0.5, 30.0, 50

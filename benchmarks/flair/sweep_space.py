@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.flair.config import STRICT, Tree, build, read_yaml
+from benchmarks.sections import STRICT
+from benchmarks.settings import Tree, build, read_yaml
 from pfl_ext.randomness import seed32, stream
 
 Distribution = Literal[

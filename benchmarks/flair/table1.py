@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.flair import paper, report
-from benchmarks.flair.config import SCALES, arguments, config_path, digest, parse
+from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin
+from benchmarks.settings import arguments, digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from pfl_ext.models import build_backbone
@@ -182,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--seeds", nargs="+", type=int, help="default: 0 1 2 3 4, as the paper; 0 1 at scale mini"
     )
-    parser.add_argument("--scale", help=f"none, or mini, or one of train's: {', '.join(SCALES)}")
+    parser.add_argument("--scale", help=f"none, or mini, or one of train's: {', '.join(FLAIR.scales)}")
     parser.add_argument("--data_path", help="HDF5 file, or the word mini")
     parser.add_argument("--weights", help="a file for the fine-tuning rows, or the word standin: makes one")
     parser.add_argument("--runs_dir", type=Path, help="default: runs/table1-DATA-SCALE")
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
     name = f"table1-{Path(data or 'data/flair.hdf5').stem}-{scale or 'full'}{''.join(own)}"
     root = given.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
-        config_path(setting)
+        FLAIR.path(setting)
     todo = [job for job in jobs(settings, list(seeds), root, common) if not job.done]
     fine = [job for job in todo if "-f-" in job.name]
     weights = given.weights

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.flair import plots
-from benchmarks.flair.config import Config, Tree
+from benchmarks import plots
+from benchmarks.flair.config import Config
+from benchmarks.settings import Tree
 from dataset.flair.task import FlairTask
 from pfl_ext.checkpoint import write_json
 from pfl_ext.federated_dataset import LocalSampling

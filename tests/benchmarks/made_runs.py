@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from benchmarks.flair import paper
-from benchmarks.flair.config import digest, parse
+from benchmarks.flair.config import parse
 from benchmarks.flair.runs import FLAIR_IMAGES, FLAIR_USERS
+from benchmarks.settings import digest
 from pfl_ext.metrics import COLUMNS
 
 FLAIR = {"source": "https://huggingface.co/apple/flair", "content_sha256": "f1", "users": FLAIR_USERS,

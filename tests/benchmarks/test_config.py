@@ -7,19 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair import paper
-from benchmarks.flair.config import (
-    CONFIGS,
-    RECIPES,
-    Config,
-    Runtime,
-    build,
-    config_path,
-    digest,
-    parse,
-    usage,
-)
+from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
+from benchmarks.sections import Runtime
+from benchmarks.settings import build, digest
 
-SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+SHIPPED = FLAIR.settings
 
 
 def config(*argv: str) -> Config:
@@ -53,7 +45,7 @@ def test_a_shipped_config_says_what_the_paper_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_opens_with_what_a_reader_must_know(name: str) -> None:
-    head = config_path(name).read_text().split("\nsetting:")[0]
+    head = FLAIR.path(name).read_text().split("\nsetting:")[0]
     assert all(
         word in head for word in (name.upper(), "FLAIR", "Command:", "Expected:", "Time:", "Deviates:")
     )
@@ -116,7 +108,7 @@ def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
         made = leaves(config(f"--{key}={value}"))
         assert made[key] == value, key
         assert type(made[key]) is type(value), key
-        assert f"--{key} " in usage()
+        assert f"--{key} " in FLAIR.usage()
     for key, value in leaves(Runtime(), "runtime.").items():
         assert leaves(parse([f"--{key}={value}"]).runtime, "runtime.")[key] == value
 

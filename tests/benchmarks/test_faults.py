@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.flair import recorder
-from benchmarks.flair.config import Tree
-from benchmarks.flair.federated import RoundCallback
+from benchmarks import recorder
+from benchmarks.federated import RoundCallback
+from benchmarks.settings import Tree
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import SMALL, TINY, Train

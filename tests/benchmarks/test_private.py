@@ -12,9 +12,10 @@ import torch
 import torchvision
 from dp_accounting.pld import PLDAccountant
 
-from benchmarks.flair import recorder
-from benchmarks.flair.config import Tree, parse
-from benchmarks.flair.ledger import CentralLedger
+from benchmarks import recorder
+from benchmarks.flair.config import parse
+from benchmarks.ledger import CentralLedger
+from benchmarks.settings import Tree
 from pfl_ext.privacy_banded import BandedFactor
 from pfl_ext.privacy_epsilon import epsilon_spent
 from pfl_ext.privacy_local import LocalPrivacyConfig

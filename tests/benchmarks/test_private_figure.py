@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.flair.config import Tree
 from benchmarks.flair.private_figure import main, picture, read_run, table
+from benchmarks.settings import Tree
 
 
 def run_directory(path: Path, epsilon: float | None, rounds: int) -> Path:

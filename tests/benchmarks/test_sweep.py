@@ -21,11 +21,12 @@ from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
 from benchmarks.flair import sweep_local
-from benchmarks.flair.config import Tree, parse, short_digest
+from benchmarks.flair.config import parse
 from benchmarks.flair.sweep import main
 from benchmarks.flair.sweep_local import LocalSweep, Trial, alone, read_values
 from benchmarks.flair.sweep_report import Row, axis, markdown, parallel_coordinates
 from benchmarks.flair.sweep_space import Metric, command_words, read_sweep
+from benchmarks.settings import Tree, short_digest
 from dataset.command_line import run
 from dataset.signals import Stopped, raised
 from tests.benchmarks.conftest import SMALL

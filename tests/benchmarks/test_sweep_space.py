@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from benchmarks.flair.config import Tree
 from benchmarks.flair.sweep import training_words
 from benchmarks.flair.sweep_local import asked, resolved
 from benchmarks.flair.sweep_space import (
@@ -24,6 +23,7 @@ from benchmarks.flair.sweep_space import (
     read_sweep,
     suggestion,
 )
+from benchmarks.settings import Tree
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}

@@ -18,9 +18,10 @@ from tensorboardX.event_file_writer import EventFileWriter
 from tensorboardX.proto.event_pb2 import Event
 from wandb.proto import wandb_internal_pb2
 
-from benchmarks.flair import recorder, tracking
-from benchmarks.flair.config import Run, Tree, parse
-from benchmarks.flair.tracking import Tracking, flat, has_wandb_key
+from benchmarks import recorder, tracking
+from benchmarks.flair.config import Run, parse
+from benchmarks.settings import Tree
+from benchmarks.tracking import Tracking, flat, has_wandb_key
 from tests.benchmarks.conftest import Train
 
 KEY = "deadbeef" * 5  # wandb takes 40 characters for a key
@@ -196,7 +197,7 @@ class Broken:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._fail("log")
 
-    def finish(self, step: int, results: Tree, directory: Path) -> None:
+    def finish(self, step: int, results: Tree, rows: tracking.Rows, directory: Path) -> None:
         self._fail("finish")
 
     def close(self, failed: bool) -> None:
@@ -212,7 +213,7 @@ def test_whatever_fails_in_a_tracker_becomes_one_line(
         assert tracker is not None
         for line in LINES:
             tracker.tell(line)
-        tracker.finish({"rounds": 4})
+        tracker.finish({"rounds": 4}, {})
     warned = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert warned == [f"warning: tracking by wandb failed and stops here: RuntimeError: no {place} today"]
 

@@ -15,9 +15,9 @@ import torch
 import torchvision
 import yaml
 
-from benchmarks.flair import recorder
-from benchmarks.flair.config import Tree
+from benchmarks import recorder
 from benchmarks.flair.train import main
+from benchmarks.settings import Tree
 from dataset.command_line import run
 from pfl_ext.checkpoint import load
 from pfl_ext.metrics import COLUMNS

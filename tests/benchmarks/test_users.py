@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.flair.config import Tree, parse
+from benchmarks.experiment import build_model
+from benchmarks.flair.config import parse
 from benchmarks.flair.per_user import main
 from benchmarks.flair.standin import main as make_standin
-from benchmarks.flair.train import build_model
 from benchmarks.flair.train import main as train_main
+from benchmarks.settings import Tree
 from dataset.command_line import run
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.checkpoint import load

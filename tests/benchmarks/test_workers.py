@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from benchmarks.flair import train as train_module
-from benchmarks.flair.recorder import MODEL
 from benchmarks.flair.train import main
+from benchmarks.recorder import MODEL
 from dataset.command_line import run as run_command
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
@@ -190,7 +190,7 @@ def test_what_several_workers_cannot_do_is_refused(
     train("--config=c-r-17", code=2)
     assert "centralised training runs in one process" in error_line(capsys)
     monkeypatch.undo()
-    monkeypatch.setattr("benchmarks.flair.federated.current", lambda: "others")
+    monkeypatch.setattr("benchmarks.federated.current", lambda: "others")
     scaffold = ("--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users")
     train(*scaffold, name="scaffold", code=2)
     assert "scaffold's state of each user lies in one process" in error_line(capsys)

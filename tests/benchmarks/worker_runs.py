@@ -14,6 +14,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import torch
 
+from benchmarks.experiment import execute
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import execute
+from benchmarks.flair.train import experiment
 from pfl_ext import federated_dataset, privacy_banded, privacy_mechanisms
 from pfl_ext.distributed import connected, current
 
@@ -102,7 +104,8 @@ def main(data: Path, directory: Path) -> None:
         rank = 0 if workers is None else workers.global_rank
         for name, words in RUNS.items():
             notes.users, notes.noise = {}, []
-            execute(parse([*SMALL, *words, f"--run_dir={directory / name}"]), data)
+            run = parse([*SMALL, *words, f"--run_dir={directory / name}"])
+            execute(run, data, partial(experiment, run))
             text = json.dumps({"users": notes.users, "noise": notes.noise})
             (directory / f"{name}-{rank}.json").write_text(text)
 

@@ -65,13 +65,13 @@ PLACES = (
     "pfl_ext.checkpoint:save",
     "pfl_ext.checkpoint:write_bytes",
     "os:replace",
-    "benchmarks.flair.recorder:Recorder._write_line",
-    "benchmarks.flair.recorder:Recorder.restore",
-    "benchmarks.flair.recorder:Recorder.evaluated",
+    "benchmarks.recorder:Recorder._write_line",
+    "benchmarks.recorder:Recorder.restore",
+    "benchmarks.recorder:Recorder.evaluated",
     "pfl_ext.evaluation:CentralEvaluation.__call__",
     "pfl.aggregate.base:SumAggregator.worker_reduce",
     "pfl.model.pytorch:PyTorchModel.apply_model_update",
-    "benchmarks.flair.plots:training_curve",
+    "benchmarks.plots:training_curve",
 )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.flair.config import CONFIGS, parse
+from benchmarks.flair.config import FLAIR, parse
 from dataset.flair import probe as probing
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
 from dataset.flair.hdf5 import FlairFile
@@ -177,7 +177,7 @@ def targets(folder: Path) -> list[Target]:
     small = {name: tensor[..., :1].clone() for name, tensor in network.state_dict().items()}
     torch.save(small, folder / "w.pth")
     vocabulary = {"labels": sorted({n for one in rows for n in one.labels}), "fine_grained_labels": {"a": 1}}
-    configs = [path.read_bytes() for path in sorted(CONFIGS.glob("*.yaml"))]
+    configs = [path.read_bytes() for path in sorted(FLAIR.directory.glob("*.yaml"))]
     words = [
         "--config=fl-r-17",
         "--seed",

@@ -9,8 +9,8 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.flair.config import Run
-from benchmarks.flair.recorder import Recorder
+from benchmarks.recorder import Recorder
+from benchmarks.settings import AnyRun
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import ImageStore
 from pfl_ext.models import ImageClassifier
@@ -20,7 +20,7 @@ from pfl_ext.randomness import stream
 from pfl_ext.transforms import draw_boxes
 
 
-def centralised_model(run: Run, module: ImageClassifier) -> PyTorchModel:
+def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     """The network with Keras's Adam, in pfl's clothes so that it is scored and saved as a federated one."""
     optimizer = make_server_optimizer(
         [p for p in module.parameters() if p.requires_grad],
@@ -36,7 +36,7 @@ def centralised_model(run: Run, module: ImageClassifier) -> PyTorchModel:
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=precision)
 
 
-def train_epoch(run: Run, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
+def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
     """One pass over all images in a new order; the mean training loss."""
     config, device = run.config, get_default_device()
     rng = stream(config.seed, "centralised epoch", epoch)
@@ -72,7 +72,7 @@ def train_epoch(run: Run, store: ImageStore, model: PyTorchModel, epoch: int) ->
 
 
 def train_centralised(
-    run: Run, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
+    run: AnyRun, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
 ) -> PyTorchModel:
     """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
     config = run.config

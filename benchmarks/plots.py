@@ -81,22 +81,23 @@ def per_user_violins(
     save(figure, path)
 
 
-def training_curve(history: Sequence[Mapping[str, Any]], unit: str, title: str, path: Path) -> None:
-    """Loss and C-AP on val over the rounds (or epochs) of ``metrics.jsonl``."""
+def training_curve(
+    history: Sequence[Mapping[str, Any]], unit: str, columns: Sequence[str], title: str, path: Path
+) -> None:
+    """These columns (percent) and the loss on val over the rounds (or epochs) of ``metrics.jsonl``."""
     scored = [line for line in history if "val" in line]
     steps = [line[unit] for line in scored]
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     left = figure.subplots()
-    left.plot(
-        steps, [line["val"]["C-AP"] for line in scored], color=BLUE, marker="o", markersize=3, label="C-AP"
-    )
-    left.plot(steps, [line["val"]["O-AP"] for line in scored], color=BLUE, linestyle="--", label="O-AP")
-    left.set(xlabel=f"{unit}s of training", ylabel="average precision on val (%)", ylim=(0, 100), title=title)
+    for column, line_style, marker in zip(columns, ("-", "--", "-."), ("o", "", "")):
+        values = [line["val"][column] for line in scored]
+        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=column)
+    left.set(xlabel=f"{unit}s of training", ylabel="score on val (%)", ylim=(0, 100), title=title)
     right = left.twinx()
     right.plot(
         steps, [line["val"]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
     )
-    right.set_ylabel("binary cross-entropy on val")
+    right.set_ylabel("cross-entropy on val")
     right.set_ylim(bottom=0)
     handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
     left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)

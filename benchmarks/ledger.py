@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.flair.config import Config, Tree
+from benchmarks.sections import TrainingConfig
+from benchmarks.settings import Tree
 from pfl_ext.checkpoint import write_bytes, write_json
 from pfl_ext.distributed import from_main, is_main
 from pfl_ext.federated_dataset import FederatedImageDataset
@@ -36,7 +37,9 @@ class Ledger(ABC):
     cohort_seed: int | None = None
     """What cohorts are drawn from; None: from the run's seed."""
 
-    def __init__(self, config: Config, noise_seed: Literal["entropy", "run"], directory: Path) -> None:
+    def __init__(
+        self, config: TrainingConfig, noise_seed: Literal["entropy", "run"], directory: Path
+    ) -> None:
         self._path = directory / "privacy.json"
         self._seed_path = directory / "checkpoint" / "noise_seed"
         self._seeded = noise_seed == "run"
@@ -85,7 +88,7 @@ class CentralLedger(Ledger):
     :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
     """
 
-    def __init__(self, config: Config, population: int, directory: Path) -> None:
+    def __init__(self, config: TrainingConfig, population: int, directory: Path) -> None:
         assert config.privacy is not None
         federated = config.federated
         self.calibration = config.privacy.calibrate(population, federated.cohort_size, federated.num_rounds)
@@ -120,7 +123,7 @@ class CentralLedger(Ledger):
 class LocalLedger(Ledger):
     """Of a run with ``local_privacy``: counts how often each user takes part."""
 
-    def __init__(self, config: Config, users: FederatedImageDataset, directory: Path) -> None:
+    def __init__(self, config: TrainingConfig, users: FederatedImageDataset, directory: Path) -> None:
         assert config.local_privacy is not None
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
         super().__init__(config, self.config.noise_seed, directory)

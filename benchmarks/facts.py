@@ -1,8 +1,11 @@
-"""What a run started from, into its results.json: facts that explain why two runs of one row differ."""
+"""What a run started from and ran on, into its results.json: facts that explain why two runs differ."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
+import subprocess
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,7 +13,8 @@ from typing import Any
 import torch
 from torchvision import models as zoo
 
-from benchmarks.flair.config import Config, Tree
+from benchmarks.sections import TrainingConfig
+from benchmarks.settings import Tree
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext import checkpoint
 from pfl_ext.models import ImageClassifier, probe_checksum
@@ -28,7 +32,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def weights_facts(config: Config, weights: Path | None) -> Tree | None:
+def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
     """Name, SHA-256 and, if the file itself says it, description of the weights that training began from.
 
     None from scratch. Without ``weights``, they are torchvision's, in torch's cache where it put them.
@@ -66,7 +70,7 @@ def norm_layers(module: torch.nn.Module) -> str:
 
 
 @torch.no_grad()
-def start_facts(config: Config, module: ImageClassifier, weights: Path | None) -> Tree:
+def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path | None) -> Tree:
     """Of a network before its first step: weights, size, normalisation, and what it says to a fixed batch."""
     return {
         "weights": weights_facts(config, weights),
@@ -87,3 +91,27 @@ def dataset_facts(file: FlairFile) -> Tree:
         "users": {name: split.num_users for name, split in splits.items()},
         "images": {name: split.num_images for name, split in splits.items()},
     }
+
+
+def hardware() -> str:
+    """The processor and, if there is one, the GPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    name = f"{len(os.sched_getaffinity(0))} x {model}"
+    return name + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with ``+`` where tracked files differ from it; None outside git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

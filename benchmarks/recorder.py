@@ -23,9 +23,9 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
-from benchmarks.flair.config import Run, Tree, digest, read_yaml
-from benchmarks.flair.ledger import Ledger
-from benchmarks.flair.tracking import Tracking
+from benchmarks.ledger import Ledger
+from benchmarks.settings import AnyRun, Tree, digest, read_yaml
+from benchmarks.tracking import Tracking
 from dataset.signals import Held
 from pfl_ext import checkpoint
 from pfl_ext.distributed import from_main, is_main, tensors_from_main
@@ -77,7 +77,9 @@ class Recorder:
         ``resume="never"``.
     """
 
-    def __init__(self, run: Run, directory: Path, num_steps: int, unit: str, data_sha256: str = "") -> None:
+    def __init__(
+        self, run: AnyRun, directory: Path, num_steps: int, unit: str, data_sha256: str = ""
+    ) -> None:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
         self.ledger: Ledger | None = None
@@ -145,7 +147,7 @@ class Recorder:
         """Take note of val at ``step``; keep the model if it is the best so far."""
         self._val = columns(metrics)
         loss_first = self.run.config.evaluation.best_by == "loss"
-        score = self._val["loss"] if loss_first else -self._val["C-AP"]
+        score = self._val["loss"] if loss_first else -self._val[self.run.config.evaluation.best_by]
         if score < self.best.score:
             weights = model.pytorch_model.state_dict()
             self.best = Best(
@@ -177,8 +179,9 @@ class Recorder:
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
             line["val"] = {key: round(value, 6) for key, value in self._val.items()}
+            first = next(name for name in self._val if name != "loss")
             self._bar.set_postfix_str(
-                f"val C-AP {self._val['C-AP']:.2f} loss {self._val['loss']:.4f}", refresh=False
+                f"val {first} {self._val[first]:.2f} loss {self._val['loss']:.4f}", refresh=False
             )
             self._val = None
         if not self._main:

@@ -1,4 +1,4 @@
-"""Federated training of the FLAIR benchmark through pfl."""
+"""Federated training through pfl."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.flair.config import Config, Run, Tree, digest
-from benchmarks.flair.ledger import CentralLedger, LocalLedger
-from benchmarks.flair.recorder import Recorder
+from benchmarks.ledger import CentralLedger, LocalLedger
+from benchmarks.recorder import Recorder
+from benchmarks.sections import TrainingConfig
+from benchmarks.settings import AnyRun, Tree, digest
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, iid_partition
+from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Partition
 from pfl_ext.models import ImageClassifier
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
 from pfl_ext.privacy import METRICS, metric_name
 
 
-def local_sampling(config: Config) -> LocalSampling:
+def local_sampling(config: TrainingConfig) -> LocalSampling:
     """How a user's images become batches."""
     local, augment = config.local, config.augment
     return LocalSampling(
@@ -45,8 +46,10 @@ def local_sampling(config: Config) -> LocalSampling:
     )
 
 
-def training_data(run: Run, store: ImageStore, cohort_seed: int | None = None) -> FederatedImageDataset:
-    """The training users, real or IID."""
+def training_data(
+    run: AnyRun, store: ImageStore, partition: Partition | None = None, cohort_seed: int | None = None
+) -> FederatedImageDataset:
+    """The training users: those of a partition, or the store's."""
     config, runtime = run.config, run.runtime
     sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed"
     if config.privacy is not None:
@@ -58,14 +61,14 @@ def training_data(run: Run, store: ImageStore, cohort_seed: int | None = None) -
         local_sampling(config),
         seed=config.seed,
         cohort_seed=cohort_seed,
-        partition=iid_partition(store, config.seed) if config.data.partition == "iid" else None,
+        partition=partition,
         sampler=sampler,
         prefetch=runtime.prefetch,
         threads=runtime.reader_threads,
     )
 
 
-def pfl_model(run: Run, module: ImageClassifier) -> PyTorchModel:
+def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     """The network with its local and its server optimiser and the server's schedule."""
     config, server = run.config, run.config.server
     clip = config.local.max_grad_norm if config.local.clip_by == "variable" else None
@@ -90,7 +93,7 @@ def pfl_model(run: Run, module: ImageClassifier) -> PyTorchModel:
 
 
 def algorithm_and_params(
-    config: Config, module: ImageClassifier, num_users: int
+    config: TrainingConfig, module: ImageClassifier, num_users: int
 ) -> tuple[Any, NNAlgorithmParams]:
     """FedAvg (with the server's optimiser: FedOpt), FedProx or SCAFFOLD, as pfl has them.
 
@@ -127,7 +130,7 @@ def algorithm_and_params(
     return FederatedAveraging(), NNAlgorithmParams(**common)
 
 
-def cohort_engine(run: Run, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
+def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
     """What trains the cohorts; None: pfl's own loop."""
     if run.runtime.engine == "stock" or run.config.federated.algorithm == "scaffold":
         return None
@@ -143,7 +146,7 @@ def cohort_engine(run: Run, module: ImageClassifier, accumulate: torch.dtype) ->
 class RoundCallback(TrainingProcessCallback):
     """Sets the server's learning rate of the coming round and hands each round's figures to the recorder."""
 
-    def __init__(self, config: Config, recorder: Recorder) -> None:
+    def __init__(self, config: TrainingConfig, recorder: Recorder) -> None:
         self._config, self._recorder = config, recorder
 
     def set_learning_rate(self, model: PyTorchModel, round_number: int) -> None:
@@ -190,13 +193,18 @@ def aggregate_metrics_weight(metrics: Metrics) -> float:
 
 
 def train_federated(
-    run: Run, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
+    run: AnyRun,
+    store: ImageStore,
+    val: ImageStore,
+    module: ImageClassifier,
+    recorder: Recorder,
+    partition: Partition | None = None,
 ) -> PyTorchModel:
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
     config = run.config
     if config.privacy is not None:
         recorder.ledger = CentralLedger(config, len(store.user_ids), recorder.directory)
-    users = training_data(run, store, recorder.ledger.cohort_seed if recorder.ledger else None)
+    users = training_data(run, store, partition, recorder.ledger.cohort_seed if recorder.ledger else None)
     if config.local_privacy is not None:
         recorder.ledger = LocalLedger(config, users, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work

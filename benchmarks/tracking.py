@@ -24,12 +24,11 @@ from urllib.parse import urlparse
 import numpy as np
 from PIL import Image
 
-from benchmarks.flair import paper
-from benchmarks.flair.config import Run, Tree
+from benchmarks.settings import AnyRun, Tree
 from pfl_ext.checkpoint import write_json
 from pfl_ext.distributed import is_main
-from pfl_ext.metrics import COLUMNS
 
+Rows = Mapping[str, Mapping[str, float]]
 STATE = "tracking.json"
 INIT_SECONDS, ROW_SECONDS, FINISH_SECONDS = 30, 5, 60
 """How long wandb may keep a run waiting: at its start, for a row in its file, for the upload at its end."""
@@ -46,12 +45,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return out
 
 
-def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
-    """The rows of the final table: val, test, test of the last model, and the paper's where it has one."""
-    rows = {"val, best model": results["val"], "test, best model": results["test"]}
-    rows["test, last model"] = results["last"]["test"]
-    paper_row = paper.row(results["setting"])
-    return rows | ({"test, FLAIR paper": paper_row} if paper_row else {})
+def columns_of(rows: Rows) -> list[str]:
+    """The columns of a final table that hold percentages, in the order of its first row."""
+    return [name for name in next(iter(rows.values())) if name != "loss" and "binned" not in name]
 
 
 def _size(path: Path) -> int:
@@ -70,7 +66,7 @@ class Backend(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of one step."""
 
-    def finish(self, step: int, results: Tree, directory: Path) -> None:
+    def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """The final table and the pictures of a run that has ended."""
 
     def close(self, failed: bool) -> None:
@@ -91,7 +87,7 @@ def has_wandb_key() -> bool:
 class WandbBackend:
     """A wandb run, offline where there is no key. Under a sweep's agent its run id and project win."""
 
-    def __init__(self, run: Run, directory: Path, dataset: str, known_id: str | None) -> None:
+    def __init__(self, run: AnyRun, directory: Path, dataset: str, known_id: str | None) -> None:
         import wandb  # not at the top: it takes a second, and most runs do without
 
         self._wandb, self._artifact, runtime = wandb, run.runtime.artifact, run.runtime
@@ -135,16 +131,17 @@ class WandbBackend:
         while _size(self._file) <= size and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def finish(self, step: int, results: Tree, directory: Path) -> None:
+    def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """Summary, tables, plots and, if asked for, the model."""
         wandb = self._wandb
-        rows = [[name, *map(values.get, COLUMNS)] for name, values in final_rows(results).items()]
-        classes = [[name, ap, results["prevalence"][name]] for name, ap in results["per_class_ap"].items()]
+        columns = columns_of(rows)
         images = {f"plots/{p.stem}": wandb.Image(str(p)) for p in sorted((directory / "plots").glob("*.png"))}
-        tables = {
-            "results": wandb.Table(columns=["row", *COLUMNS], data=rows),
-            "per_class_ap": wandb.Table(columns=["label", "AP", "prevalence"], data=classes),
-        }
+        data = [[name, *map(values.get, columns)] for name, values in rows.items()]
+        tables = {"results": wandb.Table(columns=["row", *columns], data=data)}
+        if "per_class_ap" in results:
+            prevalence = results["prevalence"]
+            classes = [[name, ap, prevalence[name]] for name, ap in results["per_class_ap"].items()]
+            tables["per_class_ap"] = wandb.Table(columns=["label", "AP", "prevalence"], data=classes)
         self._run.log({**tables, **images}, step=step + 1)  # the last step's row is closed
         summary = flat({name: results[name] for name in ("val", "test", "best_step", "wall_clock_s")})
         self._run.summary.update({f"final/{name}": value for name, value in summary.items()})
@@ -162,7 +159,7 @@ class WandbBackend:
 class TensorBoardBackend:
     """Event files under ``tensorboard/`` of the run directory."""
 
-    def __init__(self, run: Run, directory: Path, dataset: str, known_id: str | None) -> None:
+    def __init__(self, run: AnyRun, directory: Path, dataset: str, known_id: str | None) -> None:
         from tensorboardX import SummaryWriter
 
         self.id = known_id or secrets.token_hex(4)
@@ -179,12 +176,14 @@ class TensorBoardBackend:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def finish(self, step: int, results: Tree, directory: Path) -> None:
+    def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """The final table as text, and the plots."""
-        rows = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-        for name, values in final_rows(results).items():
-            rows.append(f"| {name} | " + " | ".join(f"{values[column]:.1f}" for column in COLUMNS) + " |")
-        self._writer.add_text("results", "\n".join(rows), step)
+        columns = columns_of(rows)
+        lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for name, values in rows.items():
+            cells = [f"{values[column]:.1f}" if column in values else "" for column in columns]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        self._writer.add_text("results", "\n".join(lines), step)
         for path in sorted((directory / "plots").glob("*.png")):
             with Image.open(path) as image:
                 pixels = np.asarray(image.convert("RGB"))
@@ -195,7 +194,7 @@ class TensorBoardBackend:
         self._writer.close()
 
 
-BACKENDS: Mapping[str, Callable[[Run, Path, str, str | None], Backend]] = {
+BACKENDS: Mapping[str, Callable[[AnyRun, Path, str, str | None], Backend]] = {
     "wandb": WandbBackend,
     "tensorboard": TensorBoardBackend,
 }
@@ -204,7 +203,7 @@ BACKENDS: Mapping[str, Callable[[Run, Path, str, str | None], Backend]] = {
 class Tracking:
     """The tracker of one run: each step once, and one warning line instead of any exception."""
 
-    def __init__(self, run: Run, directory: Path, dataset: str, unit: str) -> None:
+    def __init__(self, run: AnyRun, directory: Path, dataset: str, unit: str) -> None:
         self._name, self._unit, self._path = run.runtime.track, unit, directory / STATE
         self._directory = directory
         self._backend: Backend | None = None
@@ -236,11 +235,11 @@ class Tracking:
             self._sent = step
             write_json(self._path, {**self._others, self._name: {"id": self._backend.id, "sent": step}})
 
-    def finish(self, results: Tree) -> None:
-        """The run has ended."""
+    def finish(self, results: Tree, rows: Rows) -> None:
+        """The run has ended; ``rows``: its final table."""
         if self._backend is not None:
             with self._guard():
-                self._backend.finish(int(results["rounds"]), results, self._directory)
+                self._backend.finish(int(results["rounds"]), results, rows, self._directory)
 
     def close(self, failed: bool) -> None:
         """This process has done with the run, whether it ended or was stopped."""
@@ -250,7 +249,7 @@ class Tracking:
 
 
 @contextlib.contextmanager
-def tracking(run: Run, directory: Path, dataset: str, unit: str) -> Iterator[Tracking | None]:
+def tracking(run: AnyRun, directory: Path, dataset: str, unit: str) -> Iterator[Tracking | None]:
     """The tracker that ``runtime.track`` asks for, on the first worker only; None where there is none."""
     if run.runtime.track == "none" or not is_main():
         yield None

@@ -1,0 +1,233 @@
+"""One run from its config to its results: what is the same in every benchmark.
+
+A benchmark says what it adds as an `Experiment`; `execute` opens the run directory, trains, scores, writes
+``results.json`` last of all, and shows it. `start` comes before: the device, the threads, the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks import plots
+from benchmarks.centralised import train_centralised
+from benchmarks.facts import commit, dataset_facts, hardware, start_facts
+from benchmarks.federated import train_federated
+from benchmarks.recorder import Recorder, columns
+from benchmarks.sections import Runtime, TrainingConfig
+from benchmarks.settings import AnyRun, Tree, digest, short_digest
+from benchmarks.tracking import tracking
+from dataset.flair.hdf5 import FlairFile
+from dataset.flair.probe import probe
+from dataset.signals import held
+from pfl_ext import checkpoint
+from pfl_ext.distributed import connected, current, is_main
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.federated_dataset import ImageStore, Partition
+from pfl_ext.models import ImageClassifier, build_backbone, probe_checksum
+from pfl_ext.randomness import torch_stream
+
+PFL_DEVICE = "PFL_PYTORCH_DEVICE"  # the environment variable by which pfl is told
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a benchmark adds to training and scoring."""
+
+    task: str
+    """For the screen: ``17 labels``."""
+    split: Callable[[str], ImageStore]
+    """The store of ``train``, ``val`` or ``test``."""
+    module: Callable[[], ImageClassifier]
+    """The network before its first step."""
+    partition: Partition | None
+    """Who owns the training images; None: the store's users."""
+    final_splits: tuple[str, ...]
+    """What the last and the best model are scored on at the end."""
+    headline: tuple[str, ...]
+    """The columns that the training curve shows, in percent."""
+    results: Callable[[Recorder, PyTorchModel, Mapping[str, Metrics]], Tree]
+    """What ``results.json`` holds besides; given the best model and its metrics on each of `final_splits`."""
+    draw: Callable[[Tree, str, Path], None]
+    """Pictures besides the training curve: of the results, with a title, into a folder."""
+    rows: Callable[[Tree], Mapping[str, Mapping[str, float]]]
+    """The final table of some results, by the name of the row."""
+    show: Callable[[Tree], None]
+    """That table, on the screen."""
+
+
+def build_model(config: TrainingConfig, num_labels: int, weights: Path | None) -> ImageClassifier:
+    """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
+    if weights is not None and not config.model.pretrained:
+        raise ValueError(
+            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+        )
+    backbone = build_backbone(
+        config.model.arch,
+        num_labels,
+        norm="frozen_batch" if config.model.pretrained else "group",
+        weights=(weights or "imagenet") if config.model.pretrained else None,
+        init=config.model.init,
+        generator=torch_stream(config.seed, "model initialisation"),
+        groups=config.model.groups,
+    )
+    exact = config.augment.crop == "crop"
+    return ImageClassifier(backbone, input_size=config.model.input_size, exact_crops=exact)
+
+
+@contextlib.contextmanager
+def pfl_device(name: str) -> Iterator[None]:
+    """Have pfl use this device within; ``auto`` leaves the choice to pfl.
+
+    :raises ValueError: for a device that torch does not know or that this machine lacks.
+    """
+    before = os.environ.get(PFL_DEVICE)
+    try:
+        if name != "auto":
+            torch.empty(0, device=name)
+            os.environ[PFL_DEVICE] = name
+    except (RuntimeError, AssertionError) as fault:
+        raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(PFL_DEVICE, None)
+        else:
+            os.environ[PFL_DEVICE] = before
+
+
+@contextlib.contextmanager
+def started(runtime: Runtime) -> Iterator[None]:
+    """Threads, device and the connection to the other workers, if a launcher started some."""
+    if runtime.threads is not None:
+        torch.set_num_threads(runtime.threads)
+    workers = connected(
+        runtime.device,
+        threads=runtime.threads,
+        timeout=runtime.worker_timeout_s,
+        compress=runtime.reduce == "bf16",
+    )
+    with workers as device, pfl_device(device):
+        yield
+
+
+def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experiment]) -> None:
+    """Train and report one run, or show the results that it already has."""
+    config = run.config
+    federated = config.mode == "federated"
+    if not federated and current() is not None:
+        raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
+    directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    if is_main():
+        probe(data_path)
+    directory = Path(str(directory).replace("{digest}", short_digest(config)))
+    with FlairFile(data_path) as file, sole_owner(directory):
+        experiment = opened(file)
+        num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
+        recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
+        results = recorder.finished()
+        if results is None:
+            results = _train(run, experiment, recorder, file, data_path)
+    if results is not None and is_main():
+        print(
+            f"\n{results['setting']} on {results['dataset']}, seed {results['seed']}: the model of "
+            f"{results['unit']} {results['best_step']} of {results['rounds']} was best on val; "
+            f"{results['wall_clock_s']:.0f} s on {results['hardware']}"
+        )
+        experiment.show(results)
+        print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
+
+
+def sole_owner(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """The directory locked by the first worker."""
+    return checkpoint.sole_owner(directory) if is_main() else contextlib.nullcontext()
+
+
+def _train(
+    run: AnyRun, experiment: Experiment, recorder: Recorder, file: FlairFile, data_path: Path
+) -> Tree | None:
+    """A run that has not ended yet, to its end; its results, on the first worker."""
+    config, directory, results = run.config, recorder.directory, None
+    module = experiment.module()
+    facts = {"data": dataset_facts(file), **start_facts(config, module, run.weights)}
+    if is_main():
+        print(
+            f"training {config.setting} ({experiment.task}) on {data_path}, device {get_default_device()}, "
+            f"into {directory}"
+        )
+    with tracking(run, directory, data_path.stem, recorder.unit) as recorder.tracking:
+        with held(recorder.unit) as recorder.held:
+            train, val = experiment.split("train"), experiment.split("val")
+            if config.mode == "federated":
+                model = train_federated(run, train, val, module, recorder, experiment.partition)
+            else:
+                model = train_centralised(run, train, val, module, recorder)
+        scores = _final_scores(experiment, recorder, model)
+        if is_main():
+            results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
+            if recorder.tracking is not None:
+                recorder.tracking.finish(results, experiment.rows(results))
+    return results
+
+
+def _final_scores(experiment: Experiment, recorder: Recorder, model: PyTorchModel) -> Tree:
+    """The last model's and the best one's; the model is left at the best."""
+    threads = recorder.run.runtime.reader_threads
+    evaluations = {
+        name: CentralEvaluation(experiment.split(name), threads=threads) for name in experiment.final_splits
+    }
+    metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    last = {name: columns(scored) for name, scored in metrics.items()}
+    if recorder.best.step != recorder.num_steps:
+        model.pytorch_model.load_state_dict(recorder.best_weights())
+        metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    best = {name: columns(scored) for name, scored in metrics.items()}
+    return {
+        **best,
+        "last": last,
+        "best_step": recorder.best.step,
+        **experiment.results(recorder, model, metrics),
+    }
+
+
+def _write_results(
+    experiment: Experiment, recorder: Recorder, scores: Tree, module: ImageClassifier, data_path: Path
+) -> Tree:
+    """``model.safetensors``, plots and ``results.json``, the last of which says that the run has ended."""
+    config, directory = recorder.run.config, recorder.directory
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), {"config_sha256": digest(config)})
+    title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
+    curve = directory / "plots" / "training_curve.png"
+    plots.training_curve(recorder.history(), recorder.unit, experiment.headline, title, curve)
+    if recorder.ledger is not None:
+        plots.privacy_curves(recorder.history(), title, directory / "plots" / "privacy.png")
+        recorder.ledger.close()
+    results = {
+        "setting": config.setting,
+        "dataset": str(data_path),
+        "seed": config.seed,
+        "rounds": recorder.num_steps,
+        "unit": recorder.unit,
+        **scores,
+        "wall_clock_s": round(recorder.wall_clock, 3),
+        "hardware": hardware(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "config_sha256": digest(config),
+        "data_sha256": recorder.data_sha256,
+        "model_sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
+        "model_probe": probe_checksum(module),
+    }
+    experiment.draw(results, title, directory / "plots")
+    checkpoint.write_json(directory / "results.json", results)
+    return results

@@ -1,0 +1,206 @@
+"""The parts of a run's config that every benchmark has, and `Runtime`, which affects no number."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.privacy_accounting import PrivacyConfig
+from pfl_ext.privacy_local import LocalPrivacyConfig
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ImageConfig:
+    """What is read; each benchmark adds its own fields."""
+
+    image_size: PositiveInt = 256
+    """Side to which images are brought when read, in pixels."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The network; `input_size` is the side of what it sees, cut from `data.image_size`."""
+
+    arch: str = "resnet18"
+    input_size: PositiveInt = 224
+    pretrained: bool = False
+    """True: ImageNet weights, BatchNorm statistics frozen. False: from scratch, GroupNorm."""
+    groups: PositiveInt = 32
+    init: Literal["paper", "torchvision"] = "paper"
+
+
+@dataclass(frozen=True, config=STRICT)
+class AugmentConfig:
+    """Training transform, drawn anew for each image."""
+
+    crop: Literal["crop", "resized"] = "crop"
+    flip: Literal["none", "horizontal", "both"] = "both"
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalConfig:
+    """Training on one user."""
+
+    learning_rate: PositiveFloat = 0.1
+    num_epochs: PositiveInt = 2
+    batch_size: PositiveInt = 16
+    max_images: PositiveInt | None = 512
+    cap: Literal["random", "first"] = "random"
+    straddle: bool = True
+    reshuffle: bool = True
+    max_grad_norm: PositiveFloat | None = 10.0
+    clip_by: Literal["variable", "global"] = "variable"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerConfig:
+    """What the server does with the mean update."""
+
+    optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "adam"
+    learning_rate: PositiveFloat = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 0.01
+    adam_form: Literal["keras", "torch"] = "keras"
+    momentum: Fraction = 0.0
+    schedule: Literal["constant", "warmup_linear"] = "constant"
+    warmup_rounds: NonNegativeInt = 30
+    final_learning_rate: NonNegativeFloat = 0.02
+
+
+@dataclass(frozen=True, config=STRICT)
+class FederatedConfig:
+    """Rounds, cohorts and the algorithm of federated training."""
+
+    algorithm: Literal["fedavg", "fedprox", "scaffold"] = "fedavg"
+    num_rounds: PositiveInt = 5000
+    cohort_size: PositiveInt = 200
+    replacement: bool = False
+    weighting: Literal["images", "users"] = "images"
+    mu: NonNegativeFloat = 0.01
+    """FedProx's proximal weight."""
+    max_state_gb: PositiveFloat = 16.0
+    """SCAFFOLD keeps a copy of the model for every user; above this it refuses to start."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class CentralisedConfig:
+    """Training on all images in one place (the C rows): Adam at a constant rate."""
+
+    num_epochs: PositiveInt = 100
+    batch_size: PositiveInt = 512
+    learning_rate: PositiveFloat = 5e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-7
+    max_grad_norm: PositiveFloat | None = 10.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationConfig:
+    """When the model is scored on val, and by what the best one is chosen."""
+
+    every_rounds: PositiveInt = 10
+    every_epochs: PositiveInt = 1
+    best_by: Literal["loss", "C-AP"] = "loss"
+    per_user: bool = False
+    """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
+    few_shot_below: PositiveInt = 20
+    """Classes with fewer training images than this are reported apart as few-shot (FLAIR paper, 6.1)."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PersonalConfig:
+    """Local fine-tuning of the final model on part of each test user's images, scored on the others."""
+
+    num_epochs: NonNegativeInt = 0
+    """0: none."""
+    learning_rate: PositiveFloat = 0.01
+    batch_size: PositiveInt = 16
+    max_grad_norm: PositiveFloat | None = 10.0
+    train_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    min_images: Annotated[int, Field(ge=2)] = 4
+    """Users with fewer are left out."""
+    split_seed: NonNegativeInt = 0
+    """Not the run's seed: every run is to be scored on the same images."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrivacySection(PrivacyConfig):
+    """Private training (the PFL rows): pfl_ext's `PrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = "entropy"
+    """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
+    runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalPrivacySection(LocalPrivacyConfig):
+    """Every update noised on its device: pfl_ext's `LocalPrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = "entropy"
+    """As for `PrivacySection`."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig:
+    """All that decides a run's numbers."""
+
+    setting: str = ""
+    """The row of the paper's table that this run is compared with."""
+    mode: Literal["federated", "centralised"] = "federated"
+    seed: NonNegativeInt = 0
+    data: ImageConfig = field(default_factory=ImageConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    federated: FederatedConfig = field(default_factory=FederatedConfig)
+    centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    privacy: PrivacySection | None = None
+    """None: no privacy."""
+    local_privacy: LocalPrivacySection | None = None
+    """None: no local privacy."""
+    personal: PersonalConfig = field(default_factory=PersonalConfig)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Runtime:
+    """How a run is carried out. Results do not depend on it beyond floating-point tolerance."""
+
+    device: str = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    engine: Literal["fast", "stock"] = "fast"
+    """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
+    lanes: PositiveInt | None = None
+    """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch in one process; by default torch's own choice."""
+    reader_threads: PositiveInt = 2
+    prefetch: NonNegativeInt = 8
+    cache_gb: NonNegativeFloat = 4.0
+    """Decoded images are kept in memory when the whole split fits into this."""
+    checkpoint_every: PositiveInt = 20
+    """Rounds (epochs, when centralised) between checkpoints."""
+    progress: bool = True
+    accumulate: Literal["fp32", "fp64"] = "fp32"
+    """Precision of sums over users. fp64: the same to 1e-15 on any number of workers, for twice the bytes."""
+    reduce: Literal["exact", "bf16"] = "exact"
+    """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
+    worker_timeout_s: PositiveFloat = 120.0
+    """A worker that is silent or makes no progress for so long ends the job on all workers."""
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    project: str = "flair"
+    entity: str | None = None
+    name: str | None = None
+    """Of the wandb run; by default the run directory's."""
+    artifact: bool = False
+    """Send the final model to wandb."""

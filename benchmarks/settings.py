@@ -1,0 +1,313 @@
+"""From YAML files and a command line to a checked, frozen config: what each benchmark's config.py is made of.
+
+Values come from, weakest first: the defaults of the fields, the YAML file, the command line. A *recipe* is a
+set of switches that counts as if its fields stood first at the place, YAML or command line, where it is
+named; a *scale*, which is a YAML file, likewise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
+
+Tree = dict[str, Any]
+Node = TypeVar("Node")
+C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """``over`` laid over ``base``, section by section."""
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = (
+            merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        )
+    return out
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a repeated key and an alias (ten lines of them make gigabytes) are errors."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed here", self.get_mark())
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Tree:
+    """A YAML mapping.
+
+    :raises ValueError: when the file is missing, is not YAML, or is not a mapping.
+    """
+    try:
+        tree = yaml.load(path.read_text(), _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+        raise ValueError(f"{path} is not readable YAML: {fault}") from fault
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold a mapping of config keys, not a {type(tree).__name__}")
+    return tree
+
+
+def _explain(fault: Any, kind: type[Any]) -> str:
+    """One fault of pydantic's, in one line that names the key and the mend."""
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] != "unexpected_keyword_argument":
+        return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    for section in fault["loc"][:-1]:
+        hint = get_type_hints(kind)[section]
+        kind = next((part for part in get_args(hint) if part is not type(None)), hint)
+    known = [f.name for f in dataclasses.fields(kind)]
+    near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
+    prefix = "".join(f"{part}." for part in fault["loc"][:-1])
+    return f"there is no config key {name}; " + (
+        f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    )
+
+
+def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
+    """A dataclass from a tree: every key must be a field, every value of its type.
+
+    :raises ValueError: one line that names the first wrong key, what it may be, and ``where`` it stands.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(dict(tree))
+    except ValidationError as faults:
+        raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
+
+
+def _check_privacy(config: TrainingConfig) -> None:
+    """Refuse what neither central nor local privacy covers."""
+    if config.privacy is None and config.local_privacy is None:
+        return
+    section = "privacy" if config.privacy is not None else "local_privacy"
+    if config.privacy is not None and config.local_privacy is not None:
+        raise ValueError(
+            "privacy and local_privacy are both set, and no accounting here is for both: set one to none"
+        )
+    if config.mode != "federated":
+        raise ValueError(f"{section} is for federated training: remove the section, or set mode to federated")
+    if config.federated.replacement:
+        raise ValueError(f"{section} needs cohorts without replacement: set federated.replacement to false")
+    if config.federated.weighting != "users":
+        raise ValueError("private training weights every user alike: set federated.weighting to users")
+    if config.federated.algorithm == "scaffold":
+        raise ValueError(f"scaffold keeps state of each user on the server, which {section} does not cover")
+
+
+def check_training(config: TrainingConfig) -> None:
+    """Refuse combinations that no run of any benchmark could mean.
+
+    :raises ValueError: one line that names the key and the mend.
+    """
+    if config.model.input_size > config.data.image_size:
+        raise ValueError(
+            f"model.input_size is {config.model.input_size}, more than data.image_size = "
+            f"{config.data.image_size}: the network's input is cut from the image"
+        )
+    server, num_rounds = config.server, config.federated.num_rounds
+    if config.mode == "federated" and server.schedule != "constant" and server.warmup_rounds >= num_rounds:
+        raise ValueError(
+            f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
+            "lower it"
+        )
+    _check_privacy(config)
+    if config.federated.algorithm == "scaffold":
+        if config.local.straddle:
+            raise ValueError(
+                "federated.algorithm=scaffold counts steps by epochs: set local.straddle to false"
+            )
+        if config.federated.weighting != "users":
+            raise ValueError(
+                "federated.algorithm=scaffold averages over users: set federated.weighting to users"
+            )
+
+
+def digest(config: TrainingConfig) -> str:
+    """SHA-256 of the resolved config in a fixed form."""
+    text = json.dumps(dataclasses.asdict(config), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def short_digest(config: TrainingConfig) -> str:
+    """What ``{digest}`` in ``--run_dir`` stands for: a name of a directory that no other config shares."""
+    return digest(config)[:12]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Generic[C_co]):
+    """One invocation: what, on which data, to where, how."""
+
+    config: C_co
+    runtime: Runtime
+    data_path: Path | None = None
+    run_dir: Path | None = None
+    weights: Path | None = None
+    resume: Literal["auto", "never"] = "auto"
+
+
+AnyRun = Run[TrainingConfig]
+
+
+def arguments(argv: Sequence[str]) -> dict[str, str]:
+    """``--key value`` and ``--key=value`` pairs, the last of each key.
+
+    :raises ValueError: for anything else.
+    """
+    out: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            raise ValueError(f"cannot read the argument {word!r}: write --key value or --key=value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ValueError(f"--{key} needs a value: write --{key} value or --{key}=value")
+            value = rest.pop(0)
+        out[key] = value
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark(Generic[C_co]):
+    """One benchmark's config: its type, its shipped YAML files, and what it refuses.
+
+    ``directory`` holds a YAML file for each setting, and ``scales/``. ``check`` raises or does nothing.
+    """
+
+    kind: type[C_co]
+    directory: Path
+    default: str
+    """The setting that runs where none is named."""
+    recipes: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
+    check: Callable[[Any], None] = check_training
+
+    @cached_property
+    def scales(self) -> Mapping[str, Path]:
+        """The YAML files laid over settings, by name."""
+        return {path.stem: path for path in sorted((self.directory / "scales").glob("*.yaml"))}
+
+    @cached_property
+    def settings(self) -> Sequence[str]:
+        """The names of the shipped settings."""
+        return sorted(path.stem for path in self.directory.glob("*.yaml"))
+
+    def expand(self, tree: Tree, where: str) -> Tree:
+        """Replace the macros ``recipe`` and ``scale`` by the fields they stand for, under the tree's own."""
+        tree = dict(tree)
+        macros: Tree = {}
+        recipe, scale = tree.pop("recipe", None), tree.pop("scale", None)
+        if recipe is not None:
+            if recipe not in self.recipes:
+                raise ValueError(f"{where}: recipe is {recipe!r}: choose one of {', '.join(self.recipes)}")
+            macros = merge(macros, dict(self.recipes[recipe]))
+        if scale is not None:
+            if scale not in self.scales:
+                raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")
+            macros = merge(macros, read_yaml(self.scales[scale]))
+        return merge(macros, tree)
+
+    def path(self, name: str) -> Path:
+        """The file of a shipped setting (``fl-r-17``) or of a path to a YAML."""
+        shipped = self.directory / f"{name}.yaml"
+        if shipped.exists():
+            return shipped
+        if Path(name).is_file():
+            return Path(name)
+        names = ", ".join(self.settings)
+        raise ValueError(f"--config {name}: no such file and no shipped config; the shipped ones are {names}")
+
+    def _is_choice(self, dotted: str, text: str) -> bool:
+        """Whether a key's type is a choice of words with this among them, as ``none`` of ``augment.flip``."""
+        section, _, rest = dotted.partition(".")
+        kind: Any = Runtime if section == "runtime" else self.kind
+        for part in rest.split(".") if kind is Runtime else dotted.split("."):
+            kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
+        return text in get_args(kind)
+
+    def _typed(self, given: Mapping[str, str]) -> Tree:
+        """The tree of dotted keys."""
+        tree: Tree = {}
+        for dotted, text in given.items():
+            node = tree
+            *sections, leaf = dotted.split(".")
+            for section in sections:
+                node = node.setdefault(section, {})
+                if not isinstance(node, dict):
+                    raise ValueError(f"--{dotted}: --{section} was given a value of its own")
+            absent = text.lower() in ("none", "null") and not self._is_choice(dotted, text)
+            node[leaf] = None if absent else text
+        return tree
+
+    def parse(self, argv: Sequence[str]) -> Run[C_co]:
+        """The run that a command line asks for. Defaults < YAML < command line.
+
+        :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
+        """
+        given = arguments(argv)
+        plain = {n: given.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}
+        typed = self._typed(given)
+        path = self.path(plain["config"] or self.default)
+        shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed
+        tree = merge(self.expand(shipped, str(path)), self.expand(typed, "command line"))
+        if not isinstance(shipped.get("privacy"), dict) and "privacy" not in explicit:
+            tree.pop("privacy", None)  # a scale's privacy is for private settings only
+        for section in ("privacy", "local_privacy"):
+            if fixed_seed and isinstance(tree.get(section), dict):
+                tree[section].setdefault("noise_seed", "run")
+        runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
+        config = build(self.kind, tree, f"{path.name} and command line")
+        self.check(config)
+        resume = plain["resume"] or "auto"
+        if resume not in ("auto", "never"):
+            raise ValueError(f"--resume is {resume!r}: choose auto or never")
+        paths = {n: Path(plain[n]) if plain[n] else None for n in ("data_path", "run_dir", "weights")}  # type: ignore[arg-type]
+        return Run(config, runtime, resume=resume, **paths)  # type: ignore[arg-type]
+
+    def usage(self) -> str:
+        """Every key with its default, for ``--help``."""
+        macros = f"  --recipe {'|'.join(self.recipes)}" if self.recipes else " "
+        lines = [
+            f"  --config NAME_OR_YAML    a shipped config: {', '.join(self.settings)}",
+            "  --data_path FILE         an HDF5 file that this benchmark's download_preprocess made",
+            "  --run_dir DIR            where the run's files go; {digest} in it stands for the config",
+            "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
+            "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
+            f"{macros}  --scale {'|'.join(self.scales)}   sets of switches, see config.py and configs/scales",
+        ]
+
+        def walk(kind: Any, prefix: str) -> None:
+            for item in dataclasses.fields(kind):
+                if item.name in ("privacy", "local_privacy"):
+                    lines.append(f"  --{item.name} none   ({item.type}; any key below gives one)")
+                    walk(PrivacySection if item.name == "privacy" else LocalPrivacySection, f"{item.name}.")
+                elif item.default_factory is not dataclasses.MISSING:
+                    walk(item.default_factory, f"{prefix}{item.name}.")
+                else:
+                    lines.append(f"  --{prefix}{item.name} {item.default}   ({item.type})")
+
+        walk(self.kind, "")
+        walk(Runtime, "runtime.")
+        return "\n".join(lines)
