@@ -2,10 +2,11 @@
 
     python -m dataset.flair.hdf5 F
 
-Schema, version 1. Shape letters: U users, N images, B bytes of all JPEGs, S side in pixels, P positives.
+Schema, versions 1 and 2. Shape letters: U users, N images, B bytes of all JPEGs, S side in pixels, P
+positives, V users of a partition, M images of it.
 
-    attributes of /       format "flair-on-pfl" | schema_version 1 | storage "jpeg" or "raw" | grouped
-                          | image_size S, or 0 for jpeg | content_sha256
+    attributes of /       format "flair-on-pfl" | schema_version 1, or 2 with partitions
+                          | storage "jpeg" or "raw" | grouped | image_size S, or 0 for jpeg | content_sha256
     /metadata/label_mapping, fine_grained_label_mapping     JSON {name: column}, alphabetical, as uint8 bytes
     /metadata/provenance                                    JSON: source, revision, counts, tool, licence
     /{train|val|test}/user_ids            bytes [U]         fixed width, UTF-8
@@ -19,6 +20,10 @@ Schema, version 1. Shape letters: U users, N images, B bytes of all JPEGs, S sid
                                           uint8 [N,S,S,3]   raw: RGB
                      /image_offsets       int64 [N+1]       jpeg: image i has bytes offsets[i]:offsets[i+1]
                      /image_crc32         uint32 [N]        CRC-32 of each image as stored
+                     /partitions/NAME     further ways to deal the images to users, none or more:
+                         /user_ids        bytes [V]
+                         /rows            int64 [M]         rows of the split, each at most once
+                         /offsets         int64 [V+1]       user v has rows[offsets[v]:offsets[v+1]]
 
 Every data set is contiguous and uncompressed. Each but ``images`` has an attribute ``sha256`` of its bytes;
 ``images`` has ``image_crc32``. ``content_sha256`` covers all but provenance, so it is the same for the same

@@ -59,6 +59,18 @@ class LabelMatrix:
 
 
 @dataclass(frozen=True)
+class PartitionIndex:
+    """Another way to deal a split's images to users: V users, M of the N images, each at most once.
+
+    The images of user v are the rows ``rows[offsets[v]:offsets[v + 1]]`` of the split.
+    """
+
+    user_ids: Sequence[str]  # [V]
+    rows: IntArray  # [M]
+    offsets: IntArray  # [V + 1]
+
+
+@dataclass(frozen=True)
 class SplitIndex:
     """One split. The images of user u are the rows ``user_offsets[u]:user_offsets[u + 1]``.
 
@@ -71,6 +83,7 @@ class SplitIndex:
     user_index: npt.NDArray[np.int32]  # [N]: which user each image belongs to
     image_ids: Sequence[str]  # [N]
     labels: Mapping[str, LabelMatrix]  # by taxonomy, each N x K
+    partitions: Mapping[str, PartitionIndex] = field(default_factory=dict)  # by name
 
     @property
     def num_users(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,14 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.flair.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
+from dataset.flair.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, PartitionIndex, SplitIndex
 
 FORMAT = "flair-on-pfl"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""The newest that is read; a file without partitions is written as version 1."""
+PARTITIONS = "partitions"
+PARTITION_COLUMNS = ("offsets", "rows", "user_ids")
+PARTITION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_label_mapping"}
 REMAKE = "make it again with python -m dataset.flair.download_preprocess"
 
@@ -32,6 +37,8 @@ TYPES = {
     "image_offsets": "<i8",
     "image_crc32": "<u4",
     "images": "|u1",
+    "rows": "<i8",
+    "offsets": "<i8",
 }
 TYPES |= {f"{taxonomy}_indptr": "<i8" for taxonomy in TAXONOMIES}
 TYPES |= {f"{taxonomy}_indices": "<u2" for taxonomy in TAXONOMIES}
@@ -139,10 +146,10 @@ def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
     return here
 
 
-def column(group: h5py.Group, leaf: str) -> npt.NDArray[Any]:
+def column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
     """A column of a split. Raises ValueError if it has another type or shape than the schema's."""
-    data = dataset(group, leaf)
-    where = f"{group.file.filename} is damaged: {group.name.strip('/')}/{leaf}"
+    data, leaf = dataset(group, name), name.rpartition("/")[2]
+    where = f"{group.file.filename} is damaged: {group.name.strip('/')}/{name}"
     known = data.dtype.str == TYPES[leaf] if leaf in TYPES else data.dtype.kind == "S"
     if not known or data.ndim != 1:
         raise ValueError(f"{where} has type {data.dtype}, not {TYPES.get(leaf, 'bytes')}; {REMAKE}")
@@ -161,6 +168,16 @@ def index_names(storage: Storage, grouped: bool) -> list[str]:
     return names + (["image_offsets"] if storage == "jpeg" else [])
 
 
+def partition_names(group: h5py.Group) -> list[str]:
+    """The partitions of a split's group, in order of their names."""
+    link = group.get(PARTITIONS, getlink=True)
+    if link is None:
+        return []
+    if isinstance(link, h5py.ExternalLink) or not isinstance(group[PARTITIONS], h5py.Group):
+        raise ValueError(f"{group.file.filename} is damaged: {PARTITIONS} is no group of it; {REMAKE}")
+    return sorted(group[PARTITIONS])
+
+
 def checksum(array: npt.NDArray[Any]) -> str:
     """SHA-256 of an array's bytes, in hexadecimal."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
@@ -174,7 +191,9 @@ def content_checksum(file: h5py.File) -> str:
     lines = [f"{key}={file.attrs[key]}" for key in ("schema_version", "storage", "grouped", "image_size")]
     names = [f"metadata/{name}" for name in MAPPINGS.values()]
     for split in sorted(set(file) - {"metadata"}):
-        names += [f"{split}/{name}" for name in sorted(file[split]) if name != "images"]
+        names += [f"{split}/{name}" for name in sorted(file[split]) if name not in ("images", PARTITIONS)]
+        parts = [f"{split}/{PARTITIONS}/{name}" for name in partition_names(file[split])]
+        names += [f"{part}/{leaf}" for part in parts for leaf in PARTITION_COLUMNS]
     for name in names:
         data = file[name]
         lines.append(f"{name} {data.dtype.str} {data.shape} {data.attrs['sha256']}")
@@ -250,7 +269,16 @@ class NativeReader:
                 )
                 for taxonomy in TAXONOMIES
             }
-            return SplitIndex(IdColumn(column(group, "user_ids")), offsets, owner, image_ids, labels)
+            partitions = {
+                part: PartitionIndex(
+                    IdColumn(column(group, f"{PARTITIONS}/{part}/user_ids")),
+                    column(group, f"{PARTITIONS}/{part}/rows"),
+                    column(group, f"{PARTITIONS}/{part}/offsets"),
+                )
+                for part in partition_names(group)
+            }
+            users = IdColumn(column(group, "user_ids"))
+            return SplitIndex(users, offsets, owner, image_ids, labels, partitions)
 
     def image_offsets(self, split: str) -> IntArray:
         """Where each JPEG begins in ``images``, ``[N + 1]``, in bytes."""

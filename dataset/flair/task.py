@@ -77,17 +77,34 @@ class FlairTask:
         return SplitImages(self, name)
 
 
+class CachedPixels:
+    """The decoded images of one split; kept in memory if the whole split fits into ``cache_bytes``."""
+
+    def __init__(self, file: FlairFile, split: str, image_size: int, cache_bytes: int) -> None:
+        self._file, self._split, self._size = file, split, image_size
+        count = file.split(split).num_images
+        fits = count * image_size**2 * 3 <= cache_bytes
+        self._kept = np.empty((count, image_size, image_size, 3), np.uint8) if fits else None
+        self._have = np.zeros(count, np.bool_)
+
+    def read(self, rows: IntArray) -> ByteArray:
+        """``[n, S, S, 3]``; any rows, in any order, from any thread."""
+        if self._kept is None:
+            return self._file.read_images(self._split, rows, self._size)
+        missing = np.unique(rows[~self._have[rows]])
+        if len(missing):
+            self._kept[missing] = self._file.read_images(self._split, missing, self._size)
+            self._have[missing] = True  # after the pixels, so that another thread never sees half of them
+        return self._kept[rows]
+
+
 class SplitImages:
     """The images and targets of one split; any rows, in any order, from any thread."""
 
     def __init__(self, task: FlairTask, name: str) -> None:
         self._task, self._name = task, name
-        index = task.file.split(name)
-        size = task.image_size
-        self._index: SplitIndex = index
-        fits = index.num_images * size * size * 3 <= task.cache_bytes
-        self._kept = np.empty((index.num_images, size, size, 3), np.uint8) if fits else None
-        self._have = np.zeros(index.num_images, np.bool_)
+        self._index: SplitIndex = task.file.split(name)
+        self._pixels = CachedPixels(task.file, name, task.image_size, task.cache_bytes)
 
     @property
     def user_ids(self) -> Sequence[str]:
@@ -117,13 +134,4 @@ class SplitImages:
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
         """Images ``[n, S, S, 3]`` and targets ``[n, K]`` of these rows, in their order."""
         rows = np.asarray(rows, np.int64)
-        return self._images(rows), self.targets(rows)
-
-    def _images(self, rows: IntArray) -> ByteArray:
-        if self._kept is None:
-            return self._task.file.read_images(self._name, rows, self._task.image_size)
-        missing = np.unique(rows[~self._have[rows]])
-        if len(missing):
-            self._kept[missing] = self._task.file.read_images(self._name, missing, self._task.image_size)
-            self._have[missing] = True  # after the pixels, so that another thread never sees half of them
-        return self._kept[rows]
+        return self._pixels.read(rows), self.targets(rows)

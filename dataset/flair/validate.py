@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ import h5py
 import numpy as np
 
 from dataset.flair.images import jpeg_size
-from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex
+from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, PartitionIndex, SplitIndex
 from dataset.flair.native import (
     MAPPINGS,
+    PARTITION_COLUMNS,
+    PARTITION_NAME,
+    PARTITIONS,
     REMAKE,
     TYPES,
     IdColumn,
@@ -30,6 +33,7 @@ from dataset.flair.native import (
     index_names,
     is_native,
     opened,
+    partition_names,
 )
 
 _BLOCK = 32  # images that a thread checks at once
@@ -61,12 +65,7 @@ def check_split(
     """Raise ValueError if the columns of a split contradict one another; and its ids, which takes longer."""
     users, images = split.num_users, split.num_images
     for what, column in (("user", split.user_ids), ("image", split.image_ids)) if ids else ():
-        ordered = np.sort(IdColumn.of(column).raw)
-        if len(ordered) and not ordered[0]:
-            raise ValueError(f"a {what} has an empty id")
-        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if len(twice):
-            raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
+        _check_ids(what, column)
     if grouped and not _steps(split.user_offsets, users, images, least=1):
         raise ValueError("user_offsets do not rise from 0 to the number of images")
     if len(split.user_index) != images or not _within(split.user_index, users):
@@ -89,6 +88,35 @@ def check_split(
         rising[labels.indptr[:-1][np.diff(labels.indptr) > 0]] = True  # the first label of each image
         if not rising.all():
             raise ValueError(f"the label indices of an image in {taxonomy} are not sorted and unique")
+    for name, partition in split.partitions.items():
+        try:
+            _check_partition(name, partition, images, ids)
+        except ValueError as error:
+            raise ValueError(f"partition {name!r}: {error}") from None
+
+
+def _check_partition(name: str, partition: PartitionIndex, images: int, ids: bool) -> None:
+    if not PARTITION_NAME.fullmatch(name):
+        raise ValueError("its name has other characters than letters, digits and ._+-")
+    if ids:
+        _check_ids("user", partition.user_ids)
+    if not len(partition.user_ids):
+        raise ValueError("it has no user")
+    if not _steps(partition.offsets, len(partition.user_ids), len(partition.rows), least=1):
+        raise ValueError("its offsets do not rise from 0 to the number of its images")
+    if not _within(partition.rows, images):
+        raise ValueError(f"a row is out of range (0..{images - 1})")
+    if np.bincount(partition.rows).max(initial=0) > 1:
+        raise ValueError("it deals an image twice")
+
+
+def _check_ids(what: str, column: Sequence[str]) -> None:
+    ordered = np.sort(IdColumn.of(column).raw)
+    if len(ordered) and not ordered[0]:
+        raise ValueError(f"a {what} has an empty id")
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
 
 
 def _within(values: Any, bound: int) -> bool:
@@ -154,8 +182,14 @@ def describe(path: Path, reader: Reader) -> str:
             f"(per user: median {np.median(images):g}, mean {images.mean():.2f}, max {images.max():,}); "
             + ", ".join(f"{value:.3f} {taxonomy}/image" for taxonomy, value in per_image.items())
         )
-    sizes = [f"{len(mapping):,} {taxonomy}" for taxonomy, mapping in reader.label_mappings.items()]
-    lines.append("labels: " + ", ".join(sizes))
+        for part, dealt in split.partitions.items():
+            sizes = np.diff(dealt.offsets)
+            lines.append(
+                f"        partition {part}: {len(sizes):,} users, {len(dealt.rows):,} images "
+                f"(per user: median {np.median(sizes):g}, mean {sizes.mean():.2f}, max {sizes.max():,})"
+            )
+    names = [f"{len(mapping):,} {taxonomy}" for taxonomy, mapping in reader.label_mappings.items()]
+    lines.append("labels: " + ", ".join(names))
     if isinstance(reader, NativeReader):
         lines.append(f"content sha256: {reader.content_sha256}")
     lines += ["provenance:", *(f"  {key}: {value}" for key, value in reader.provenance.items())]
@@ -166,10 +200,13 @@ def _check_datasets(path: Path, file: h5py.File, reader: NativeReader) -> None:
     names = [f"metadata/{name}" for name in [*MAPPINGS.values(), "provenance"]]
     leaves = [*index_names(reader.storage, reader.grouped), "images"]
     names += [f"{split}/{leaf}" for split in reader.splits for leaf in leaves]
+    for split in reader.splits:
+        parts = [f"{split}/{PARTITIONS}/{part}" for part in partition_names(file[split])]
+        names += [f"{part}/{leaf}" for part in parts for leaf in PARTITION_COLUMNS]
     for name in names:
         if name not in file:
             raise ValueError(f"{path} is damaged: {name} is missing; {REMAKE}")
-        data, leaf = dataset(file, name), name.split("/")[1]
+        data, leaf = dataset(file, name), name.rpartition("/")[2]
         if leaf in TYPES and data.dtype.str != TYPES[leaf]:
             raise ValueError(f"{path} is damaged: {name} has type {data.dtype}, not {TYPES[leaf]}; {REMAKE}")
         if leaf != "images" and data.attrs.get("sha256") != checksum(data[()]):

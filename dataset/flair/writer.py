@@ -30,6 +30,7 @@ from dataset.flair.journal import Journal
 from dataset.flair.native import (
     FORMAT,
     MAPPINGS,
+    PARTITIONS,
     SCHEMA_VERSION,
     IdColumn,
     Storage,
@@ -96,6 +97,10 @@ class FlairWriter:
             self._places[name] = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
+
+    @property
+    def _partitioned(self) -> bool:
+        return any(split.partitions for split in self._index.splits.values())
 
     @property
     def num_bytes(self) -> int:
@@ -236,7 +241,7 @@ class FlairWriter:
             file.attrs.update(
                 {
                     "format": FORMAT,
-                    "schema_version": SCHEMA_VERSION,
+                    "schema_version": SCHEMA_VERSION if self._partitioned else 1,
                     "storage": self._storage,
                     "grouped": self._index.grouped,
                     "image_size": size,
@@ -267,6 +272,10 @@ def _columns(split: SplitIndex, grouped: bool) -> dict[str, npt.NDArray[Any]]:
     for taxonomy in TAXONOMIES:
         columns[f"{taxonomy}_indptr"] = split.labels[taxonomy].indptr.astype(np.int64)
         columns[f"{taxonomy}_indices"] = split.labels[taxonomy].indices.astype(np.uint16)
+    for name, partition in split.partitions.items():
+        columns[f"{PARTITIONS}/{name}/user_ids"] = IdColumn.of(partition.user_ids).raw
+        columns[f"{PARTITIONS}/{name}/rows"] = partition.rows.astype(np.int64)
+        columns[f"{PARTITIONS}/{name}/offsets"] = partition.offsets.astype(np.int64)
     return columns
 
 

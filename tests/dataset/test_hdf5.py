@@ -24,7 +24,7 @@ from PIL import Image, ImageFilter
 
 from dataset.flair.hdf5 import FlairFile, FlairWriter, Storage
 from dataset.flair.images import decode, jpeg_size, resize
-from dataset.flair.index import DatasetIndex, LabelMatrix, SplitIndex
+from dataset.flair.index import DatasetIndex, LabelMatrix, PartitionIndex, SplitIndex
 from dataset.flair.native import IdColumn
 from tests.dataset.drawn import draw, jpeg, number_in
 
@@ -50,6 +50,14 @@ def dataset_index(**changes: object) -> DatasetIndex:
     mappings = {"labels": {"x": 0, "y": 1}, "fine_grained_labels": {"p": 0, "q": 1, "r": 2}}
     splits = {"train": split_index(), "val": split_index(("d", "é"), 100)}
     return replace(DatasetIndex(splits, mappings, {"source": "drawn"}), **changes)  # type: ignore[arg-type]
+
+
+def partitioned() -> dict[str, SplitIndex]:
+    """The splits of `dataset_index`, with two partitions of the training images; the second is of five."""
+    crossed = PartitionIndex(["p", "q"], np.array([6, 0, 3, 1, 2, 5, 4]), np.array([0, 3, 7]))
+    part = PartitionIndex(["one", "two", "é"], np.array([5, 2, 3, 0, 6]), np.array([0, 1, 3, 5]))
+    train = replace(split_index(), partitions={"crossed": crossed, "geo-100": part})
+    return {**dataset_index().splits, "train": train}
 
 
 def write(path: Path, storage: Storage, order: Sequence[int] | None = None, **changes: object) -> Path:
@@ -98,6 +106,27 @@ def test_what_is_written_is_read(tmp_path: Path, storage: Storage) -> None:
             assert shown == wanted.tolist()
         assert file.read_images("train", np.array([], np.int64), 16).shape == (0, 16, 16, 3)
     assert list(tmp_path.iterdir()) == [tmp_path / "f.hdf5"]
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+def test_partitions_are_read_as_written_and_change_nothing_else(tmp_path: Path, storage: Storage) -> None:
+    plain, dealt = write(tmp_path / "p.hdf5", storage), tmp_path / "d.hdf5"
+    with FlairFile(plain) as without, FlairFile(write(dealt, storage, splits=partitioned())) as file:
+        written, read = partitioned()["train"].partitions, file.split("train").partitions
+        assert list(read) == ["crossed", "geo-100"]
+        for name, partition in written.items():
+            assert list(read[name].user_ids) == list(partition.user_ids)
+            np.testing.assert_array_equal(read[name].rows, partition.rows)
+            np.testing.assert_array_equal(read[name].offsets, partition.offsets)
+        assert not file.split("val").partitions
+        assert not without.split("train").partitions
+        rows = np.arange(7)
+        np.testing.assert_array_equal(
+            file.read_images("train", rows, 32), without.read_images("train", rows, 32)
+        )
+        assert file.fingerprint != without.fingerprint
+    with h5py.File(plain) as old, h5py.File(dealt) as new:
+        assert (old.attrs["schema_version"], new.attrs["schema_version"]) == (1, 2)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

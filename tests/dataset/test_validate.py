@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from dataset.flair.hdf5 import FlairFile, main
 from dataset.flair.index import TAXONOMIES
 from dataset.flair.native import checksum
 from dataset.flair.validate import validate
-from tests.dataset.test_hdf5 import write
+from tests.dataset.test_hdf5 import partitioned, write
 
 
 def rejected(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -40,9 +41,10 @@ def put(file: h5py.File, name: str, array: np.ndarray[Any, Any]) -> None:
 
 
 def test_a_sound_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(main, [str(write(tmp_path / "f.hdf5", "jpeg"))]) == 0
+    assert run(main, [str(write(tmp_path / "f.hdf5", "jpeg", splits=partitioned()))]) == 0
     text = capsys.readouterr().out
     assert "train: 3 users, 7 images (per user: median 2, mean 2.33, max 4)" in text
+    assert "partition geo-100: 3 users, 5 images (per user: median 2, mean 1.67, max 2)" in text
     assert "1.000 labels/image" in text
     assert "jpeg, grouped by user, valid" in text
     assert "source: drawn" in text
@@ -59,6 +61,8 @@ def content(path: Path) -> list[Any]:
             found += [list(split.user_ids), list(split.image_ids), split.user_offsets.tolist()]
             found += [split.labels[taxonomy].dense(rows).tolist() for taxonomy in TAXONOMIES]
             found.append(file.read_images(name, rows, 32).tobytes())
+            for part, dealt in split.partitions.items():
+                found += [part, list(dealt.user_ids), dealt.rows.tolist(), dealt.offsets.tolist()]
         return found
 
 
@@ -67,7 +71,7 @@ def content(path: Path) -> list[Any]:
 def test_a_flipped_bit_is_found_or_touches_nothing(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "f.hdf5"
     if not path.exists():
-        write(path, "jpeg")
+        write(path, "jpeg", splits=partitioned())
     sound = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(sound) - 1))
     sound[at] ^= 1 << data.draw(st.integers(0, 7))
@@ -163,7 +167,7 @@ def other_content(file: h5py.File) -> None:
 
 
 def newer(file: h5py.File) -> None:
-    file.attrs["schema_version"] = 2
+    file.attrs["schema_version"] = 3
 
 
 def no_mapping(file: h5py.File) -> None:
@@ -184,7 +188,7 @@ def no_mapping(file: h5py.File) -> None:
         (stale_checksum, "train/user_ids does not agree with its checksum"),
         (mapping_not_alphabetical, "the mapping of labels is not alphabetical"),
         (other_content, "its content checksum does not agree"),
-        (newer, "schema version 2, newer than 1"),
+        (newer, "schema version 3, newer than 2"),
         (no_mapping, "label_mapping"),
     ],
 )
@@ -195,6 +199,71 @@ def test_each_kind_of_damage_is_named(
     with h5py.File(path, "r+") as file:
         damage(file)
     assert message in rejected(path, capsys)
+
+
+GEO = "train/partitions/geo-100"
+
+
+def row_out_of_range(file: h5py.File) -> None:
+    put(file, f"{GEO}/rows", np.array([5, 2, 3, 0, 7]))
+
+
+def dealt_twice(file: h5py.File) -> None:
+    put(file, f"{GEO}/rows", np.array([5, 2, 3, 0, 5]))
+
+
+def user_without_images(file: h5py.File) -> None:
+    put(file, f"{GEO}/offsets", np.array([0, 1, 1, 5]))
+
+
+def same_user(file: h5py.File) -> None:
+    put(file, f"{GEO}/user_ids", np.array([b"one", b"two", b"one"]))
+
+
+def odd_name(file: h5py.File) -> None:
+    file.move(GEO, "train/partitions/geo 100")
+
+
+def stale_rows(file: h5py.File) -> None:
+    file[f"{GEO}/rows"][0] = 4
+
+
+def no_rows(file: h5py.File) -> None:
+    del file[f"{GEO}/rows"]
+
+
+def elsewhere(file: h5py.File) -> None:
+    del file["train/partitions"]
+    file["train/partitions"] = h5py.ExternalLink("other.hdf5", "/partitions")
+
+
+def other_partition(file: h5py.File) -> None:
+    file.move(GEO, "train/partitions/geo-30k")
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (row_out_of_range, "split train: partition 'geo-100': a row is out of range (0..6)"),
+        (dealt_twice, "partition 'geo-100': it deals an image twice"),
+        (user_without_images, "partition 'geo-100': its offsets do not rise"),
+        (same_user, "partition 'geo-100': user one is there twice"),
+        (odd_name, "partition 'geo 100': its name has other characters"),
+        (stale_rows, "geo-100/rows does not agree with its checksum"),
+        (no_rows, "geo-100/rows"),
+        (elsewhere, "partitions is no group of it"),
+        (other_partition, "its content checksum does not agree"),
+    ],
+)
+def test_each_kind_of_damage_to_a_partition_is_named(
+    tmp_path: Path, damage: Callable[[h5py.File], None], message: str
+) -> None:
+    path = write(tmp_path / "f.hdf5", "jpeg", splits=partitioned())
+    validate(path)
+    with h5py.File(path, "r+") as file:
+        damage(file)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validate(path)
 
 
 def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
