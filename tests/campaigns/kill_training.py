@@ -5,13 +5,14 @@
 Half of the kills come at a random time, half at a random place: while a checkpoint is written, flushed, read
 back or renamed, in evaluation, at the sum over users and the server's step, at a line of metrics.jsonl, while
 results are written. What the process was at is counted. A run that survives to its end is compared (SHA-256
-of model.safetensors, results.json and metrics.jsonl but for times) and the next one begins, until the kills
-are used up.
+of model.safetensors, results.json and metrics.jsonl but for times, model and server optimiser after the last
+round) and the next one begins, until the kills are used up.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as train
 from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, write_mini
+from pfl_ext import checkpoint
 from pfl_ext.privacy_accounting import PrivacyConfig
 from tests.campaigns.lives import After, At, Phases, live
 
@@ -122,6 +124,9 @@ def remember_calibrations() -> None:
     cast(Any, PrivacyConfig).calibrate = calibrate
 
 
+PARTS = ("results.json", "metrics.jsonl", "privacy.json", "checkpoint's state", "checkpoint's tensors")
+
+
 def told(directory: Path) -> tuple[Any, ...]:
     """All that a run says, without its times."""
     results = json.loads((directory / "results.json").read_text())
@@ -131,16 +136,20 @@ def told(directory: Path) -> tuple[Any, ...]:
     if steps != list(range(results["rounds"] + 1)):
         raise RuntimeError(f"{directory}: a gap or a repetition in metrics.jsonl: {steps}")
     privacy = directory / "privacy.json"
+    tensors, state = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    del state["seconds"], state["metrics_sha256"], state["metrics_bytes"]  # of lines with times
     return (
         results,
         [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
         privacy.read_text() if privacy.exists() else None,
+        state,
+        {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()},
     )
 
 
 def compare(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     """Raise RuntimeError where two runs differ."""
-    for part, one, other in zip(("results.json", "metrics.jsonl", "privacy.json"), got, expected):
+    for part, one, other in zip(PARTS, got, expected, strict=True):
         if one != other:
             raise RuntimeError(f"{name}: {part} differs: {one} != {other}")
 
