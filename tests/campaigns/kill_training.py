@@ -222,6 +222,13 @@ class Campaign:
                 return runs, phases, deaths
 
 
+def tell(phases: Counter[str], deaths: Counter[str]) -> None:
+    """Print what the dead were at, and what killed them."""
+    print(f"  at work on: {', '.join(f'{phase} {n}' for phase, n in phases.most_common())}")
+    for place, count in deaths.most_common():
+        print(f"  {count:4d} {place}", flush=True)
+
+
 def main() -> None:
     """Run the campaign and say what was seen."""
     parser = argparse.ArgumentParser(
@@ -242,9 +249,7 @@ def main() -> None:
                 f"{kind}: {deaths.total()} kills over {runs} runs of {given.rounds} rounds, each equal to "
                 f"the run never killed ({time.monotonic() - started:.0f} s)"
             )
-            print(f"  at work on: {', '.join(f'{phase} {n}' for phase, n in phases.most_common())}")
-            for place, count in deaths.most_common():
-                print(f"  {count:4d} {place}", flush=True)
+            tell(phases, deaths)
 
 
 if __name__ == "__main__":

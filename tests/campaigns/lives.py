@@ -29,6 +29,9 @@ def found(function: str) -> tuple[Any, str]:
     return owner, name
 
 
+START = "start-up"
+
+
 class Phases:
     """Which part of its work a process is in, told through memory that it shares, so that it outlives it.
 
@@ -45,9 +48,13 @@ class Phases:
                 file.truncate(1)
                 self._now = mmap.mmap(file.fileno(), 1)
 
+    def reset(self) -> None:
+        """Nothing has begun."""
+        self._now[0] = 0
+
     def begin(self) -> None:
         """Have the functions of this process say when they are called."""
-        self._now[0] = 0
+        self.reset()
         for number, functions in enumerate(self._functions.values(), 1):
             for function in functions:
                 owner, name = found(function)
@@ -67,7 +74,7 @@ class Phases:
     @property
     def last(self) -> str:
         """Where the process is, or where it died."""
-        return ["start-up", *self._functions][self._now[0]]
+        return [START, *self._functions][self._now[0]]
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,8 @@ class At:
     def __str__(self) -> str:
         return f"{'before' if self.before else 'after'} {self.function.split(':')[1]}"
 
-    def arm(self) -> None:
-        """Put the trap into this process."""
+    def arm(self, tell: Callable[[], object] = lambda: None) -> None:
+        """Put the trap into this process; ``tell`` is called at the moment of death."""
         owner, name = found(self.function)
         real, calls = getattr(owner, name), 0
 
@@ -100,11 +107,15 @@ class At:
             nonlocal calls
             calls += 1
             if calls == self.call and self.before:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             result = real(*args, **kwargs)
             if calls == self.call:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             return result
+
+        def die() -> None:
+            tell()
+            os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(owner, name, trapped)
 
