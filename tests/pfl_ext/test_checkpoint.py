@@ -49,7 +49,7 @@ def test_the_name_is_kept_without_hard_links_too(
 
 
 def test_a_kill_between_the_second_name_and_the_first_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Both names are then of one file, which renaming leaves as it is. Found by tests.campaigns.kill_training."""
+    """Both names are then of one file, which renaming leaves as it is (found by `kill_training`)."""
     path = tmp_path / "last.safetensors"
     save(path, 1)
     os.link(path, checkpoint.previous(path))
