@@ -51,9 +51,9 @@ OF_ANY_WORKER = (
     "pfl_ext.distributed:Workers._agree",
     "pfl_ext.distributed:Workers.broadcast",
     "pfl_ext.transport:_TorchTransport.sum_",
-    "benchmarks.flair.recorder:Recorder.restore",
+    "benchmarks.recorder:Recorder.restore",
 )
-OF_WORKER_0 = (*PLACES["save"], "benchmarks.flair.recorder:Recorder._write_line")
+OF_WORKER_0 = (*PLACES["save"], "benchmarks.recorder:Recorder._write_line")
 
 
 def alive(pid: int) -> bool:
