@@ -127,6 +127,7 @@ def _keep(path: Path) -> None:
         os.replace(path, previous(path))
     else:
         os.replace(link, previous(path))
+        link.unlink(missing_ok=True)  # where both names are of one file already, replacing does nothing
 
 
 def _sync(path: Path) -> None:

@@ -4,13 +4,15 @@
 
 Half of the kills come at a random time, half at a random place: while a checkpoint is written, flushed, read
 back or renamed, in evaluation, at the sum over users and the server's step, at a line of metrics.jsonl, while
-results are written. A run that survives to its end is compared (SHA-256 of model.safetensors, results.json
-and metrics.jsonl but for times) and the next one begins, until the kills are used up.
+results are written. What the process was at is counted. A run that survives to its end is compared (SHA-256
+of model.safetensors, results.json and metrics.jsonl but for times, model and server optimiser after the last
+round) and the next one begins, until the kills are used up.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 import tempfile
@@ -26,8 +28,9 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as train
 from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, write_mini
+from pfl_ext import checkpoint
 from pfl_ext.privacy_accounting import PrivacyConfig
-from tests.campaigns.lives import After, At, live
+from tests.campaigns.lives import After, At, Phases, live
 
 SPEC = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
 COHORT = 4
@@ -57,22 +60,55 @@ KINDS = {
 }
 """``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping."""
 
-PLACES = (
-    "pfl_ext.checkpoint:save_file",
-    "pfl_ext.checkpoint:_sync",
-    "pfl_ext.checkpoint:load",
-    "pfl_ext.checkpoint:_keep",
-    "pfl_ext.checkpoint:save",
-    "pfl_ext.checkpoint:write_bytes",
-    "os:replace",
-    "benchmarks.recorder:Recorder._write_line",
-    "benchmarks.recorder:Recorder.restore",
-    "benchmarks.recorder:Recorder.evaluated",
-    "pfl_ext.evaluation:CentralEvaluation.__call__",
-    "pfl.aggregate.base:SumAggregator.worker_reduce",
-    "pfl.model.pytorch:PyTorchModel.apply_model_update",
-    "benchmarks.plots:training_curve",
-)
+ROUND = "benchmarks.experiment:train_federated"
+PHASES = {
+    "between rounds": (ROUND, "benchmarks.experiment:train_centralised"),
+    "taking up a checkpoint": ("benchmarks.recorder:Recorder.restore",),
+    "reduction": (
+        "pfl_ext.engine.cohort:CohortEngine.train",  # but for the users' training: the sum over them
+        "pfl_ext.backend:CentrallyEvaluatedBackend._finish",  # sum over workers, noise, mean, clipping bound
+        "pfl.model.pytorch:PyTorchModel.apply_model_update",
+    ),
+    "local training": ("pfl_ext.engine.cohort:CohortEngine._run",),
+    "evaluation": ("pfl_ext.evaluation:CentralEvaluation.__call__",),
+    "line of metrics": ("benchmarks.recorder:Recorder._write_line",),
+    "save": ("benchmarks.recorder:Recorder.save",),
+    "results": ("benchmarks.experiment:_write_results",),
+}
+"""What a life can be at when it ends; the innermost counts."""
+
+PLACES = {
+    "save": (
+        "pfl_ext.checkpoint:save_file",
+        "pfl_ext.checkpoint:_sync",
+        "pfl_ext.checkpoint:load",
+        "pfl_ext.checkpoint:_keep",
+        "pfl_ext.checkpoint:save",
+        "pfl_ext.checkpoint:write_bytes",
+        "benchmarks.recorder:Recorder._flushed_metrics",
+        "os:replace",
+    ),
+    "evaluation": (
+        "benchmarks.recorder:Recorder.evaluated",
+        "pfl_ext.evaluation:CentralEvaluation._one_batch",
+        "pfl_ext.evaluation:CentralEvaluation._metrics",
+    ),
+    "reduction": (
+        "pfl_ext.engine.trim:Trimmed.expand",
+        "pfl_ext.backend:CentrallyEvaluatedBackend._finish",
+        "pfl_ext.backend:get_num_params_weight_name",  # in _finish, when the mean is made
+        "pfl.model.pytorch:PyTorchModel.apply_model_update",
+    ),
+    "the rest": (
+        "benchmarks.recorder:Recorder._write_line",
+        "benchmarks.recorder:Recorder.restore",
+        "benchmarks.plots:training_curve",
+    ),
+}
+"""Where lives end that do not end at a random time: one of these kinds is drawn, then one of its places."""
+
+
+TIMES = ("seconds", "worker_seconds")
 
 
 def remember_calibrations() -> None:
@@ -88,22 +124,32 @@ def remember_calibrations() -> None:
     cast(Any, PrivacyConfig).calibrate = calibrate
 
 
+PARTS = ("results.json", "metrics.jsonl", "privacy.json", "checkpoint's state", "checkpoint's tensors")
+
+
 def told(directory: Path) -> tuple[Any, ...]:
     """All that a run says, without its times."""
     results = json.loads((directory / "results.json").read_text())
     del results["wall_clock_s"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [line[results["unit"]] for line in lines]
+    if steps != list(range(results["rounds"] + 1)):
+        raise RuntimeError(f"{directory}: a gap or a repetition in metrics.jsonl: {steps}")
     privacy = directory / "privacy.json"
+    tensors, state = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    del state["seconds"], state["metrics_sha256"], state["metrics_bytes"]  # of lines with times
     return (
         results,
-        [{key: value for key, value in line.items() if key != "seconds"} for line in lines],
+        [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
         privacy.read_text() if privacy.exists() else None,
+        state,
+        {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()},
     )
 
 
 def compare(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     """Raise RuntimeError where two runs differ."""
-    for part, one, other in zip(("results.json", "metrics.jsonl", "privacy.json"), got, expected):
+    for part, one, other in zip(PARTS, got, expected, strict=True):
         if one != other:
             raise RuntimeError(f"{name}: {part} differs: {one} != {other}")
 
@@ -112,7 +158,7 @@ class Campaign:
     """Kills of one kind of run, on one data file, in one folder."""
 
     def __init__(self, kind: str, rounds: int, folder: Path, seed: int) -> None:
-        self.kind, self.folder = kind, folder / kind
+        self.kind, self.folder, self.phases = kind, folder / kind, Phases(PHASES)
         self._data, self._log = folder / "mini.hdf5", self.folder / "log.txt"
         self._argv = [
             *COMMON,
@@ -141,20 +187,20 @@ class Campaign:
             torch.set_num_threads(1)
             return run(train, [*self._argv, f"--run_dir={self.folder / name}"])
 
-        return live(work, death, self._log)
+        return live(work, death, self._log, self.phases)
 
     def _death(self) -> After | At:
         if self._rng.random() < 0.5:
             return After(float(self._rng.uniform(0, 0.5 * self._seconds)))
-        place = str(self._rng.choice(PLACES))
+        place = str(self._rng.choice(PLACES[str(self._rng.choice(list(PLACES)))]))
         return At(place, int(self._rng.integers(1, 7)), bool(self._rng.random() < 0.5))
 
-    def kill(self, kills: int) -> tuple[int, Counter[str]]:
-        """Kill so often; the number of runs that came to their end, and where the deaths were.
+    def kill(self, kills: int) -> tuple[int, Counter[str], Counter[str]]:
+        """Kill so often; how many runs came to their end, what the dead were at, and what killed them.
 
         :raises RuntimeError: when a run fails, or ends otherwise than the one that was never killed.
         """
-        runs, deaths = 0, Counter[str]()
+        runs, phases, deaths = 0, Counter[str](), Counter[str]()
         while True:
             name = f"run{runs}"
             while True:
@@ -162,6 +208,7 @@ class Campaign:
                 code = self._live(name, death)
                 if code is not None:
                     break
+                phases[self.phases.last] += 1
                 deaths[str(death)] += 1
             if code != 0:
                 raise RuntimeError(f"{self.folder / name} ended with {code}: {self._log.read_text()[-2000:]}")
@@ -172,7 +219,14 @@ class Campaign:
             shutil.rmtree(self.folder / name)
             runs += 1
             if deaths.total() >= kills:
-                return runs, deaths
+                return runs, phases, deaths
+
+
+def tell(phases: Counter[str], deaths: Counter[str]) -> None:
+    """Print what the dead were at, and what killed them."""
+    print(f"  at work on: {', '.join(f'{phase} {n}' for phase, n in phases.most_common())}")
+    for place, count in deaths.most_common():
+        print(f"  {count:4d} {place}", flush=True)
 
 
 def main() -> None:
@@ -190,13 +244,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in kinds:
             started = time.monotonic()
-            runs, deaths = Campaign(kind, given.rounds, Path(folder), given.seed).kill(given.kills)
+            runs, phases, deaths = Campaign(kind, given.rounds, Path(folder), given.seed).kill(given.kills)
             print(
                 f"{kind}: {deaths.total()} kills over {runs} runs of {given.rounds} rounds, each equal to "
                 f"the run never killed ({time.monotonic() - started:.0f} s)"
             )
-            for place, count in deaths.most_common():
-                print(f"  {count:4d} {place}", flush=True)
+            tell(phases, deaths)
 
 
 if __name__ == "__main__":

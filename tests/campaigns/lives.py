@@ -6,15 +6,75 @@ where a new interpreter costs five, and dies just as dead.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import mmap
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+def found(function: str) -> tuple[Any, str]:
+    """Where ``module:Class.name`` lies, and its last name."""
+    module, _, dotted = function.partition(":")
+    owner: Any = importlib.import_module(module)
+    *path, name = dotted.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+START = "start-up"
+
+
+class Phases:
+    """Which part of its work a process is in, told through memory that it shares, so that it outlives it.
+
+    :param functions: of each part, ``module:Class.name``; a part within another counts, not the other.
+    :param path: of memory shared by processes that are not forked from this one.
+    """
+
+    def __init__(self, functions: Mapping[str, Sequence[str]], path: Path | None = None) -> None:
+        self._functions = functions
+        if path is None:
+            self._now = mmap.mmap(-1, 1)
+        else:
+            with path.open("r+b" if path.exists() else "w+b") as file:
+                file.truncate(1)
+                self._now = mmap.mmap(file.fileno(), 1)
+
+    def reset(self) -> None:
+        """Nothing has begun."""
+        self._now[0] = 0
+
+    def begin(self) -> None:
+        """Have the functions of this process say when they are called."""
+        self.reset()
+        for number, functions in enumerate(self._functions.values(), 1):
+            for function in functions:
+                owner, name = found(function)
+                setattr(owner, name, self._telling(getattr(owner, name), number))
+
+    def _telling(self, real: Callable[..., Any], number: int) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            before, self._now[0] = self._now[0], number
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self._now[0] = before
+
+        return telling
+
+    @property
+    def last(self) -> str:
+        """Where the process is, or where it died."""
+        return [START, *self._functions][self._now[0]]
 
 
 @dataclass(frozen=True)
@@ -38,31 +98,34 @@ class At:
     def __str__(self) -> str:
         return f"{'before' if self.before else 'after'} {self.function.split(':')[1]}"
 
-    def arm(self) -> None:
-        """Put the trap into this process."""
-        module, _, dotted = self.function.partition(":")
-        owner: Any = importlib.import_module(module)
-        *path, name = dotted.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+    def arm(self, tell: Callable[[], object] = lambda: None) -> None:
+        """Put the trap into this process; ``tell`` is called at the moment of death."""
+        owner, name = found(self.function)
         real, calls = getattr(owner, name), 0
 
         def trapped(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == self.call and self.before:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             result = real(*args, **kwargs)
             if calls == self.call:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             return result
+
+        def die() -> None:
+            tell()
+            os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(owner, name, trapped)
 
 
-def live(work: Callable[[], int], death: After | At | None, log: Path) -> int | None:
+def live(
+    work: Callable[[], int], death: After | At | None, log: Path, phases: Phases | None = None
+) -> int | None:
     """Run ``work`` in a process of its own; its exit code, or None if it was killed before its end.
 
+    :param phases: told what the process is at.
     :raises RuntimeError: when it ends by anything but an exit or this death, with the end of its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +138,8 @@ def live(work: Callable[[], int], death: After | At | None, log: Path) -> int | 
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
+            if phases is not None:
+                phases.begin()
             if isinstance(death, At):
                 death.arm()
             code = work()

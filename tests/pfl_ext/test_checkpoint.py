@@ -48,6 +48,17 @@ def test_the_name_is_kept_without_hard_links_too(
     assert len(names(tmp_path)) == 2
 
 
+def test_a_kill_between_the_second_name_and_the_first_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Both names are then of one file, which renaming leaves as it is (found by `kill_training`)."""
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    os.link(path, checkpoint.previous(path))
+    save(path, 2)
+    assert names(tmp_path) == ["last.previous.safetensors", "last.safetensors"]
+    assert checkpoint.load(path)[1] == {"step": 2}
+    assert checkpoint.load(checkpoint.previous(path))[1] == {"step": 1}
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_or_a_cut_is_found_and_the_one_before_is_loaded(
