@@ -19,14 +19,15 @@ BY_horovod  = $(VENV)/bin/horovodrun --gloo -np $(NP) $(if $(HOSTS),-H $(HOSTS))
 ifeq ($(filter torchrun horovod,$(LAUNCHER)),)
   $(error LAUNCHER is $(LAUNCHER): choose torchrun or horovod)
 endif
-TRAIN    = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY)) \
-  -m benchmarks.flair.train
+LAUNCH   = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY))
+TRAIN    = $(LAUNCH) -m benchmarks.flair.train
 WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
 SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = --data_path $(or $(wildcard $(DATA)),mini)
 
-.PHONY: help setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
+.PHONY: help setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+  vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -79,4 +80,28 @@ flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and f
 	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(FILE) --output_dir $(or $(OUT),figures)
 
 flair-sweep: $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
-	@$(PY) -m benchmarks.flair.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
+
+# Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks, into data/$(DATASET).hdf5.
+DATASET ?= cifar10
+VISION   = benchmarks.visual_classification
+VFILE    = $(if $(filter file,$(origin DATA)),,--data_path $(DATA))
+
+vision-data: $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
+	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
+
+vision-fl: $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
+	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(VFILE) $(ARGS)
+
+vision-c: $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
+	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(VFILE) $(ARGS)
+
+vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="runs/vision", OUT=report
+	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
+
+vision-sweep: $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
+	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
+	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(VFILE) $(ARGS)
+
+vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
+	$(PY) -m $(VISION).bench $(ARGS)

@@ -17,6 +17,7 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from pfl_ext.objectives import ObjectiveName
 
 from benchmarks import plots
 from benchmarks.centralised import train_centralised
@@ -65,7 +66,12 @@ class Experiment:
     """That table, on the screen."""
 
 
-def build_model(config: TrainingConfig, num_labels: int, weights: Path | None) -> ImageClassifier:
+def build_model(
+    config: TrainingConfig,
+    num_labels: int,
+    weights: Path | None,
+    objective: ObjectiveName = "multi_label",
+) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
     if weights is not None and not config.model.pretrained:
         raise ValueError(
@@ -81,7 +87,9 @@ def build_model(config: TrainingConfig, num_labels: int, weights: Path | None) -
         groups=config.model.groups,
     )
     exact = config.augment.crop == "crop"
-    return ImageClassifier(backbone, input_size=config.model.input_size, exact_crops=exact)
+    return ImageClassifier(
+        backbone, input_size=config.model.input_size, exact_crops=exact, objective=objective
+    )
 
 
 @contextlib.contextmanager

@@ -24,10 +24,16 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Partition
+from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Member, Partition
 from pfl_ext.models import ImageClassifier
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
 from pfl_ext.privacy import METRICS, metric_name
+
+
+def local_learning_rate(config: TrainingConfig) -> float:
+    """Of users' steps."""
+    effective = config.local.effective_learning_rate
+    return config.local.learning_rate if effective is None else effective * (1 - config.server.momentum)
 
 
 def local_sampling(config: TrainingConfig) -> LocalSampling:
@@ -146,8 +152,8 @@ def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype)
 class RoundCallback(TrainingProcessCallback):
     """Sets the server's learning rate of the coming round and hands each round's figures to the recorder."""
 
-    def __init__(self, config: TrainingConfig, recorder: Recorder) -> None:
-        self._config, self._recorder = config, recorder
+    def __init__(self, config: TrainingConfig, users: FederatedImageDataset, recorder: Recorder) -> None:
+        self._config, self._users, self._recorder = config, users, recorder
 
     def set_learning_rate(self, model: PyTorchModel, round_number: int) -> None:
         """Before round ``round_number``."""
@@ -163,6 +169,9 @@ class RoundCallback(TrainingProcessCallback):
         for group in model._central_optimizer.param_groups:
             group["lr"] = rate
 
+    def _members(self) -> list[Member]:
+        return self._users.members(self._config.federated.cohort_size)
+
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
@@ -172,6 +181,7 @@ class RoundCallback(TrainingProcessCallback):
             "users": int(values["train population | number of devices"]),
             "images": int(aggregate_metrics_weight(aggregate_metrics)),
             "learning_rate": values["learning rate"],
+            "max_local_steps": max((m.num_steps for m in self._members()), default=0),
         }
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
@@ -232,11 +242,11 @@ def train_federated(
     if start > 0 and config.federated.algorithm == "scaffold":
         raise ValueError("a checkpoint does not hold SCAFFOLD's state of each user: choose another --run_dir")
     algorithm._current_central_iteration = start
-    callback = RoundCallback(config, recorder)
+    callback = RoundCallback(config, users, recorder)
     callback.set_learning_rate(model, start)
     local = NNTrainHyperParams(
         local_num_epochs=config.local.num_epochs,
-        local_learning_rate=config.local.learning_rate,
+        local_learning_rate=local_learning_rate(config),
         local_batch_size=config.local.batch_size,
         local_max_grad_norm=config.local.max_grad_norm if config.local.clip_by == "global" else None,
     )

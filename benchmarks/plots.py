@@ -187,3 +187,14 @@ def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
     save(figure, path)
+
+
+def bars(values: Mapping[str, float], label: str, title: str, path: Path) -> None:
+    """A horizontal bar for each name, the greatest on top."""
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    figure = Figure(figsize=(6.4, 1 + 0.24 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([name for name, _ in ordered], [value for _, value in ordered], color=BLUE)
+    axes.set(xlabel=label, title=title, xlim=(0, 100))
+    axes.grid(axis="x", alpha=0.3)
+    save(figure, path)

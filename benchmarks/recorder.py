@@ -146,8 +146,8 @@ class Recorder:
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far."""
         self._val = columns(metrics)
-        loss_first = self.run.config.evaluation.best_by == "loss"
-        score = self._val["loss"] if loss_first else -self._val[self.run.config.evaluation.best_by]
+        by = self.run.config.evaluation.best_by
+        score = -float(step) if by == "last" else self._val["loss"] if by == "loss" else -self._val[by]
         if score < self.best.score:
             weights = model.pytorch_model.state_dict()
             self.best = Best(

@@ -32,6 +32,10 @@ class ModelConfig:
     pretrained: bool = False
     """True: ImageNet weights, BatchNorm statistics frozen. False: from scratch, GroupNorm."""
     groups: PositiveInt = 32
+    bottleneck: PositiveInt | None = None
+    """Width of one more linear layer before the classifier; None: there is none."""
+    trained: Literal["all", "two_layers"] = "all"
+    """two_layers: bottleneck and classifier learn, everything before them stays as it was loaded."""
     init: Literal["paper", "torchvision"] = "paper"
 
 
@@ -48,6 +52,8 @@ class LocalConfig:
     """Training on one user."""
 
     learning_rate: PositiveFloat = 0.1
+    effective_learning_rate: PositiveFloat | None = None
+    """If given, ``learning_rate`` is this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
     num_epochs: PositiveInt = 2
     batch_size: PositiveInt = 16
     max_images: PositiveInt | None = 512
@@ -56,6 +62,10 @@ class LocalConfig:
     reshuffle: bool = True
     max_grad_norm: PositiveFloat | None = 10.0
     clip_by: Literal["variable", "global"] = "variable"
+    momentum: Fraction = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    virtual_size: PositiveInt | None = None
+    """FedVC (Hsu et al. 2020, 5.3): so many images of each user, drawn anew each round; None: all it has."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -78,27 +88,37 @@ class ServerConfig:
 class FederatedConfig:
     """Rounds, cohorts and the algorithm of federated training."""
 
-    algorithm: Literal["fedavg", "fedprox", "scaffold"] = "fedavg"
+    algorithm: Literal["fedavg", "fedprox", "fednova", "scaffold"] = "fedavg"
     num_rounds: PositiveInt = 5000
     cohort_size: PositiveInt = 200
     replacement: bool = False
+    sampling: Literal["uniform", "proportional"] = "uniform"
+    """proportional: users are drawn with a probability proportional to their images (FedVC)."""
+    reweight: Literal["none", "fedir"] = "none"
+    """fedir: a user's images weigh as much as its classes are rarer with it than in all (Hsu et al., 5.2)."""
+    max_importance: PositiveFloat | None = None
+    """Greatest weight that FedIR gives; None: any."""
     weighting: Literal["images", "users"] = "images"
     mu: NonNegativeFloat = 0.01
-    """FedProx's proximal weight."""
+    """FedProx's proximal weight, and FedNova's."""
     max_state_gb: PositiveFloat = 16.0
     """SCAFFOLD keeps a copy of the model for every user; above this it refuses to start."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class CentralisedConfig:
-    """Training on all images in one place (the C rows): Adam at a constant rate."""
+    """Training on all images in one place, at a constant rate."""
 
     num_epochs: PositiveInt = 100
     batch_size: PositiveInt = 512
+    optimizer: Literal["adam", "sgd"] = "adam"
     learning_rate: PositiveFloat = 5e-4
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
     epsilon: PositiveFloat = 1e-7
+    momentum: Fraction = 0.0
+    """Of sgd."""
+    weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat | None = 10.0
 
 
@@ -108,7 +128,8 @@ class EvaluationConfig:
 
     every_rounds: PositiveInt = 10
     every_epochs: PositiveInt = 1
-    best_by: Literal["loss", "C-AP"] = "loss"
+    best_by: Literal["loss", "C-AP", "accuracy", "last"] = "loss"
+    """``last``: no choice is made; the last model is the result."""
     per_user: bool = False
     """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
     few_shot_below: PositiveInt = 20

@@ -2,7 +2,7 @@
 
 Values come from, weakest first: the defaults of the fields, the YAML file, the command line. A *recipe* is a
 set of switches that counts as if its fields stood first at the place, YAML or command line, where it is
-named; a *scale*, which is a YAML file, likewise.
+named (several are joined by ``+``); a *scale*, which is a YAML file, likewise.
 """
 
 from __future__ import annotations
@@ -219,10 +219,10 @@ class Benchmark(Generic[C_co]):
         tree = dict(tree)
         macros: Tree = {}
         recipe, scale = tree.pop("recipe", None), tree.pop("scale", None)
-        if recipe is not None:
-            if recipe not in self.recipes:
+        for name in [] if recipe is None else str(recipe).split("+"):
+            if name not in self.recipes:
                 raise ValueError(f"{where}: recipe is {recipe!r}: choose one of {', '.join(self.recipes)}")
-            macros = merge(macros, dict(self.recipes[recipe]))
+            macros = merge(macros, dict(self.recipes[name]))
         if scale is not None:
             if scale not in self.scales:
                 raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")

@@ -20,9 +20,10 @@ from torch import optim
 
 from benchmarks.experiment import build_model, pfl_device
 from benchmarks.flair.config import Run, parse
-from benchmarks.flair.runs import find_runs, read_run
+from benchmarks.flair.runs import read_run
 from benchmarks.flair.train import flair_task
 from benchmarks.flair.users import SPLIT, write_users
+from benchmarks.runs import find_runs
 from benchmarks.settings import Tree, arguments
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flair import paper
-from benchmarks.flair.runs import RunRecord, find_runs, read_run, split_duplicates
+from benchmarks.flair.runs import RunRecord, read_run, split_duplicates
 from benchmarks.flair.table import SCORED_AS, Cell, Row, make_rows
+from benchmarks.runs import find_runs
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from pfl_ext.checkpoint import write_bytes

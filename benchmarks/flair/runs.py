@@ -6,8 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -44,30 +43,6 @@ class RunRecord:
     def finished(self) -> bool:
         """Whether its scores can be reported."""
         return self.fault is None and self.results is not None
-
-
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run directories at or below these paths, each once, in order.
-
-    :raises ValueError: for a path that does not exist or holds no run.
-    """
-    found: dict[Path, None] = {}
-    for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"{path} is no directory: give run directories, or directories of them")
-        below = list(_walk(path))
-        if not below:
-            raise ValueError(f"{path} holds no run: no config.yaml and no results.json at or below it")
-        found.update(dict.fromkeys(below))
-    return list(found)
-
-
-def _walk(top: Path) -> Iterator[Path]:
-    for where, names, files in os.walk(top):
-        if {"config.yaml", "results.json"} & set(files):
-            names.clear()  # what lies inside a run is the run's
-            yield Path(where)
-        names[:] = sorted(name for name in names if not name.startswith(".") and name != "wandb")
 
 
 def read_run(directory: Path) -> RunRecord:

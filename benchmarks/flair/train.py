@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,21 +22,14 @@ from pathlib import Path
 from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
+from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
-from dataset.flair.mini import VERSION as MINI_VERSION
-from dataset.flair.mini import MiniSpec, write_mini
 from dataset.flair.task import FlairTask
 from pfl_ext.distributed import barrier, is_main
 from pfl_ext.federated_dataset import iid_partition
 
 FLAIR_FILE = Path("data/flair.hdf5")
-MINI = MiniSpec(
-    train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68, difficulty=0.25
-)
-MINI_FILE = Path(f"data/flair-mini-{zlib.crc32(f'{MINI_VERSION} {MINI}'.encode()):08x}.hdf5")
-MINI_WORD = Path("mini")
-"""``--data_path mini`` asks for the mini data set even where there is a FLAIR file."""
 
 
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
@@ -54,17 +46,6 @@ def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
         return list(argv), given
     has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
     return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
-
-
-def draw_mini() -> None:
-    """Make the mini data set's file unless it is there."""
-    print(
-        f"no FLAIR file (make flair-data gets it): running on the embedded mini data set, {MINI_FILE}, "
-        "at laptop scale"
-    )
-    if not MINI_FILE.is_file():
-        MINI_FILE.parent.mkdir(parents=True, exist_ok=True)
-        write_mini(MINI_FILE, MINI)
 
 
 def flair_task(run: Run, file: FlairFile) -> FlairTask:
@@ -103,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     with started(run.runtime):
         if data_path == MINI_FILE != run.data_path:
             if is_main():
-                draw_mini()
+                draw_mini("no FLAIR file (make flair-data gets it)")
             barrier()
         execute(run, data_path, partial(experiment, run))
 

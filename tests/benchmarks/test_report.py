@@ -14,8 +14,9 @@ import pytest
 from benchmarks.flair import report
 from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
-from benchmarks.flair.runs import find_runs, variant
+from benchmarks.flair.runs import variant
 from benchmarks.flair.table import tolerance
+from benchmarks.runs import find_runs
 from dataset.command_line import run
 from pfl_ext.metrics import COLUMNS
 from tests.benchmarks.made_runs import FLAIR, make_run

@@ -20,13 +20,13 @@ import yaml
 from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
-from benchmarks.flair import sweep_local
+from benchmarks import sweep_local
 from benchmarks.flair.config import parse
-from benchmarks.flair.sweep import main
-from benchmarks.flair.sweep_local import LocalSweep, Trial, alone, read_values
-from benchmarks.flair.sweep_report import Row, axis, markdown, parallel_coordinates
-from benchmarks.flair.sweep_space import Metric, command_words, read_sweep
 from benchmarks.settings import Tree, short_digest
+from benchmarks.sweep import main
+from benchmarks.sweep_local import LocalSweep, Trial, alone, read_values
+from benchmarks.sweep_report import Row, axis, markdown, parallel_coordinates
+from benchmarks.sweep_space import Metric, command_words, read_sweep
 from dataset.command_line import run
 from dataset.signals import Stopped, raised
 from tests.benchmarks.conftest import SMALL
@@ -117,7 +117,7 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
 def test_a_sweep_killed_outright_goes_on(mini_file: Path, tmp_path: Path) -> None:
     """SIGKILL in the second trial: its process dies with the sweep, and goes on from its checkpoint after."""
     words = local_argv(mini_file, tmp_path, written(tmp_path, RATES), "--federated.num_rounds=6")
-    argv = [sys.executable, "-m", "benchmarks.flair.sweep", *words]
+    argv = [sys.executable, "-m", "benchmarks.sweep", *words]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("sweep/trials/001*/checkpoint/last.safetensors")):

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from benchmarks.flair.sweep import training_words
-from benchmarks.flair.sweep_local import asked, resolved
-from benchmarks.flair.sweep_space import (
+from benchmarks.settings import Tree
+from benchmarks.sweep import training_words
+from benchmarks.sweep_local import asked, resolved
+from benchmarks.sweep_space import (
     SWEEPS,
     EarlyTerminate,
     Parameter,
@@ -23,7 +24,6 @@ from benchmarks.flair.sweep_space import (
     read_sweep,
     suggestion,
 )
-from benchmarks.settings import Tree
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}
@@ -37,7 +37,7 @@ def written(path: Path, parameters: Tree, **changes: Any) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
+@pytest.mark.parametrize("name", SWEEPS)
 @pytest.mark.parametrize("scale", [[], ["--scale=mini"]], ids=["full", "mini"])
 def test_every_trial_of_a_shipped_sweep_is_the_run_that_was_asked_for(name: str, scale: list[str]) -> None:
     """Predecessors 14: parameters of a sweep were ignored, so that all its runs were the same run."""
@@ -48,7 +48,7 @@ def test_every_trial_of_a_shipped_sweep_is_the_run_that_was_asked_for(name: str,
         if sweep.method == "grid"
         else [sweep.point(sweep.random_unit(0, number, 0)) for number in range(sweep.run_cap or 0)]
     )
-    trials = [resolved(words, point) for point in points]
+    trials = [resolved(sweep.program_module, words, point) for point in points]
     assert len({trial["digest"] for trial in trials}) == len(points) >= 10
     for trial, point in zip(trials, points):
         for key, wanted, got in asked(trial["config"], point):
@@ -82,7 +82,7 @@ def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
     }
     agents = create_sweep_command_args({"args": {key: {"value": value} for key, value in point.items()}})
     assert command_words(point) == agents["args"]
-    tree = resolved(["--config=fl-r-17"], point)["config"]
+    tree = resolved("benchmarks.flair.train", ["--config=fl-r-17"], point)["config"]
     assert tree["local"]["learning_rate"] == 1e-05
     assert tree["augment"]["flip"] == "none"
     assert tree["local"]["straddle"] is False
@@ -159,7 +159,7 @@ def test_a_sweep_that_cannot_be_honoured_is_refused(
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:
     with pytest.raises(ValueError, match=r"did you mean local\.learning_rate\?"):
-        resolved(["--config=fl-r-17"], {"local.learning_rat": 0.1})
+        resolved("benchmarks.flair.train", ["--config=fl-r-17"], {"local.learning_rat": 0.1})
 
 
 def test_a_swept_key_may_not_be_fixed_by_the_arguments() -> None:

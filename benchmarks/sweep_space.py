@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -25,8 +26,10 @@ Distribution = Literal[
     "constant", "categorical", "categorical_w_probabilities", "int_uniform", "uniform", "q_uniform",
     "log_uniform", "log_uniform_values", "q_log_uniform_values", "normal", "log_normal",
 ]  # fmt: skip
-SWEEPS = Path(__file__).parent / "sweeps"
-TRAIN = "benchmarks.flair.train"
+SWEEPS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*/sweeps/*.yaml"))}
+"""The shipped sweeps of all benchmarks."""
+TRAIN = re.compile(r"benchmarks\.\w+\.train")
+"""The module that a sweep's command runs: a benchmark's own."""
 NOT_SWEPT = ("run_dir", "data_path", "weights", "resume")
 TINY = 1e-12
 
@@ -193,6 +196,11 @@ class Sweep:
     parameters: dict[str, Parameter] = field(default_factory=dict)
 
     @property
+    def program_module(self) -> str:
+        """The module that trains: the one of the command that is a benchmark's."""
+        return next(word for word in self.command if TRAIN.fullmatch(word))
+
+    @property
     def varied(self) -> list[str]:
         """The parameters that can take more than one value."""
         return [name for name, p in self.parameters.items() if len(p.options() or (0, 1)) > 1]
@@ -260,9 +268,9 @@ def read_sweep(name: str) -> tuple[Sweep, Tree, Path]:
 
     :raises ValueError: one line that names the key and the mend.
     """
-    path = SWEEPS / f"{name}.yaml" if (SWEEPS / f"{name}.yaml").exists() else Path(name)
+    path = SWEEPS.get(name, Path(name))
     if not path.is_file():
-        names = ", ".join(sorted(p.stem for p in SWEEPS.glob("*.yaml")))
+        names = ", ".join(SWEEPS)
         raise ValueError(f"sweep {name}: no such file and no shipped sweep; the shipped ones are {names}")
     tree = read_yaml(path)
     raw = tree.get("parameters")
@@ -287,8 +295,8 @@ def read_sweep(name: str) -> tuple[Sweep, Tree, Path]:
 
 
 def _check(sweep: Sweep, path: Path) -> None:
-    if sweep.command.count("${args}") != 1 or TRAIN not in sweep.command:
-        raise ValueError(f"{path}: command must hold -m {TRAIN} and, once, ${{args}}")
+    if sweep.command.count("${args}") != 1 or len([w for w in sweep.command if TRAIN.fullmatch(w)]) != 1:
+        raise ValueError(f"{path}: command must hold -m benchmarks.flair.train and, once, ${{args}}")
     fixed = {word.removeprefix("--").split("=")[0] for word in sweep.command if word.startswith("--")}
     for key in fixed & sweep.parameters.keys():
         raise ValueError(

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -20,10 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flair.config import parse
-from benchmarks.flair.sweep_report import Row, markdown, parallel_coordinates, write_tables
-from benchmarks.flair.sweep_space import (
-    TRAIN,
+from benchmarks.recorder import config_differences
+from benchmarks.settings import AnyRun, Tree, arguments, short_digest
+from benchmarks.sweep_report import Row, markdown, parallel_coordinates, write_tables
+from benchmarks.sweep_space import (
     EarlyTerminate,
     Metric,
     Sweep,
@@ -31,8 +32,6 @@ from benchmarks.flair.sweep_space import (
     hopeless,
     suggestion,
 )
-from benchmarks.recorder import config_differences
-from benchmarks.settings import Tree, arguments, short_digest
 from benchmarks.tracking import flat
 from pfl_ext.checkpoint import write_json
 
@@ -48,12 +47,12 @@ def asked(tree: Mapping[str, Any], point: Mapping[str, Any]) -> Iterator[tuple[s
         yield key, wanted, node
 
 
-def resolved(words: Sequence[str], point: Mapping[str, Any]) -> Tree:
-    """The config of a trial; every value must stand in it as the point has it.
+def resolved(module: str, words: Sequence[str], point: Mapping[str, Any]) -> Tree:
+    """The config of a trial of a benchmark; every value must stand in it as the point has it.
 
     :raises ValueError: for an unknown key, a wrong value, or a value that does not arrive.
     """
-    run = parse([*words, *command_words(point)])
+    run: AnyRun = importlib.import_module(module).parse([*words, *command_words(point)])
     tree = dataclasses.asdict(run.config)
     for key, wanted, got in asked(tree, point):
         if key in ("config", "recipe", "scale"):
@@ -190,7 +189,7 @@ class LocalSweep:
             if drawn is None:
                 return None
             unit, point = drawn
-            digest = resolved(self.words, point)["digest"]
+            digest = resolved(self.sweep.program_module, self.words, point)["digest"]
             if digest not in known:
                 trial = Trial(len(self.trials), point, digest, unit)
                 self.trials.append(trial)
@@ -222,7 +221,7 @@ class LocalSweep:
                 f"--nproc-per-node={self._num_processes}",
                 "-m",
             ]
-        return [*launcher, TRAIN, *words, *command_words(trial.point)]
+        return [*launcher, self.sweep.program_module, *words, *command_words(trial.point)]
 
     def _start(self, trial: Trial) -> None:
         slot = min(set(range(self._workers)) - {slot for _, slot in self._running.values()})

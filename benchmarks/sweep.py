@@ -1,15 +1,16 @@
-"""Hyperparameter sweeps: wandb's sweep YAML, by wandb's agent or, ``--local true``, with no server at all.
+"""Hyperparameter sweeps of any benchmark from wandb's YAML: by wandb's agent or, ``--local true``, no server.
 
-    python -m benchmarks.flair.sweep learning-rates --local true [--workers 2] [--devices cuda:0,cuda:1]
+    python -m benchmarks.sweep learning-rates --local true [--workers 2] [--devices cuda:0,cuda:1]
                                      [--sweep_dir D] [--count N] [--sweep_seed N] [--np N] [training keys]
-    python -m benchmarks.flair.sweep learning-rates [--count N] [training keys]     registers it with wandb
-    python -m benchmarks.flair.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            helps with that one
+    python -m benchmarks.sweep learning-rates [--count N] [training keys]     registers it with wandb
+    python -m benchmarks.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            helps with that one
 
 A local sweep that was stopped goes on by the same command.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -18,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.flair.sweep_local import LocalSweep, alone, resolved
-from benchmarks.flair.sweep_space import TRAIN, Sweep, command_words, read_sweep
-from benchmarks.flair.train import resolve_data
 from benchmarks.settings import arguments
+from benchmarks.sweep_local import LocalSweep, alone, resolved
+from benchmarks.sweep_space import Sweep, command_words, read_sweep
 from benchmarks.tracking import has_wandb_key
 from dataset.command_line import run as run_command
 
@@ -34,7 +34,8 @@ def training_words(sweep: Sweep, extra: Sequence[str]) -> list[str]:
 
     :raises ValueError: where a swept key is fixed too, by which every trial would be the same.
     """
-    words = [word for word in sweep.command[sweep.command.index(TRAIN) + 1 :] if word != "${args}"]
+    after = sweep.command[sweep.command.index(sweep.program_module) + 1 :]
+    words = [word for word in after if word != "${args}"]
     for key in arguments(extra).keys() & sweep.parameters.keys():
         raise ValueError(f"--{key} is swept: take it out of the arguments, or of the sweep's parameters")
     return [*words, *extra]
@@ -54,7 +55,8 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
     sweep, tree, path = read_sweep(name)
     for key in {"run_dir", "resume", "runtime.device"} & arguments(extra).keys():
         raise ValueError(f"--{key} is the sweep's to give: remove it (there are --sweep_dir and --devices)")
-    words, data_path = resolve_data([*training_words(sweep, extra), "--runtime.progress=false"])
+    program = importlib.import_module(sweep.program_module)
+    words, data_path = program.resolve_data([*training_words(sweep, extra), "--runtime.progress=false"])
     if "runtime.track" not in arguments(extra):
         words.append("--runtime.track=none")
     words = [w for w in words if not w.startswith(("--run_dir=", "--data_path="))]
@@ -85,7 +87,7 @@ def with_wandb(name: str, given: Mapping[str, str], extra: Sequence[str]) -> Non
         sweep, tree, _ = read_sweep(name)
         words = training_words(sweep, extra)
         point = (sweep.grid() if sweep.method == "grid" else [sweep.point(sweep.random_unit(0, 0, 0))])[0]
-        resolved(words, point)  # an unknown key is told of here, and not by every trial
+        resolved(sweep.program_module, words, point)  # an unknown key is told of here, and not by every trial
         place = sweep.command.index("${args}")
         tree = {**tree, "command": [*sweep.command[:place], *extra, *sweep.command[place:]]}
     elif words := [word for word in extra if not word.startswith("--data_path=")]:  # which make always gives
@@ -115,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
         return
     name, *rest = argv
     if name.startswith("--"):
-        raise ValueError(f"the sweep comes first: python -m benchmarks.flair.sweep NAME_OR_YAML {name} ...")
+        raise ValueError(f"the sweep comes first: python -m benchmarks.sweep NAME_OR_YAML {name} ...")
     given = arguments(rest)
     extra = [word for key, value in given.items() if key not in OWN for word in [f"--{key}={value}"]]
     own = {key: value for key, value in given.items() if key in OWN}

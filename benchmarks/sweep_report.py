@@ -16,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from benchmarks.flair.sweep_space import Metric, Sweep
+from benchmarks.sweep_space import Metric, Sweep
 from pfl_ext.checkpoint import write_bytes
 
 

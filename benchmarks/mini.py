@@ -1,0 +1,23 @@
+"""The data set that the benchmarks run on where there is no other: the embedded mini set, drawn once."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from dataset.flair.mini import VERSION, MiniSpec, write_mini
+
+MINI = MiniSpec(
+    train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68, difficulty=0.25
+)
+MINI_FILE = Path(f"data/flair-mini-{zlib.crc32(f'{VERSION} {MINI}'.encode()):08x}.hdf5")
+MINI_WORD = Path("mini")
+"""``--data_path mini`` asks for the mini data set even where there is another file."""
+
+
+def draw_mini(why: str) -> None:
+    """Make the mini data set's file unless it is there; ``why`` it is used, for the screen."""
+    print(f"{why}: running on the embedded mini data set, {MINI_FILE}, at laptop scale")
+    if not MINI_FILE.is_file():
+        MINI_FILE.parent.mkdir(parents=True, exist_ok=True)
+        write_mini(MINI_FILE, MINI)

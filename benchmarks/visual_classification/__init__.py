@@ -1,0 +1,1 @@
+"""Federated visual classification with real-world data distribution (Hsu, Qi, Brown, ECCV 2020)."""

@@ -1,0 +1,143 @@
+"""The config of federated visual classification. See `benchmarks.settings`.
+
+The defaults are the paper's protocol (Hsu, Qi, Brown, "Federated Visual Classification with Real-World Data
+Distribution", ECCV 2020, Section 6.5); a setting is a data recipe and method recipes joined by ``+``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from benchmarks import settings
+from benchmarks.sections import (
+    STRICT,
+    AugmentConfig,
+    CentralisedConfig,
+    EvaluationConfig,
+    FederatedConfig,
+    ImageConfig,
+    LocalConfig,
+    ModelConfig,
+    ServerConfig,
+    TrainingConfig,
+)
+from benchmarks.settings import Benchmark, Tree, check_training
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig(ImageConfig):
+    """Which images, and whose they are."""
+
+    dataset: str = "cifar10"
+    """Where no ``--data_path`` is given, the file is ``data/<dataset>.hdf5``."""
+    partition: str | None = None
+    """One of the file's partitions, as ``alpha-0.10``; None: the users that the file is grouped by."""
+    taxonomy: str = "labels"
+    """Images with one label of this taxonomy take part; ``fine_grained_labels`` for FLAIR-like files."""
+    scored: str = "test"
+    """The split whose accuracy is followed over the rounds; the paper's is test."""
+    image_size: int = 32
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config(TrainingConfig):
+    """All that decides a run's numbers."""
+
+    setting: str = "cifar10-fedavgm"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(arch="cifar_cnn", input_size=32))
+    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(flip="horizontal"))
+    local: LocalConfig = field(
+        default_factory=lambda: LocalConfig(
+            learning_rate=0.01,
+            num_epochs=1,
+            batch_size=64,
+            max_images=None,
+            straddle=False,
+            max_grad_norm=None,
+            clip_by="global",
+            weight_decay=4e-4,
+        )
+    )
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(optimizer="sgd", learning_rate=1.0))
+    federated: FederatedConfig = field(
+        default_factory=lambda: FederatedConfig(num_rounds=10_000, cohort_size=10)
+    )
+    centralised: CentralisedConfig = field(
+        default_factory=lambda: CentralisedConfig(
+            optimizer="sgd", learning_rate=0.01, momentum=0.9, batch_size=64, max_grad_norm=None
+        )
+    )
+    evaluation: EvaluationConfig = field(
+        default_factory=lambda: EvaluationConfig(every_rounds=50, best_by="last")
+    )
+
+
+Run = settings.Run[Config]
+
+INATURALIST: Tree = {
+    "data": {"dataset": "inaturalist", "image_size": 331},
+    "model": {"arch": "mobilenet_v2", "input_size": 299, "pretrained": True},
+    "augment": {"crop": "resized", "flip": "horizontal"},
+    "local": {"weight_decay": 4e-5},
+    "centralised": {"weight_decay": 4e-5},
+    "federated": {"num_rounds": 5000},
+}
+LANDMARKS: Tree = {
+    "data": {"dataset": "landmarks", "image_size": 256},
+    "model": {"arch": "mobilenet_v2", "input_size": 224, "pretrained": True, "bottleneck": 64},
+    "augment": {"crop": "resized", "flip": "horizontal"},
+    "local": {"batch_size": 32, "num_epochs": 5, "weight_decay": 4e-5},
+    "centralised": {"weight_decay": 4e-5, "batch_size": 32},
+    "federated": {"num_rounds": 5000},
+}
+RECIPES: Mapping[str, Tree] = {
+    "cifar10": {"data": {"dataset": "cifar10"}, "federated": {"num_rounds": 10_000}},
+    "cifar100": {"data": {"dataset": "cifar100"}, "federated": {"num_rounds": 20_000}},
+    "inat-user-120k": settings.merge(INATURALIST, {"data": {"partition": "user-120k"}}),
+    "inat-geo-3k": settings.merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
+    "landmarks": LANDMARKS,
+    "two-layers": {"model": {"trained": "two_layers"}},
+    "scratch": {"model": {"pretrained": False}, "federated": {"num_rounds": 50_000}},
+    "centralised": {"mode": "centralised"},
+    "fedavg": {"server": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}},
+    "fedavgm": {"server": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.9}},
+    "fedprox": {"federated": {"algorithm": "fedprox"}},
+    "fednova": {"federated": {"algorithm": "fednova"}},
+    "vc": {
+        "local": {"virtual_size": 256},
+        "federated": {"sampling": "proportional", "weighting": "users"},
+    },
+    "ir": {"federated": {"reweight": "fedir"}},
+}
+"""The paper's data sets and methods: 6.5 and Section 5. ``vc`` and ``ir`` are FedVC and FedIR."""
+
+
+def check(config: Config) -> None:
+    """Refuse combinations that no run could mean.
+
+    :raises ValueError: one line that names the key and the mend.
+    """
+    check_training(config)
+    local, federated = config.local, config.federated
+    if local.virtual_size is not None and federated.weighting != "users":
+        raise ValueError(
+            "local.virtual_size makes all users of one size: set federated.weighting to users (--recipe vc)"
+        )
+    if config.model.trained == "two_layers" and config.model.bottleneck is None:
+        raise ValueError("model.trained is two_layers, of which the bottleneck is one: set model.bottleneck")
+
+
+VISION = Benchmark(Config, Path(__file__).parent / "configs", "cifar10-fedavgm", RECIPES, check)
+
+
+def parse(argv: Sequence[str]) -> Run:
+    """The run that a command line asks for.
+
+    :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
+    """
+    return VISION.parse(argv)

@@ -1,0 +1,163 @@
+"""Pictures of federated visual classification, after Figures 4 and 6 of the paper.
+
+Learning curves over rounds and over batches of the largest users, a panel for each partition; and accuracy
+relative to centralised training against the partition's distance from identical users (its mean EMD).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, save
+from benchmarks.visual_classification.curves import FinishedRun
+
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+Values = npt.NDArray[np.float64]
+
+
+class Row(Protocol):
+    """Seeds of one experiment; see `benchmarks.visual_classification.report.Row`."""
+
+    @property
+    def name(self) -> str:
+        """Of the setting."""
+
+    @property
+    def partition(self) -> str:
+        """Of the data."""
+
+    @property
+    def runs(self) -> tuple[FinishedRun, ...]:
+        """One for each seed."""
+
+    @property
+    def centralised(self) -> float | None:
+        """Accuracy of centralised training in percent."""
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Every figure that the rows have the data for; the files written."""
+    federated = [row for row in rows if row.runs[0].config["mode"] == "federated"]
+    drawn: list[Path] = []
+    if federated:
+        for over in ("rounds", "batches"):
+            drawn += _saved(learning_curves(federated, over), folder / f"learning-curves-{over}")
+    measured = [row for row in federated if row.centralised and _emd(row) is not None]
+    if len({row.partition for row in measured}) > 1:
+        drawn += _saved(accuracy_against_emd(measured), folder / "relative-accuracy-emd")
+    return drawn
+
+
+def _saved(figure: Figure, stem: Path) -> list[Path]:
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for path in paths:
+        save(figure, path)
+    return paths
+
+
+def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each name."""
+    return {
+        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(sorted(set(names)))
+    }
+
+
+def learning_curves(rows: Sequence[Row], over: str) -> Figure:
+    """Accuracy over ``rounds`` or ``batches``: the mean over seeds, and the range of them shaded."""
+    panels: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        panels[row.partition].append(row)
+    styles = _styles([row.name for row in rows])
+    columns = min(len(panels), 4)
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(4.2 * columns, 5), 3.4 * lines + 0.6), layout="constrained")
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for axes, (partition, members) in zip(grid.flat, panels.items()):
+        for row in members:
+            _curve(axes, row, over, *styles[row.name])
+        level = members[0].centralised
+        if level:
+            axes.axhline(level, color=GREY, linestyle="--", linewidth=1, label="centralised")
+        unit = "communication rounds" if over == "rounds" else "local batches of the largest users"
+        axes.set(title=partition, xlabel=unit, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accuracy (%)")
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
+    }
+    figure.legend(
+        entries.values(),
+        entries.keys(),
+        loc="outside lower center",
+        ncols=min(len(entries), 4),
+        frameon=False,
+    )
+    return figure
+
+
+def _curve(axes: Axes, row: Row, over: str, colour: str, marker: str) -> None:
+    """Seeds are averaged at the places that the first one was scored at."""
+    places = getattr(row.runs[0].curve, over).astype(np.float64)
+    values = np.array(
+        [np.interp(places, getattr(run.curve, over), run.curve.accuracy) for run in row.runs], np.float64
+    )
+    every = max(1, len(places) // 8)
+    axes.plot(
+        places, values.mean(0), color=colour, marker=marker, markersize=4, markevery=every, label=row.name
+    )
+    if len(values) > 1:
+        axes.fill_between(places, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def _emd(row: Row) -> float | None:
+    found = row.runs[0].results.get("partition", {}).get("mean_emd")
+    return None if found is None else float(found)
+
+
+def accuracy_against_emd(rows: Sequence[Row]) -> Figure:
+    """The best accuracy over the rounds, relative to centralised training; seeds as points, means joined."""
+    styles = _styles([row.name for row in rows])
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    methods: dict[str, list[tuple[float, Values]]] = defaultdict(list)
+    for row in rows:
+        assert row.centralised is not None
+        best = np.array([run.curve.best for run in row.runs], np.float64)
+        methods[row.name].append((_emd(row) or 0.0, 100 * best / row.centralised))
+    for name, points in methods.items():
+        colour, marker = styles[name]
+        points.sort(key=lambda point: point[0])
+        axes.plot(
+            [emd for emd, _ in points],
+            [values.mean() for _, values in points],
+            color=colour,
+            marker=marker,
+            label=name,
+        )
+        for emd, values in points:
+            if len(values) > 1:
+                axes.plot([emd] * len(values), values, marker, color=colour, alpha=0.4, markersize=3)
+    axes.axhline(100, color=GREY, linestyle="--", linewidth=1)
+    axes.text(0.02, 99, "centralised", color=GREY, va="top", transform=axes.get_yaxis_transform())
+    axes.set(
+        xlabel="mean EMD of users' classes to the population's (0: identical, 2: disjoint)",
+        ylabel="relative accuracy, best of the run (%)",
+        xlim=(-0.05, 2.05),
+        ylim=(0, 108),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower left")
+    return figure

@@ -1,0 +1,74 @@
+"""What these runs leave besides what every run does: accuracy by class, the partition, the final rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks import plots
+from benchmarks.recorder import Recorder
+from benchmarks.settings import Tree
+from benchmarks.visual_classification import paper
+from dataset.single_label import SingleLabelTask
+from pfl_ext.evaluation import SCORES
+
+
+def partition_facts(task: SingleLabelTask) -> Tree:
+    """How the training images lie with the users (Hsu, Qi, Brown, 6.1): sizes, classes, mean EMD."""
+    train = task.split("train")
+    owners = np.repeat(np.arange(len(train.user_ids)), np.diff(train.user_offsets))
+    counts = np.zeros((len(train.user_ids), len(task.label_names)))
+    np.add.at(counts, (owners, train.classes), 1)
+    sizes = counts.sum(1)
+    distances = np.abs(counts / sizes[:, None] - counts.sum(0) / sizes.sum()).sum(1)
+    return {
+        "name": task.partition,
+        "users": len(sizes),
+        "images": int(sizes.sum()),
+        "largest_user": int(sizes.max()),
+        "mean_classes": float((counts > 0).sum(1).mean()),
+        "mean_emd": float((sizes * distances).sum() / sizes.sum()),
+    }
+
+
+def class_scores(
+    task: SingleLabelTask, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
+) -> Tree:
+    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
+    return {
+        "per_class_accuracy": dict(zip(task.label_names, metrics["test"][SCORES].per_class())),
+        "partition": partition_facts(task),
+    }
+
+
+def draw(results: Tree, title: str, folder: Path) -> None:
+    """Accuracy of each class, where a bar for each can be read."""
+    accuracy = {name: value for name, value in results["per_class_accuracy"].items() if value is not None}
+    if len(accuracy) <= 60:
+        plots.bars(accuracy, "accuracy on test (%)", title, folder / "per_class_accuracy.png")
+
+
+def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
+    """The rows of the final table."""
+    rows: dict[str, Mapping[str, float]] = {"test, last model": results["last"]["test"]}
+    if results["best_step"] != results["rounds"]:
+        rows["test, best model"] = results["test"]
+    return rows
+
+
+def show(results: Tree) -> None:
+    """Accuracy, and what the paper has for the row."""
+    facts = results["partition"]
+    print(
+        f"partition {facts['name'] or 'of the file'}: {facts['users']:,} users, {facts['images']:,} images, "
+        f"mean EMD {facts['mean_emd']:.3f}"
+    )
+    for name, values in final_rows(results).items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in values.items()))
+    theirs = paper.centralised(results["setting"])
+    if theirs is not None:
+        print(f"centralised, the paper's: {theirs} %")

@@ -1,0 +1,91 @@
+"""Train and evaluate one setting of federated visual classification.
+
+    python -m benchmarks.visual_classification.train --config cifar10-fedavgm --data_path data/cifar10.hdf5 \
+        --data.partition alpha-0.10
+
+A file of single-label images by user: those of dataset.cifar10, cifar100, inaturalist and landmarks, or a
+FLAIR file, of which the images with exactly one label take part. Without one, the embedded mini data set is
+drawn and used at a scale for a laptop. Any field of `benchmarks.visual_classification.config` can be given
+as ``--section.field value``; the command line wins over the YAML file.
+
+Signals, resumption and exit codes are those of `benchmarks.flair.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from dataset.single_label import SingleLabelTask
+
+from benchmarks.experiment import Experiment, build_model, execute, started
+from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
+from benchmarks.visual_classification import results
+from benchmarks.visual_classification.config import VISION, Run, parse
+from dataset.command_line import run as run_command
+from dataset.flair.hdf5 import FlairFile
+from pfl_ext.distributed import barrier, is_main
+
+
+def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
+    """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
+
+    :raises ValueError: when a ``--data_path`` is given that does not exist.
+    """
+    run = parse(argv)
+    dataset = run.config.data.dataset
+    default = Path(f"data/{dataset}.hdf5")
+    given = run.data_path or (default if default.is_file() else MINI_WORD)
+    if given != MINI_WORD:
+        if not given.is_file():
+            raise ValueError(
+                f"--data_path {given}: no such file; python -m dataset.{dataset}.download_preprocess makes it"
+            )
+        return list(argv), given
+    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
+    return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
+
+
+def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
+    """The file as the images and classes that a run asks for."""
+    data = run.config.data
+    cache = int(run.runtime.cache_gb * 1e9)
+    return SingleLabelTask(file, data.partition, data.taxonomy, data.image_size, cache)
+
+
+def experiment(run: Run, file: FlairFile) -> Experiment:
+    """This benchmark's side of a run on this file."""
+    task, scored = single_label_task(run, file), run.config.data.scored
+    return Experiment(
+        task=f"{len(task.label_names)} classes, partition {run.config.data.partition or 'of the file'}",
+        split=lambda name: task.split(scored if name == "val" else name),
+        module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
+        partition=None,
+        final_splits=("val", "test"),
+        headline=("accuracy",),
+        results=partial(results.class_scores, task),
+        draw=results.draw,
+        rows=results.final_rows,
+        show=results.show,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, build, train, report."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__ + "\n" + VISION.usage())
+        return
+    argv, data_path = resolve_data(argv)
+    run = parse(argv)
+    with started(run.runtime):
+        if data_path == MINI_FILE != run.data_path:
+            if is_main():
+                draw_mini(f"no file data/{run.config.data.dataset}.hdf5 (make vision-data gets CIFAR-10)")
+            barrier()
+        execute(run, data_path, partial(experiment, run))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
