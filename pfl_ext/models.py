@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
+from pfl_ext.objectives import ObjectiveName, objective_named
 from pfl_ext.transforms import IMAGENET_MEAN, IMAGENET_STD, augment, normalise, resize
 
 Norm = Literal["group", "frozen_batch"]
@@ -299,13 +300,18 @@ class ImageClassifier(nn.Module):
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         exact_crops: bool | None = None,
+        objective: ObjectiveName = "multi_label",
     ):
-        """``exact_crops``: see ``exact`` of `pfl_ext.transforms.augment`; True where crop is "crop"."""
+        """``exact_crops``: see ``exact`` of `pfl_ext.transforms.augment`; True where crop is "crop".
+
+        ``objective``: what the K outputs mean and which loss follows (`pfl_ext.objectives`).
+        """
         super().__init__()
         assert_no_live_batchnorm(backbone)
         self.backbone = backbone
         self.input_size = input_size
         self.exact_crops = exact_crops
+        self.objective = objective_named(objective)
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
 
@@ -339,29 +345,19 @@ class ImageClassifier(nn.Module):
         return cast(Tensor, self.backbone(self.prepare(images, boxes)))
 
     def loss(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """Binary cross-entropy, the mean over images and labels; ``targets`` ``[B, K]`` of 0 and 1."""
-        return multi_label_loss(self(images, boxes), targets)
+        """The objective's loss of a batch; ``targets`` ``[B, K]``."""
+        return self.objective.loss(self(images, boxes), targets)
 
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> dict[str, MetricValue]:
         """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
-        loss = multi_label_loss(self(images, boxes), targets)
+        loss = self.objective.loss(self(images, boxes), targets)
         return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
 
 
 def memory_format(weight: Tensor) -> torch.memory_format:
     """Of a tensor of four dimensions."""
     return torch.contiguous_format if weight.is_contiguous() else torch.channels_last
-
-
-def image_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy of each image, ``[B]`` float32: the mean over its K labels."""
-    return F.binary_cross_entropy_with_logits(logits.float(), targets.float(), reduction="none").mean(1)
-
-
-def multi_label_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy of logits ``[B, K]`` in float32, the mean over all B x K; targets of any type."""
-    return F.binary_cross_entropy_with_logits(logits.float(), targets.to(torch.float32))
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ class _Recorded:
     images: Tensor  # uint8 [B, H, W, 3]
     targets: Tensor  # [B, K]
     boxes: Tensor  # [B, 6]
-    weights: Tensor  # [B]
+    shares: Tensor  # [B]
     replay: Callable[[], Any]
 
 
@@ -51,16 +51,23 @@ class StepGraphs:
         self._pool: Any = None
 
     def run(
-        self, step: Step, how: LocalTraining, first: bool, images: Tensor, targets: Tensor, boxes: Tensor
+        self,
+        step: Step,
+        how: LocalTraining,
+        first: bool,
+        images: Tensor,
+        targets: Tensor,
+        boxes: Tensor,
+        shares: Tensor,
     ) -> None:
         """``step`` on this batch (tensors on the CPU, best pinned)."""
         n = len(images)
         graph = self.prepared(step, how, first, padded(n), images[:1], boxes[:1])
-        for ours, given in ((graph.images, images), (graph.targets, targets), (graph.boxes, boxes)):
+        held = (graph.images, graph.targets, graph.boxes, graph.shares)
+        graph.shares.zero_()
+        for ours, given in zip(held, (images, targets, boxes, shares)):
             ours[:n].copy_(given, non_blocking=True)
         graph.boxes[n:].copy_(graph.boxes[:1].expand(len(graph.boxes) - n, -1))  # any that lies in the image
-        graph.weights.zero_()
-        graph.weights[:n].fill_(1 / n)
         graph.replay()
 
     def prepared(

@@ -19,7 +19,7 @@ from pfl_ext.engine.norms import squared_norms_of
 from pfl_ext.engine.one_step import Batch, Scaling, Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import LocalTraining, clip_gradients
-from pfl_ext.models import ImageClassifier, image_losses
+from pfl_ext.models import ImageClassifier
 
 
 class Lane:
@@ -39,7 +39,7 @@ class Lane:
             parameter.data = view
         vector = layout.zeros(accumulate)
         self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [])
-        self.net = TapedNetwork(central.backbone)
+        self.net = TapedNetwork(central.backbone, central.objective)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, central.num_labels, self._local) if on_gpu else None
@@ -69,11 +69,11 @@ class Lane:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
         first = True
         for images, targets, boxes in batches:
+            targets, shares = self._central.objective.settled(targets)
             if self._graphs is None:
-                weights = torch.full((len(images),), 1 / len(images))
-                self._step(how, first, images, targets, boxes, weights)
+                self._step(how, first, images, targets, boxes, shares)
             else:
-                self._graphs.run(self._step, how, first, images, targets, boxes)
+                self._graphs.run(self._step, how, first, images, targets, boxes, shares)
             first = False
         if first:  # no data, no update
             self._local.copy_(self._start)
@@ -90,9 +90,9 @@ class Lane:
         self.join()
 
     def _step(
-        self, how: LocalTraining, first: bool, images: Tensor, targets: Tensor, boxes: Tensor, weights: Tensor
+        self, how: LocalTraining, first: bool, images: Tensor, targets: Tensor, boxes: Tensor, shares: Tensor
     ) -> None:
-        """One SGD step on the loss weighted by ``weights`` ``[B]`` (0: padding), the first from the centre.
+        """One SGD step on settled targets with ``shares`` ``[B]`` (0: padding), the first from the centre.
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
@@ -100,8 +100,8 @@ class Lane:
         with torch.enable_grad():
             with how.autocast(self.layout.device):
                 logits = module(images, boxes)
-            losses = image_losses(logits, targets)
-            gradients = list(torch.autograd.grad((losses * weights).sum(), trained(module)))
+            losses = module.objective.image_losses(logits, targets)
+            gradients = list(torch.autograd.grad((losses * shares).sum(), trained(module)))
         with torch.no_grad():
             if how.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)

@@ -51,20 +51,20 @@ def train_one_step(
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
     device = model.mean.device
-    images, targets, boxes = (torch.cat(parts).to(device, non_blocking=True) for parts in zip(*batches))
+    parts = [(images, *model.objective.settled(targets), boxes) for images, targets, boxes in batches]
+    images, targets, shares, boxes = (torch.cat(part).to(device, non_blocking=True) for part in zip(*parts))
     sizes = [len(batch[0]) for batch in batches]
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     users = Users(tuple(starts), device)
-    per_image = torch.tensor([1 / n for n in sizes for _ in range(n)], device=device)
     adding = _Adding(how, torch.tensor(weights, dtype=torch.float64, device=device), scaling, sums)
     at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
     net.run(
         model.prepare(images, boxes),
         targets,
         users,
-        per_image,
+        shares,
         adding.add if at_once else adding.keep,
         how.autocast(device),
     )

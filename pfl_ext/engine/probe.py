@@ -8,7 +8,7 @@ import torch
 
 from pfl_ext.engine.gradients import Gradient, Users
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.models import ImageClassifier, image_losses
+from pfl_ext.models import ImageClassifier
 
 TOLERANCE = 1e-3  # relative, of each variable's gradient
 
@@ -43,7 +43,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     if twice or set(found) != set(names):
         return False
     with torch.enable_grad():
-        losses = image_losses(model.backbone(x), targets)
+        losses = model.objective.image_losses(model.backbone(x), targets)
         parameters = [p for p in model.backbone.parameters() if p.requires_grad]
         expected = torch.autograd.grad((losses * weights).sum(), parameters)
     ones = torch.ones(2, dtype=torch.float64, device=device)

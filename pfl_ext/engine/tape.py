@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
-from pfl_ext.models import FrozenStatisticsBatchNorm2d, image_losses
+from pfl_ext.models import FrozenStatisticsBatchNorm2d
+from pfl_ext.objectives import Objective
 
 
 @dataclass
@@ -145,7 +146,8 @@ KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, FrozenStatisticsBatchNorm2d)
 class TapedNetwork:
     """A copy of a classifier's backbone that shares its weights, with every layer on a tape."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, objective: Objective) -> None:
+        self._objective = objective
         self.backbone = copy.deepcopy(backbone).requires_grad_(False)
         for mine, theirs in zip(_tensors(self.backbone), _tensors(backbone)):
             mine.data = theirs.data
@@ -165,21 +167,21 @@ class TapedNetwork:
         x: Tensor,
         targets: Tensor,
         users: Users,
-        weights: Tensor,
+        shares: Tensor,
         on_gradient: Callable[[str, Gradient], None],
         autocast: Any,
     ) -> None:
-        """The gradients of ``sum_i weights[i] loss_i``, one variable after another, to ``on_gradient``.
+        """The gradients of ``sum_i shares[i] loss_i``, one variable after another, to ``on_gradient``.
 
-        ``x`` ``[B, 3, S, S]``; ``targets`` ``[B, K]``; ``weights`` ``[B]`` float32, 1 / (images of the user);
-        ``loss_i`` is the mean binary cross-entropy of image i.
+        ``x`` ``[B, 3, S, S]``; ``targets`` ``[B, K]`` and ``shares`` ``[B]`` float32, settled for each
+        user's batch by itself; ``loss_i`` is the objective's of image i.
         """
         self.tape = Tape(users, on_gradient)
         try:
             with torch.enable_grad(), autocast:
                 logits = self.backbone(x)
             with torch.enable_grad():
-                total = (image_losses(logits, targets) * weights).sum()
+                total = (self._objective.image_losses(logits, targets) * shares).sum()
             torch.autograd.backward([total])
         finally:
             self.tape = None

@@ -25,25 +25,40 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD
 
 SIDE, LABELS = 12, 5
 
 
+def targets_for(objective: ObjectiveName, n: int, draw: torch.Generator) -> Tensor:
+    """Targets ``[n, LABELS]`` of the kind that an objective takes, weighted where it takes weights."""
+    labels, weights = (torch.rand(n, LABELS, generator=draw) for _ in range(2))
+    if objective == "multi_label":
+        return (labels < 0.4).float()
+    if objective == "single_label":
+        return nn.functional.one_hot(labels.argmax(1), LABELS) * (weights + 0.1)
+    return torch.where(labels < 0.4, 1.0, -1.0) * (weights + 0.1)
+
+
 class NoisyStore:
     """Images and labels that are a function of the row."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], objective: ObjectiveName = "multi_label") -> None:
+        self.objective = objective
         self.user_ids = [f"user-{u}" for u in range(len(sizes))]
         self.user_offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def read(self, rows: Any) -> tuple[Any, Any]:
         images = np.empty((len(rows), SIDE, SIDE, 3), np.uint8)
-        targets = np.empty((len(rows), LABELS), np.uint8)
+        targets = np.empty((len(rows), LABELS), np.float32)
         for i, row in enumerate(rows.tolist()):
             rng = np.random.default_rng(row)
             images[i] = rng.integers(0, 256, (SIDE, SIDE, 3))
-            targets[i] = rng.random(LABELS) < 0.4
+            if self.objective == "multi_label":
+                targets[i] = rng.random(LABELS) < 0.4
+            else:
+                targets[i] = targets_for(self.objective, 1, torch.Generator().manual_seed(row))[0].numpy()
         return images, targets
 
 
@@ -92,10 +107,11 @@ class Setting:
     backbone: Callable[[], nn.Module] = small_backbone
     amp: torch.dtype | None = None
     rounds: int = 1
+    objective: ObjectiveName = "multi_label"
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
-        module = ImageClassifier(self.backbone(), input_size=10, exact_crops=True)
+        module = ImageClassifier(self.backbone(), input_size=10, exact_crops=True, objective=self.objective)
         variable = self.clipping == "variable"
 
         def local(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -104,7 +120,7 @@ class Setting:
             return torch.optim.SGD(parameters, lr=lr)
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
-        data = FederatedImageDataset(NoisyStore(self.sizes), self.sampling, seed=3)
+        data = FederatedImageDataset(NoisyStore(self.sizes, self.objective), self.sampling, seed=3)
         backend = CentrallyEvaluatedBackend(
             data,
             CentralEvaluation(NoisyStore([2])),

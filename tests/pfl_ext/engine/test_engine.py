@@ -17,6 +17,7 @@ from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Member
 from pfl_ext.models import ImageClassifier
+from pfl_ext.objectives import OBJECTIVES, ObjectiveName
 from pfl_ext.privacy import TALLY, metric_name, private_mean
 from pfl_ext.privacy_accounting import PrivacyConfig
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, small_backbone
@@ -41,6 +42,7 @@ SAMPLINGS = st.builds(
     mu=st.sampled_from([None, 0.3]),
     by_images=st.booleans(),
     lanes=st.integers(1, 3),
+    objective=st.sampled_from(list(OBJECTIVES)),
 )
 def test_a_cohorts_sum_is_that_of_pfls_loop(
     sizes: list[int],
@@ -49,9 +51,12 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     mu: float | None,
     by_images: bool,
     lanes: int,
+    objective: ObjectiveName,
 ) -> None:
     how, bound = clipping
-    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images)
+    setting = Setting(
+        sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images, objective=objective
+    )
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
     assert distance(ours, theirs) < 1e-5

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,8 +19,9 @@ from pfl_ext.engine.norms import squared_norm
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.engine.trim import Trimmed, live_taps
-from pfl_ext.models import ImageClassifier, build_backbone, image_losses
-from tests.pfl_ext.engine.setting import LABELS, SIDE, small_backbone
+from pfl_ext.models import ImageClassifier, build_backbone
+from pfl_ext.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
+from tests.pfl_ext.engine.setting import LABELS, SIDE, small_backbone, targets_for
 
 HOW = LocalTraining(0.1, 2, 4, "variable", 0.5, 0.0, None)
 
@@ -42,12 +43,13 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
     users = Users((0, 1, 3, 6), torch.device("cpu"))
     weights = torch.tensor([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3])
     found: dict[str, Gradient] = {}
-    net = TapedNetwork(backbone)
+    net = TapedNetwork(backbone, MULTI_LABEL)
     net.run(images, targets, users, weights, found.__setitem__, contextlib.nullcontext())
     names = [name for name, _ in backbone.named_parameters()]
     own = [
         torch.autograd.grad(
-            image_losses(backbone(images[span]), targets[span]).mean(), list(backbone.parameters())
+            MULTI_LABEL.loss(backbone(images[span]), targets[span]),
+            list(backbone.parameters()),
         )
         for span in users.spans
     ]
@@ -69,7 +71,7 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
 def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     backbone = small_backbone()
     before = [p.detach().clone() for p in backbone.parameters()]
-    net = TapedNetwork(backbone)
+    net = TapedNetwork(backbone, MULTI_LABEL)
     x = torch.rand(2, 3, 10, 10)
     users, ones = Users((0, 2), x.device), torch.ones(2) / 2
     net.run(x, torch.zeros(2, LABELS), users, ones, lambda *_: None, contextlib.nullcontext())
@@ -82,14 +84,16 @@ def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
 
 @pytest.mark.parametrize("size", range(1, 17))
 def test_padding_a_batch_changes_no_step(size: int) -> None:
+    objective: ObjectiveName = list(OBJECTIVES)[size % 3]
+
     def lane_of() -> tuple[Lane, ImageClassifier]:
-        module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True)
+        module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, objective=objective)
         layout = Layout.of(module)
         return Lane(module, layout, layout.gather(module), torch.float32), module
 
     draw = torch.Generator().manual_seed(size)
     images = torch.randint(0, 256, (size, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
-    targets = torch.randint(0, 2, (size, LABELS), generator=draw).float()
+    targets = targets_for(objective, size, draw)
     boxes = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
     (plain, module), (graphed, _) = lane_of(), lane_of()
     how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None)
@@ -129,6 +133,7 @@ def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_size(module, HOW, 1) == 1
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.data()
 )
