@@ -1,4 +1,4 @@
-"""Centralised training (the C rows of Table 1): the same data, model, transform and metrics, Adam, epochs."""
+"""Centralised training: the same data, model, transform and metrics, in epochs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from pfl_ext.transforms import draw_boxes
 
 
 def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
-    """The network with Keras's Adam, in pfl's clothes so that it is scored and saved as a federated one."""
+    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one."""
+    central = run.config.centralised
     optimizer = make_server_optimizer(
         [p for p in module.parameters() if p.requires_grad],
-        name="adam",
-        learning_rate=run.config.centralised.learning_rate,
-        beta1=run.config.centralised.beta1,
-        beta2=run.config.centralised.beta2,
-        epsilon=run.config.centralised.epsilon,
+        name=central.optimizer,
+        learning_rate=central.learning_rate,
+        beta1=central.beta1,
+        beta2=central.beta2,
+        epsilon=central.epsilon,
         adam_form="keras",
-        momentum=0.0,
+        momentum=central.momentum,
     )
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=precision)
@@ -63,9 +64,13 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
                 torch.from_numpy(boxes).to(device),
             )
         loss.backward()
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if config.centralised.max_grad_norm is not None:
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
             clip_each(gradients, config.centralised.max_grad_norm)
+        if config.centralised.weight_decay:
+            weights = [p.detach() for p in parameters]
+            torch._foreach_add_(gradients, weights, alpha=config.centralised.weight_decay)
         optimizer.step()
         total += float(loss.detach()) * len(images)
     return total / len(order)

@@ -36,6 +36,15 @@ def merge(base: Tree, over: Tree) -> Tree:
     return out
 
 
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The leaves of a tree by their dotted keys."""
+    out: Tree = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping)
+        out |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return out
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML in which a repeated key and an alias (ten lines of them make gigabytes) are errors."""
 
@@ -202,6 +211,8 @@ class Benchmark(Generic[C_co]):
     default: str
     """The setting that runs where none is named."""
     recipes: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
+    protocol: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What differs from the sections' own defaults."""
     check: Callable[[Any], None] = check_training
 
     @cached_property
@@ -272,6 +283,7 @@ class Benchmark(Generic[C_co]):
         path = self.path(plain["config"] or self.default)
         shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed
         tree = merge(self.expand(shipped, str(path)), self.expand(typed, "command line"))
+        tree = merge(dict(self.protocol), tree)
         if not isinstance(shipped.get("privacy"), dict) and "privacy" not in explicit:
             tree.pop("privacy", None)  # a scale's privacy is for private settings only
         for section in ("privacy", "local_privacy"):
@@ -298,15 +310,18 @@ class Benchmark(Generic[C_co]):
             f"{macros}  --scale {'|'.join(self.scales)}   sets of switches, see config.py and configs/scales",
         ]
 
+        own = dotted(self.protocol)
+
         def walk(kind: Any, prefix: str) -> None:
             for item in dataclasses.fields(kind):
+                default = own.get(f"{prefix}{item.name}", item.default)
                 if item.name in ("privacy", "local_privacy"):
                     lines.append(f"  --{item.name} none   ({item.type}; any key below gives one)")
                     walk(PrivacySection if item.name == "privacy" else LocalPrivacySection, f"{item.name}.")
                 elif item.default_factory is not dataclasses.MISSING:
                     walk(item.default_factory, f"{prefix}{item.name}.")
                 else:
-                    lines.append(f"  --{prefix}{item.name} {item.default}   ({item.type})")
+                    lines.append(f"  --{prefix}{item.name} {default}   ({item.type})")
 
         walk(self.kind, "")
         walk(Runtime, "runtime.")
