@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flair import paper
-from benchmarks.flair.runs import RunRecord, read_run, split_duplicates
+from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
 from benchmarks.flair.table import SCORED_AS, Cell, Row, make_rows
 from benchmarks.runs import find_runs
 from dataset.command_line import run as run_command
@@ -115,6 +115,16 @@ def _dataset_name(row: Row) -> str:
     return f"{Path(results['dataset']).name}{counts}{drawn}"
 
 
+def _own_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
+    """Reasons against rows beyond the common ones and what the labels say, a line for rows with the same."""
+    own: dict[str, list[str]] = {}
+    for row in rows:
+        told = [reason for reason in row.reasons if reason not in (*common, row.variant.reason)]
+        if told:
+            own.setdefault("; ".join(told), []).append(row.variant.label)
+    return [f"* {' | '.join(labels)}: {told}" for told, labels in own.items()]
+
+
 def markdown(report: Report) -> str:
     """The whole report."""
     lines = ["# Table 1", ""]
@@ -129,15 +139,12 @@ def markdown(report: Report) -> str:
                 f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
                 "",
             ]
-            for row in against:
-                own = [reason for reason in row.reasons if reason not in common]
-                lines += [f"* {row.variant.label}: {'; '.join(own)}"] if own else []
-            lines += [""] if lines[-1] else []
+            lines += [*_own_reasons(against, common), ""]
         lines += [*_table(rows), ""]
-        present = {row.variant.setting for row in rows}
+        present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
         if missing:
-            lines += [f"Missing, without a finished run: {', '.join(missing)}.", ""]
+            lines += [f"Missing, without a finished run as shipped: {', '.join(missing)}.", ""]
     if not report.rows:
         lines += ["No finished run.", ""]
     if report.rows:
@@ -229,7 +236,7 @@ def _left_out(report: Report) -> list[str]:
     if report.unfinished:
         lines += ["## Half finished, not in the tables", ""]
         lines += [
-            f"* {run.directory}: {run.config.setting if run.config else ''} {run.progress}"
+            f"* {run.directory}: {variant(run.config).label if run.config else ''}, {run.progress}"
             for run in report.unfinished
         ]
         lines.append("")
