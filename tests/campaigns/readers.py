@@ -19,6 +19,9 @@ import torch
 from PIL import Image
 
 from benchmarks.flair.config import FLAIR, parse
+from benchmarks.flair.report import main as report
+from benchmarks.sweep import training_words
+from benchmarks.sweep_space import SWEEPS, read_sweep
 from dataset.flair import probe as probing
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
 from dataset.flair.hdf5 import FlairFile
@@ -28,6 +31,7 @@ from dataset.flair.native import NativeReader, Storage
 from dataset.flair.sources import local
 from pfl_ext import checkpoint
 from pfl_ext.models import build_backbone
+from tests.benchmarks.made_runs import make_run
 from tests.dataset.drawn import (
     add_member,
     jpeg,
@@ -86,7 +90,9 @@ def preprocessed(folder: Path, output: Path, storage: Storage = "jpeg") -> None:
     preprocess(local(folder), Options(output, storage, image_size=16, on_bad_image="skip", workers=1))
 
 
-def as_source(name: str, rest: Callable[[Path], object] = lambda _: None) -> Callable[[Path], object]:
+def as_source(
+    name: str, rest: Callable[[Path], object] = lambda _: None, storages: Sequence[Storage] = ("jpeg",)
+) -> Callable[[Path], object]:
     """Read a damaged file as one file of a source, of which ``rest`` makes the others."""
 
     def read(path: Path) -> object:
@@ -97,7 +103,7 @@ def as_source(name: str, rest: Callable[[Path], object] = lambda _: None) -> Cal
         shutil.copy(path, folder / name)
         output = path.with_name("out.hdf5")
         output.unlink(missing_ok=True)
-        for storage in ("jpeg", "raw"):
+        for storage in storages:
             preprocessed(folder, output, storage)
         with FlairFile(output) as file:
             return file.fingerprint
@@ -119,6 +125,26 @@ def read_weights(path: Path) -> object:
     generator = torch.Generator().manual_seed(0)
     build_backbone("squeezenet1_1", 3, norm="group", init="paper", weights=path, generator=generator)
     return None
+
+
+def as_part_of_run(whole: Path, name: str) -> Callable[[Path], object]:
+    """Report a finished run with one file damaged; what is wrong with it is for the report to say."""
+
+    def read(path: Path) -> object:
+        folder = path.with_name("run")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        shutil.copy(path, folder / name)
+        report([str(folder)])
+        return None
+
+    return read
+
+
+def read_sweep_file(path: Path) -> object:
+    """A sweep's YAML, as its command line reads it."""
+    sweep, _, _ = read_sweep(str(path))
+    return training_words(sweep, [])
 
 
 def read_words(path: Path) -> object:
@@ -146,9 +172,23 @@ def _images() -> list[bytes]:
     return [*found, buffer.getvalue(), jpeg(7)]
 
 
+def _run_targets(folder: Path) -> list[Target]:
+    """What the reports and sweeps read."""
+    run = make_run(folder / "whole", "pfl-r-17")
+    parts = ("config.yaml", "metrics.jsonl", "results.json", "privacy.json")
+    sweeps = [path.read_bytes() for path in SWEEPS.values()]
+    return [
+        *(
+            Target(f"report, {name}", [(run / name).read_bytes()], as_part_of_run(run, name), text=True)
+            for name in parts
+        ),
+        Target("sweep", sweeps, read_sweep_file, ".yaml", text=True),
+    ]
+
+
 def targets(folder: Path) -> list[Target]:
     """All of them; seeds are made in ``folder``."""
-    rows = records(24)
+    rows = records(12)
     parquet = write_parquet(folder / "parquet", rows, shards=1)
     files = write_files(folder / "files", rows)
 
@@ -200,12 +240,13 @@ def targets(folder: Path) -> list[Target]:
 
     metadata = (files / "labels_and_metadata.json").read_bytes()
     tar = [(folder / "a.tar").read_bytes()]
+    rows_of = [next(parquet.rglob("*.parquet")).read_bytes()]
     return [
         Target("hdf5, validated", native, validated, ".hdf5", same=True),
         Target("hdf5, read", native, read_probed, ".hdf5"),
         Target("hdf5 of predecessors", foreign, validated, ".hdf5"),
         Target("hdf5 of predecessors, read", foreign, read_probed, ".hdf5"),
-        Target("parquet", [next(parquet.rglob("*.parquet")).read_bytes()], as_source("t.parquet")),
+        Target("parquet", rows_of, as_source("t.parquet", storages=("jpeg", "raw"))),
         Target("tar.gz", [(folder / "a.tar.gz").read_bytes()], as_source("a.tar.gz", listed), same=True),
         Target("tar", tar, as_source("a.tar", listed)),
         Target("metadata", [metadata], as_source("labels_and_metadata.json", unpacked), text=True),
@@ -231,4 +272,5 @@ def targets(folder: Path) -> list[Target]:
             ".json",
             text=True,
         ),
+        *_run_targets(folder),
     ]
