@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -225,7 +225,7 @@ def campaign(
                         name = "".join(c if c.isalnum() else "_" for c in target.name)
                         write_bytes(keep / f"{name}-{number}", make(target, number, tally.seed))
                 if state is not None:
-                    write_json(state, asdict(tally))
+                    write_json(state, vars(tally))
 
 
 def main() -> int:
