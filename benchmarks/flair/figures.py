@@ -51,10 +51,11 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, GREY)
 MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
 SHORT = {
-    "data.partition=iid": "IID", "privacy=none": "no noise", "privacy.epsilon=": "epsilon ",
-    "privacy.noise_cohort_size=": "noise cohort ",
+    "data.partition=iid": "IID", "privacy=none": "no noise", "local_privacy.epsilon=": "local epsilon ",
+    "privacy.epsilon=": "epsilon ", "privacy.noise_cohort_size=": "noise cohort ",
+    "federated.num_rounds=": "rounds: ", "server.learning_rate=": "server's rate ",
 }  # fmt: skip
-"""How differences are said in a legend."""
+"""How differences are said in a legend; a longer key before one that ends it."""
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -275,9 +276,9 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     """Private runs: C-AP on val over the rounds; at the end, C-AP and signal-to-noise ratio by noise cohort.
 
     Bars reach from the least to the most of the seeds. A private setting without noise is a grey line. None
-    where no run is private.
+    where no run is private. Runs with local privacy are not of these: they have no noise cohort.
     """
-    found = [row for row in rows if row.runs[0].privacy is not None]
+    found = [row for row in rows if row.central]
     if not found:
         return None
     found.sort(key=_noise_cohort)
@@ -301,7 +302,7 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
             axes.errorbar([at], [values.mean()], yerr=spread, capsize=3, **style)
     for row in rows:
-        if row.variant.setting.startswith("PFL") and row.runs[0].privacy is None:
+        if row.variant.setting.startswith("PFL") and not row.central:
             told = [_val_curve(run.directory) for run in row.runs]
             mean, label = (
                 np.mean([c for _, c in told], axis=0),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flair import paper
-from benchmarks.flair.runs import RunRecord, read_run, split_duplicates
+from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
 from benchmarks.flair.table import SCORED_AS, Cell, Row, make_rows
 from benchmarks.runs import find_runs
 from dataset.command_line import run as run_command
@@ -130,14 +130,15 @@ def markdown(report: Report) -> str:
                 "",
             ]
             for row in against:
-                own = [reason for reason in row.reasons if reason not in common]
+                known = (*common, row.variant.reason)  # the label says how the config differs
+                own = [reason for reason in row.reasons if reason not in known]
                 lines += [f"* {row.variant.label}: {'; '.join(own)}"] if own else []
             lines += [""] if lines[-1] else []
         lines += [*_table(rows), ""]
-        present = {row.variant.setting for row in rows}
+        present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
         if missing:
-            lines += [f"Missing, without a finished run: {', '.join(missing)}.", ""]
+            lines += [f"Missing, without a finished run as shipped: {', '.join(missing)}.", ""]
     if not report.rows:
         lines += ["No finished run.", ""]
     if report.rows:
@@ -229,7 +230,7 @@ def _left_out(report: Report) -> list[str]:
     if report.unfinished:
         lines += ["## Half finished, not in the tables", ""]
         lines += [
-            f"* {run.directory}: {run.config.setting if run.config else ''} {run.progress}"
+            f"* {run.directory}: {variant(run.config).label if run.config else ''}, {run.progress}"
             for run in report.unfinished
         ]
         lines.append("")

@@ -17,19 +17,25 @@ import yaml
 from benchmarks.facts import dataset_facts, sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
+from benchmarks.sections import LocalPrivacySection
 from benchmarks.settings import Tree, build
 from benchmarks.settings import digest as digest_of
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.metrics import COLUMNS
 
 SCORES = (*COLUMNS, "C-AP-binned200", "O-AP-binned200")
+LOCAL = "LDP-"
+"""How the rows of runs with local differential privacy begin."""
 FLAIR_USERS = {"train": 41131, "val": 5141, "test": 5142}
 FLAIR_IMAGES = {"train": 345879, "val": 39239, "test": 43960}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run directory. ``fault``: why nothing of it can be reported; ``results`` None: not (yet) ended."""
+    """One run directory. ``fault``: why nothing of it can be reported; ``results`` None: not (yet) ended.
+
+    ``privacy``: the finished run's privacy.json, of central or of local privacy as its config asks for.
+    """
 
     directory: Path
     config: Config | None = None
@@ -62,9 +68,9 @@ def read_run(directory: Path) -> RunRecord:
     try:
         results = json.loads((directory / "results.json").read_text())
         privacy = None
-        if config.privacy is not None:
+        if config.privacy is not None or config.local_privacy is not None:
             privacy = json.loads((directory / "privacy.json").read_text())
-            epsilon_of(privacy)
+            (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, digest, results)
         data = results.get("data") or _dataset(str(results.get("dataset"))) if fault_found is None else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
@@ -143,6 +149,19 @@ def epsilon_of(privacy: Tree) -> tuple[float | None, float, bool, float | None]:
     )
 
 
+def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float | None]:
+    """With noise on every device: (epsilon of one update, delta, rounds of the user who took part most,
+    what that user has spent at delta; None is infinite).
+    """
+    spent = privacy["epsilon_spent"]
+    return (
+        float(privacy["epsilon_of_one_participation"]),
+        float(privacy["delta"]),
+        int(privacy["participations_at_most"]["so_far"]),
+        None if spent is None else float(spent),
+    )
+
+
 def flat(config: Config) -> dict[str, Any]:
     """The fields that a run's scores depend on, dotted, without its seed and what its mode does not read."""
     out: dict[str, Any] = {}
@@ -160,6 +179,7 @@ def flat(config: Config) -> dict[str, Any]:
         "setting",
         "seed",
         "privacy.noise_seed",
+        "local_privacy.noise_seed",
         "federated.max_state_gb",
         "personal.",
         "evaluation.few_shot",
@@ -178,12 +198,20 @@ def flat(config: Config) -> dict[str, Any]:
 def _shipped(setting: str, scale: str | None, recipe: str | None) -> dict[str, Any]:
     words = [] if scale is None else ["--scale", scale]
     words += [] if recipe is None else ["--recipe", recipe]
-    return flat(parse(["--config", setting.lower(), *words]).config)
+    if not setting.startswith(LOCAL):
+        return flat(parse(["--config", setting.lower(), *words]).config)
+    config = parse(["--config", setting.replace(LOCAL, "fl-", 1).lower(), *words]).config
+    users = dataclasses.replace(config.federated, weighting="users")
+    return flat(dataclasses.replace(config, federated=users, local_privacy=LocalPrivacySection()))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A run's config, said as a setting, a scale, and the fields in which it differs from them."""
+    """A run's config, said as a setting, a scale, and the fields in which it differs from them.
+
+    A run with local differential privacy is of none of the paper's settings, whatever config it came from:
+    ``LDP-R-17`` is FL-R-17, every user weighted alike, with the defaults of ``local_privacy``.
+    """
 
     setting: str
     scale: str | None
@@ -195,6 +223,11 @@ class Variant:
         return tuple(text for text in self.differences if text != "privacy.noise=paper_bug")
 
     @property
+    def reason(self) -> str:
+        """The essential differences as a reason why it is not the paper's row."""
+        return f"config differs: {', '.join(self.essential)}"
+
+    @property
     def label(self) -> str:
         """``FL-R-17, data.partition=iid``."""
         return ", ".join((self.setting, *self.differences))
@@ -202,20 +235,24 @@ class Variant:
 
 def variant(config: Config) -> Variant:
     """The shortest way to say a config, in terms of what is shipped."""
+    local = config.local_privacy is not None
     if config.setting.lower() not in FLAIR.settings or config.setting not in paper.settings():
-        return Variant(config.setting, None, ("its own config",))
+        return Variant(
+            config.setting, None, (*(["local differential privacy"] if local else []), "its own config")
+        )
+    setting = LOCAL + config.setting.split("-", 1)[1] if local else config.setting
     own, best = flat(config), None
     for recipe in (None, "pfl"):
         for scale in (None, *FLAIR.scales):
             try:
-                base = _shipped(config.setting, scale, recipe)
+                base = _shipped(setting, scale, recipe)
             except ValueError:
                 continue  # the recipe does not go with the setting
             keys = [key for key in {**base, **own} if base.get(key) != own.get(key)]
             if "privacy" in own and "privacy" not in base:  # none of its keys, where the row has them
                 keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
             differences = [f"{key}={_word(own.get(key))}" for key in keys]
-            made = Variant(config.setting, scale, (*([f"recipe={recipe}"] if recipe else []), *differences))
+            made = Variant(setting, scale, (*([f"recipe={recipe}"] if recipe else []), *differences))
             if best is None or len(made.differences) < len(best.differences):
                 best = made
     assert best is not None

@@ -14,11 +14,13 @@ from typing import Literal
 
 from benchmarks.flair import paper
 from benchmarks.flair.runs import (
+    LOCAL,
     RunRecord,
     Variant,
     data_key,
     epsilon_of,
     is_flair,
+    local_epsilon_of,
     variant,
 )
 from pfl_ext.metrics import COLUMNS
@@ -119,6 +121,18 @@ class Row:
         return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     @property
+    def local(self) -> bool:
+        """Whether every update was noised on its device: local differential privacy."""
+        config = self.runs[0].config
+        return config is not None and config.local_privacy is not None
+
+    @property
+    def central(self) -> bool:
+        """Whether the server's sum was noised: central differential privacy, the paper's PFL rows."""
+        config = self.runs[0].config
+        return config is not None and config.privacy is not None
+
+    @property
     def expects_more(self) -> bool:
         """A private row with the noise that its budget needs: the paper's code adds 2.9 times as much."""
         config = self.runs[0].config
@@ -138,12 +152,22 @@ class Row:
 
     def privacy(self) -> str:
         """Epsilon, delta, and what they are of; empty for runs without privacy."""
+        if self.local:
+            return self._local_privacy()
         told = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
         if not told:
             return ""
         epsilon, delta, simulated, executed = max(told, key=lambda t: float("inf") if t[0] is None else t[0])
         text = f"epsilon {_number(epsilon)} at delta {delta:.2g}"
         return text + (f", SIMULATED; as run {_number(executed)}" if simulated else "")
+
+    def _local_privacy(self) -> str:
+        told = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
+        epsilon, delta, rounds, spent = max(told, key=lambda t: float("inf") if t[3] is None else t[3])
+        return (
+            f"LOCAL: epsilon {_number(epsilon)} of one update; who took part most, in {rounds} rounds, "
+            f"spent {_number(spent)} at delta {delta:.2g}"
+        )
 
 
 def _number(epsilon: float | None) -> str:
@@ -159,10 +183,12 @@ def reasons_against(record: RunRecord, made: Variant) -> tuple[str, ...]:
         out.append("the data file cannot be opened, so it is not known whether it is FLAIR")
     elif not is_flair(record.data):
         out.append("the data set is not FLAIR")
+    if record.config.local_privacy is not None:
+        out.append("local differential privacy, of which the paper has no row")
     if made.scale is not None:
         out.append(f"scale {made.scale}")
     if made.essential:
-        out.append("config differs: " + ", ".join(made.essential))
+        out.append(made.reason)
     weights = record.results.get("weights")
     if record.config.model.pretrained and not (weights and weights.get("imagenet")):
         told = weights.get("description") or weights["file"] if weights else "not recorded"
@@ -178,7 +204,8 @@ def make_rows(records: Sequence[RunRecord]) -> list[Row]:
         made = variant(record.config)
         key = (data_key(record), made, reasons_against(record, made))
         rows.setdefault(key, []).append(record)
-    order = {name: place for place, name in enumerate(paper.settings())}
+    order = {name: float(place) for place, name in enumerate(paper.settings())}
+    order |= {LOCAL + n.removeprefix("PFL-"): order[n] + 0.5 for n in paper.settings() if n[:3] == "PFL"}
     out = [
         Row(made, data, tuple(sorted(runs, key=lambda run: run.config.seed if run.config else 0)), reasons)
         for (data, made, reasons), runs in rows.items()
