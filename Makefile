@@ -72,7 +72,7 @@ flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | 
 flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
 
-flair-table1: $(READY) ## Table 1, resumable, then the report: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
+flair-table1: $(READY) ## Table 1, resumable, then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	  $(if $(SCALE),--scale $(SCALE)) $(if $(filter mini,$(SCALE)),,$(FILE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
 

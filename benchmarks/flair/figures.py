@@ -27,7 +27,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
 from benchmarks.flair.table import Row
-from benchmarks.flair.train import resolve_data
+from benchmarks.flair.train import MINI_FILE, draw_mini, resolve_data
 from benchmarks.plots import (
     BLACK,
     BLUE,
@@ -254,7 +254,8 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     titles = {"C-AP": "C-AP of one user (%)\nclasses it lacks count 0", "O-AP": "O-AP of one user (%)"}
     for axes, (column, shown) in zip(figure.subplots(2, sharex=True), groups.items()):
         violins(axes, shown, [COLOURS[k % len(COLOURS)] for k in range(len(shown))])
-        axes.set(ylabel=titles[column], ylim=(0, 102))
+        highest = max(float(np.nanmax(values, initial=0.0)) for values in shown.values())
+        axes.set(ylabel=titles[column], ylim=(0, min(102, 1.1 * highest + 1)))
     figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
     figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
     return figure
@@ -322,7 +323,7 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     for axes in (curves, ends, ratios):
         axes.grid(alpha=0.3)
     for axes in (curves, ends):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, 1.0))
     figure.suptitle(name)
     _legend_below(figure, curves, 2)
     return figure
@@ -357,7 +358,7 @@ def _signal_to_noise(privacy: Mapping[str, Any]) -> float:
 
 
 def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
-    """The figures of runs: one set for each data set and taxonomy.
+    """The figures of runs: one set for each data set and taxonomy, which end their names where they differ.
 
     :raises ValueError: when there is no finished run at these paths.
     """
@@ -374,6 +375,7 @@ def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
         "per_user": per_user,
         "private": private,
     }
+    several = [len(set(parts)) > 1 for parts in zip(*((k[0], k[1:]) for k in groups))]
     for members in groups.values():
         results = members[0].runs[0].results
         assert results is not None
@@ -381,7 +383,8 @@ def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
         for what, make in makers.items():
             figure = make(members, f"{stem}, {classes} classes")
             if figure is not None:
-                yield (what if len(groups) == 1 else f"{what}_{stem}_{classes}"), figure
+                ends = [text for text, told in zip((stem, str(classes)), several) if told]
+                yield "_".join((what, *ends)), figure
 
 
 def main(argv: Sequence[str]) -> None:
@@ -403,6 +406,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
     if given.data_path is not None:
         path = resolve_data([f"--data_path={given.data_path}"])[1]
+        if path == MINI_FILE != given.data_path:
+            draw_mini()
         for name, figure in data_figures(path, given.split, given.image_size, given.threads):
             write(figure, given.output_dir, name)
     if given.run_dirs:

@@ -115,6 +115,16 @@ def _dataset_name(row: Row) -> str:
     return f"{Path(results['dataset']).name}{counts}{drawn}"
 
 
+def _own_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
+    """Reasons against rows beyond the common ones and what the labels say, a line for rows with the same."""
+    own: dict[str, list[str]] = {}
+    for row in rows:
+        told = [reason for reason in row.reasons if reason not in (*common, row.variant.reason)]
+        if told:
+            own.setdefault("; ".join(told), []).append(row.variant.label)
+    return [f"* {' | '.join(labels)}: {told}" for told, labels in own.items()]
+
+
 def markdown(report: Report) -> str:
     """The whole report."""
     lines = ["# Table 1", ""]
@@ -129,11 +139,7 @@ def markdown(report: Report) -> str:
                 f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
                 "",
             ]
-            for row in against:
-                known = (*common, row.variant.reason)  # the label says how the config differs
-                own = [reason for reason in row.reasons if reason not in known]
-                lines += [f"* {row.variant.label}: {'; '.join(own)}"] if own else []
-            lines += [""] if lines[-1] else []
+            lines += [*_own_reasons(against, common), ""]
         lines += [*_table(rows), ""]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]

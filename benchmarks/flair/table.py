@@ -183,6 +183,10 @@ def reasons_against(record: RunRecord, made: Variant) -> tuple[str, ...]:
         out.append("the data file cannot be opened, so it is not known whether it is FLAIR")
     elif not is_flair(record.data):
         out.append("the data set is not FLAIR")
+        labels = len(record.results["per_class_ap"])
+        expected = 17 if record.config.data.taxonomy == "labels" else 1628
+        if labels != expected:
+            out.append(f"{labels:,} labels for {expected:,}")
     if record.config.local_privacy is not None:
         out.append("local differential privacy, of which the paper has no row")
     if made.scale is not None:

@@ -1,11 +1,11 @@
-"""Run Table 1, settings x seeds, each in a process of its own, and report.
+"""Run Table 1, settings x seeds, each in a process of its own, then report and draw the figures.
 
     python -m benchmarks.flair.table1 [--settings fl-r-17 ...] [--seeds 0 1 ...] [--scale mini] [-- ...]
 
 What is finished is skipped and what is half done goes on, so the same command is the way to go on after a
 stop. A run that fails is named, its log kept, and the others go on. What stands after ``--`` goes to every
-run. ``--scale mini``: all twelve rows and two seeds on the embedded mini set at the scale *tiny*, about
-20 minutes on a free core.
+run. The table lies in the runs' directory, the figures in its folder ``figures``. ``--scale mini``: all
+twelve rows and two seeds on the embedded mini set at the scale *tiny*, about ten minutes on a free core.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.flair import paper, report
+from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
+from benchmarks.flair.runs import find_runs, read_run
 from benchmarks.flair.standin import main as make_standin
+from benchmarks.flair.train import resolve_data
 from benchmarks.settings import arguments, digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
@@ -169,7 +171,7 @@ def _interrupt(*_: object) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the rows of Table 1, skipping what is done, and report."""
+    """Run the rows of Table 1, skipping what is done, report, and draw the figures."""
     signal.signal(signal.SIGTERM, _interrupt)  # so that the run in progress ends with this
     words = list(argv)
     extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -224,6 +226,9 @@ def main(argv: Sequence[str]) -> None:
     failures = make_runs(todo, root / "logs")
     words = [str(root), "--output_dir", str(root), *(["--verify"] if given.verify else [])]
     report.main(words)
+    if any(read_run(directory).finished for directory in find_runs([root])):
+        file = resolve_data([f"--data_path={data}"] if data else [])[1]
+        figures.main([str(root), f"--data_path={file}", f"--output_dir={root / 'figures'}"])
     if failures:
         raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")
 
