@@ -2,7 +2,8 @@
 
 python -m benchmarks.flair.private_figure OUT.png RUN_DIR...
 
-Runs with the same budget have one colour; runs without privacy are grey and only in the last panel.
+Runs with the same budget have one colour; runs without privacy are grey and only in the last panel. Local
+privacy, in which each device noises its update, is a budget apart, named as such.
 """
 
 from __future__ import annotations
@@ -32,11 +33,31 @@ PANELS = (
 )
 
 
+@dataclass(frozen=True, order=True)
+class Budget:
+    """By what runs are told apart: central privacy first, by epsilon, then local, by that of one update."""
+
+    local: bool
+    epsilon: float  # of the system accounted for, or of one update; infinite without privacy
+
+    @property
+    def private(self) -> bool:
+        """Whether there is noise at all."""
+        return math.isfinite(self.epsilon)
+
+    def told(self, none: str, prefix: str = "") -> str:
+        """In words; ``none`` without privacy."""
+        local = "local, " if self.local else ""
+        return (
+            f"{local}{prefix}{self.epsilon:g}{' an update' if self.local else ''}" if self.private else none
+        )
+
+
 @dataclass(frozen=True)
 class PrivateRun:
     """What the picture needs of a run directory."""
 
-    epsilon: float  # of the system accounted for; infinite without privacy
+    budget: Budget
     history: list[Tree]
     results: Tree | None  # None: not finished
 
@@ -49,11 +70,13 @@ def read_run(directory: Path) -> PrivateRun:
     lines, config = directory / "metrics.jsonl", directory / "config.yaml"
     if not lines.is_file() or not config.is_file():
         raise ValueError(f"{directory} is not a run directory: it lacks metrics.jsonl or config.yaml")
-    privacy = yaml.safe_load(config.read_text()).get("privacy")
+    tree = yaml.safe_load(config.read_text())
+    local = tree.get("local_privacy") is not None
+    privacy = tree["local_privacy"] if local else tree.get("privacy")
     history = [json.loads(line) for line in lines.read_text().splitlines()]
     results = directory / "results.json"
     return PrivateRun(
-        math.inf if privacy is None else float(privacy["epsilon"]),
+        Budget(local, math.inf if privacy is None else float(privacy["epsilon"])),
         history,
         json.loads(results.read_text()) if results.is_file() else None,
     )
@@ -74,8 +97,8 @@ def table(runs: Sequence[PrivateRun]) -> str:
         "| epsilon | seeds | val C-AP | test C-AP | test O-AP | signal to noise | clipped | last bound |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for budget in sorted({run.epsilon for run in runs}, reverse=True):
-        done = [(run, run.results) for run in runs if run.epsilon == budget and run.results is not None]
+    for budget in sorted({run.budget for run in runs}, key=lambda b: (b.local, -b.epsilon)):
+        done = [(run, run.results) for run in runs if run.budget == budget and run.results is not None]
         if not done:
             continue
         scores = [
@@ -84,36 +107,35 @@ def table(runs: Sequence[PrivateRun]) -> str:
         ]
         told = [[line["privacy"] for line in run.history if "privacy" in line] for run, _ in done]
         private = ["-"] * 3
-        if math.isfinite(budget):
+        if budget.private:
             private = [
                 _spread([median(r["signal-to-noise ratio"] for r in rounds) for rounds in told], 2),
                 _spread([mean(r["fraction clipped"] for r in rounds) for rounds in told], 2),
                 _spread([rounds[-1]["clipping bound"] for rounds in told], 2),
             ]
         seeds = ", ".join(str(results["seed"]) for _, results in done)
-        name = f"{budget:g}" if math.isfinite(budget) else "none"
-        lines.append(f"| {' | '.join([name, seeds, *scores, *private])} |")
+        lines.append(f"| {' | '.join([budget.told('none'), seeds, *scores, *private])} |")
     return "\n".join(lines)
 
 
 def picture(runs: Sequence[PrivateRun]) -> Figure:
     """Four panels over the rounds: clipping bound, fraction clipped, signal-to-noise ratio, C-AP on val."""
-    budgets = sorted({run.epsilon for run in runs})
-    private = [budget for budget in budgets if math.isfinite(budget)]
-    colours = {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(reversed(private))}
-    colours[math.inf] = GREY
+    budgets = sorted({run.budget for run in runs})
+    private = [budget for budget in budgets if budget.private]
+    colours = dict.fromkeys(budgets, GREY)
+    colours |= {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(reversed(private))}
     figure = Figure(figsize=(7.2, 5.6), layout="constrained")
     grid: list[Axes] = list(figure.subplots(2, 2, sharex=True).flat)
     for run in runs:
         told = [line for line in run.history if "privacy" in line]
         for axes, (name, _) in zip(grid, PANELS):
             values = [line["privacy"][name] for line in told]
-            axes.plot([line["round"] for line in told], values, color=colours[run.epsilon], lw=0.8, alpha=0.8)
+            axes.plot([line["round"] for line in told], values, color=colours[run.budget], lw=0.8, alpha=0.8)
         scored = [line for line in run.history if "val" in line]
         grid[3].plot(
             [line["round"] for line in scored],
             [line["val"]["C-AP"] for line in scored],
-            color=colours[run.epsilon],
+            color=colours[run.budget],
             lw=1.2,
         )
     for axes, (_, label) in zip(grid, PANELS):
@@ -127,8 +149,7 @@ def picture(runs: Sequence[PrivateRun]) -> Figure:
         axes.grid(alpha=0.3)
     for axes in grid[2:]:
         axes.set_xlabel("round of training")
-    names = {b: f"epsilon {b:g}" if b in private else "no privacy" for b in budgets}
-    handles = [Line2D([], [], color=colours[budget], label=names[budget]) for budget in budgets]
+    handles = [Line2D([], [], color=colours[b], label=b.told("no privacy", "epsilon ")) for b in budgets]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(budgets), frameon=False)
     return figure
 

@@ -44,6 +44,8 @@ def make_run(
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if config.privacy is not None:
         (directory / "privacy.json").write_text(json.dumps(PRIVACY))
+    if config.local_privacy is not None:
+        (directory / "privacy.json").write_text(json.dumps(LOCAL_PRIVACY))
     if not finished:
         return directory
     row = paper.row(config.setting) or dict.fromkeys(COLUMNS, 50.0)
@@ -73,3 +75,14 @@ PRIVACY = {
     "as_executed": {"epsilon_spent": 4.712},
     "by_round": {"signal-to-noise ratio": [0.1, 0.2, 0.3, 0.2]},
 }
+LOCAL_PRIVACY = {
+    "kind": "local",
+    "delta": 1e-6,
+    "is_simulation": False,
+    "epsilon_of_one_participation": 8.0,
+    "participations_at_most": {"so_far": 12, "at_end": 12},
+    "epsilon_spent": 61.25,
+    "by_round": {"signal-to-noise ratio": [0.1, 0.2, 0.3, 0.2]},
+}
+LOCALLY = ("--privacy=none", "--federated.weighting=users", "--local_privacy.epsilon=8")
+"""What makes a run one with local privacy, of whatever setting."""

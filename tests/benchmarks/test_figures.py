@@ -14,7 +14,7 @@ from benchmarks.flair import figures
 from benchmarks.flair.figures import main, per_class, private, user_sizes
 from benchmarks.flair.report import collect
 from dataset.command_line import run
-from tests.benchmarks.made_runs import PRIVACY, make_run
+from tests.benchmarks.made_runs import LOCALLY, PRIVACY, make_run
 
 
 def written(directory: Path) -> set[str]:
@@ -94,6 +94,39 @@ def test_private_runs_stand_at_their_noise_cohort_with_their_ratio(tmp_path: Pat
             [float(np.asarray(p.get_xdata())[0]) for p in points], [5000, 20000], rtol=0.05
         )
     assert figures.private([], "none") is None
+
+
+def test_local_privacy_is_neither_among_the_private_runs_nor_their_line_without_noise(tmp_path: Path) -> None:
+    make_run(tmp_path / "local", "pfl-r-17", *LOCALLY)
+    assert private(collect([tmp_path]).rows, "name") is None
+    make_run(tmp_path / "central", "pfl-r-17")
+    make_run(tmp_path / "none", "pfl-r-17", "--privacy=none", shift=3.0)
+    made = private(collect([tmp_path]).rows, "name")
+    assert made is not None
+    last = sorted(float(np.asarray(line.get_ydata())[-1]) for line in made.axes[0].get_lines())
+    assert last == [20.0, 23.0]
+
+
+def test_the_names_of_figures_say_in_what_several_of_a_kind_differ(tmp_path: Path) -> None:
+    ap, prevalence = {"a": 3.0, "b": 4.0}, {"a": 0.1, "b": 0.2}
+    make_run(tmp_path / "runs" / "a", "fl-r-17")
+    make_run(tmp_path / "runs" / "b", "fl-r-1628", per_class_ap=ap, prevalence=prevalence)
+    names = [name for name, _ in figures.run_figures([tmp_path / "runs"])]
+    assert names == ["per_class_3", "per_class_2"]
+    make_run(tmp_path / "runs" / "c", "fl-r-17", data={"content_sha256": "x"}, dataset="else/other.hdf5")
+    names = [name for name, _ in figures.run_figures([tmp_path / "runs"])]
+    assert sorted(names) == ["per_class_flair_2", "per_class_flair_3", "per_class_other_3"]
+
+
+def test_scores_stay_inside_their_panels(tmp_path: Path) -> None:
+    per_user_file(make_run(tmp_path / "a", "pfl-r-17"), 0.0)
+    rows = collect([tmp_path]).rows
+    curves = private(rows, "name")
+    violins = figures.per_user(rows, "name")
+    assert curves is not None
+    assert violins is not None
+    assert curves.axes[0].get_ylim() == pytest.approx((0, 21.2))  # the curve ends at 20
+    assert violins.axes[0].get_ylim() == pytest.approx((0, 34))  # 30 is the most of users with two images
 
 
 def test_the_legend_says_who_holds_half_of_the_images() -> None:

@@ -10,10 +10,10 @@ from benchmarks.flair.private_figure import main, picture, read_run, table
 from benchmarks.settings import Tree
 
 
-def run_directory(path: Path, epsilon: float | None, rounds: int) -> Path:
+def run_directory(path: Path, epsilon: float | None, rounds: int, section: str = "privacy") -> Path:
     """As a run leaves it, of so many rounds."""
     path.mkdir()
-    privacy = "privacy: null" if epsilon is None else f"privacy:\n  epsilon: {epsilon}"
+    privacy = "privacy: null" if epsilon is None else f"{section}:\n  epsilon: {epsilon}"
     (path / "config.yaml").write_text(privacy + "\n")
     lines: list[Tree] = []
     for r in range(rounds):
@@ -57,6 +57,23 @@ def test_the_table_has_the_mean_of_finished_seeds_of_each_budget(tmp_path: Path)
         "| none | 2 | 40.0 | 40.0 | 80.0 | - | - | - |",
         "| 2 | 0, 1 | 11.5 ± 2.1 | 11.5 ± 2.1 | 23.0 ± 4.2 | 0.83 ± 0.00 | 0.50 ± 0.00 | 3.10 ± 0.00 |",
     ]
+
+
+def test_local_privacy_is_a_budget_apart_and_not_for_want_of_privacy(tmp_path: Path) -> None:
+    run_directory(tmp_path / "central", 8.0, 3)
+    run_directory(tmp_path / "local", 8.0, 3, "local_privacy")
+    run_directory(tmp_path / "none", None, 3)
+    for seed, name in enumerate(("central", "local", "none")):
+        columns = {"C-AP": 10.0 + seed, "O-AP": 20.0}
+        told = {"seed": seed, "val": columns, "test": columns}
+        (tmp_path / name / "results.json").write_text(json.dumps(told))
+    runs = [read_run(tmp_path / name) for name in ("central", "local", "none")]
+    assert [line.split(" | ")[0] for line in table(runs).splitlines()[2:]] == [
+        "| none", "| 8", "| local, 8 an update"]  # fmt: skip
+    figure = picture(runs)
+    assert len({line.get_color() for line in figure.axes[3].lines}) == 3
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "epsilon 8", "no privacy", "local, epsilon 8 an update"]  # fmt: skip
 
 
 def test_the_picture_is_written_and_a_mistake_is_named(tmp_path: Path) -> None:

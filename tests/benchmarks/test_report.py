@@ -19,7 +19,7 @@ from benchmarks.flair.table import tolerance
 from benchmarks.runs import find_runs
 from dataset.command_line import run
 from pfl_ext.metrics import COLUMNS
-from tests.benchmarks.made_runs import FLAIR, make_run
+from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 
 
 def rows(text: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -150,8 +150,8 @@ def test_unfinished_broken_and_duplicate_runs_are_named_and_the_rest_is_reported
     assert run(main, [str(tmp_path)]) == 0
     text = capsys.readouterr().out
     sections = dict(re.findall(r"## ([A-Z][a-z]+)[^\n]*\n\n(.*?)(?=\n## |\Z)", text, re.DOTALL))
-    assert f"{half}: FL-R-17 at round 3 of 5000" in sections["Half"]
-    assert f"{broken['lines']}: FL-R-17 no round is on record" in sections["Half"]
+    assert f"{half}: FL-R-17, at round 3 of 5000" in sections["Half"]
+    assert f"{broken['lines']}: FL-R-17, no round is on record" in sections["Half"]
     reasons = {
         "cut": "damaged", "nan": "C-P = nan", "swapped": "config_sha256 differs",
         "model": "model_sha256 differs",
@@ -214,7 +214,7 @@ def test_rows_beyond_the_twelve_stand_beside_them(tmp_path: Path) -> None:
         ("FL-R-17", (0, 1)), ("FL-R-17, data.partition=iid", (0, 1))]  # fmt: skip
     text = markdown(told)
     assert text.count("## On ") == 1
-    assert "Missing, without a finished run: C-R-17, PFL-R-17" in text
+    assert "Missing, without a finished run as shipped: C-R-17, PFL-R-17" in text
 
 
 def test_private_rows_show_epsilon_and_that_it_is_simulated(tmp_path: Path) -> None:
@@ -222,6 +222,60 @@ def test_private_rows_show_epsilon_and_that_it_is_simulated(tmp_path: Path) -> N
     assert "epsilon 2 at delta 8.4e-06, SIMULATED; as run 4.71" in markdown(collect([tmp_path]))
     (tmp_path / "a" / "privacy.json").unlink()
     assert collect([tmp_path]).broken[0].directory == tmp_path / "a"
+
+
+def test_local_privacy_is_a_row_of_its_own_and_never_stands_for_a_private_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From either config, on FLAIR, with the paper's own columns: it is held against no row of the paper."""
+    make_run(tmp_path / "fl", "fl-r-17", *LOCALLY)
+    make_run(tmp_path / "pfl", "pfl-r-17", *LOCALLY)
+    make_run(tmp_path / "weak", "fl-r-17", *LOCALLY, "--local_privacy.epsilon=64", "--scale=small")
+    told = collect([tmp_path])
+    assert [(row.variant.label, row.variant.scale) for row in told.rows] == [
+        ("LDP-R-17", None), ("LDP-R-17, local_privacy.epsilon=64.0", "small"),
+        ("LDP-R-17, server.learning_rate=0.02", None),
+    ]  # fmt: skip
+    assert not any(row.comparable for row in told.rows)
+    assert {cell["verdict"] for cell in rows(table_csv(told)).values()} == {"not in the paper"}
+    text = markdown(told)
+    spent = "epsilon 8 of one update; who took part most, in 12 rounds, spent 61.2 at delta 1e-06"
+    assert f"LOCAL: {spent}" in text
+    assert "local differential privacy, of which the paper has no row" in text
+    assert "Missing, without a finished run as shipped: C-R-17, FL-R-17, PFL-R-17" in text
+    assert "paper (FLAIR)" not in text
+    assert run(main, [str(tmp_path), "--verify"]) == 0
+    assert "nothing was compared" in capsys.readouterr().err
+    (tmp_path / "fl" / "privacy.json").unlink()
+    assert [record.directory for record in collect([tmp_path]).broken] == [tmp_path / "fl"]
+
+
+def test_local_privacy_stands_between_its_sisters_and_has_all_scales(tmp_path: Path) -> None:
+    for place, argv in enumerate((["c-f-17"], ["fl-r-17", *LOCALLY, "--scale=small"], ["pfl-r-17"])):
+        make_run(tmp_path / str(place), *argv)
+    labels = [row.variant.label for row in collect([tmp_path]).rows]
+    assert labels == ["PFL-R-17", "LDP-R-17", "C-F-17"]
+
+
+def test_a_variant_does_not_stand_for_the_shipped_row(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", "fl-r-17", "--data.partition=iid")
+    assert "finished run as shipped: C-R-17, FL-R-17, PFL-R-17" in markdown(collect([tmp_path]))
+    make_run(tmp_path / "b", "fl-r-17")
+    assert "finished run as shipped: C-R-17, PFL-R-17" in markdown(collect([tmp_path]))
+
+
+def test_reasons_are_said_once_for_the_rows_that_share_them(tmp_path: Path) -> None:
+    small = {"users": {"train": 3}}
+    standin = {"file": "s.safetensors", "sha256": "ab", "description": "STAND-IN", "imagenet": False}
+    for setting, classes in (("c-r-17", 17), ("fl-f-17", 17), ("c-f-17", 17), ("c-r-1628", 68)):
+        ap = {f"c{k}": 5.0 for k in range(classes)}
+        weights = standin if "-f-" in setting else None
+        make_run(tmp_path / setting, setting, data=small, per_class_ap=ap, weights=weights)
+    lines = [line for line in markdown(collect([tmp_path])).splitlines() if line.startswith("* ")]
+    assert lines == [
+        "* C-F-17 | FL-F-17: weights are not torchvision's ImageNet ones (STAND-IN)",
+        "* C-R-1628: 68 labels for 1,628",
+    ]
 
 
 def test_a_private_row_may_beat_the_paper_but_not_with_the_papers_noise(tmp_path: Path) -> None:

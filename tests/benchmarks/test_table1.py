@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flair import paper, table1
+from benchmarks.flair import figures, paper, table1
 from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
+from benchmarks.flair.train import MINI_FILE
 from dataset.command_line import run
 from tests.benchmarks.made_runs import make_run
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Figures are not drawn; the arguments with which they would have been."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(figures, "main", told.append)
+    return told
 
 
 @pytest.fixture
@@ -33,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_failed_run_does_not_end_the_rest_and_a_second_call_makes_only_what_is_left(
-    made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: list[str], drawn: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = tmp_path / "w.safetensors"
     argv = [
@@ -46,6 +55,8 @@ def test_a_failed_run_does_not_end_the_rest_and_a_second_call_makes_only_what_is
     assert "2 of 6 runs failed" in out.err
     assert "error: the weights do not fit" in out.out
     assert (tmp_path / "runs" / "table1.csv").is_file()
+    root = tmp_path / "runs"
+    assert drawn == [[str(root), f"--data_path={MINI_FILE}", f"--output_dir={root / 'figures'}"]]
     made.clear()
     assert run(main, argv) == 2
     assert made == ["fl-f-17 seed 0", "fl-f-17 seed 1"]
@@ -70,7 +81,19 @@ def test_without_weights_and_network_the_fine_tuning_rows_are_missing_and_said_s
     assert made == ["fl-r-17 seed 0", "fl-r-17 seed 1"]
     out = capsys.readouterr().out
     assert out.count("the weights cannot be downloaded") == 1
-    assert "Missing, without a finished run: C-R-17, PFL-R-17, C-F-17, FL-F-17" in out
+    assert "Missing, without a finished run as shipped: C-R-17, PFL-R-17, C-F-17, FL-F-17" in out
+
+
+def test_without_a_finished_run_the_report_says_so_and_nothing_is_drawn(
+    made: list[str], drawn: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "half", finished=False)
+    argv = ["--settings", "fl-f-17", "--seeds", "0", "--data_path=mini", "--weights=w.safetensors"]
+    assert run(main, [*argv, f"--runs_dir={tmp_path}"]) == 2
+    out = capsys.readouterr()
+    assert "No finished run." in out.out
+    assert "1 of 1 runs failed" in out.err
+    assert drawn == []
 
 
 def test_results_of_another_config_are_not_taken_for_this_ones(
