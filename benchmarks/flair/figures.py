@@ -27,7 +27,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
 from benchmarks.flair.table import Row
-from benchmarks.flair.train import MINI_FILE, draw_mini, resolve_data
+from benchmarks.flair.train import resolve_data
+from benchmarks.mini import MINI_FILE, draw_mini
 from benchmarks.plots import (
     BLACK,
     BLUE,
@@ -407,7 +408,7 @@ def main(argv: Sequence[str]) -> None:
     if given.data_path is not None:
         path = resolve_data([f"--data_path={given.data_path}"])[1]
         if path == MINI_FILE != given.data_path:
-            draw_mini()
+            draw_mini("no file for the figures (make flair-data gets FLAIR)")
         for name, figure in data_figures(path, given.split, given.image_size, given.threads):
             write(figure, given.output_dir, name)
     if given.run_dirs:

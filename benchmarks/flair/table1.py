@@ -24,9 +24,10 @@ import torch
 
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
-from benchmarks.flair.runs import find_runs, read_run
+from benchmarks.flair.runs import read_run
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import resolve_data
+from benchmarks.runs import find_runs
 from benchmarks.settings import arguments, digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser

@@ -13,6 +13,7 @@ from PIL import Image
 from benchmarks.flair import figures
 from benchmarks.flair.figures import main, per_class, private, user_sizes
 from benchmarks.flair.report import collect
+from benchmarks.mini import MINI_FILE
 from dataset.command_line import run
 from tests.benchmarks.made_runs import LOCALLY, PRIVACY, make_run
 
@@ -105,6 +106,20 @@ def test_local_privacy_is_neither_among_the_private_runs_nor_their_line_without_
     assert made is not None
     last = sorted(float(np.asarray(line.get_ydata())[-1]) for line in made.axes[0].get_lines())
     assert last == [20.0, 23.0]
+
+
+def test_the_mini_data_set_is_drawn_where_it_is_not_yet(
+    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def draw(why: str) -> None:
+        MINI_FILE.parent.mkdir()
+        MINI_FILE.write_bytes(mini_file.read_bytes())
+
+    monkeypatch.setattr(figures, "draw_mini", draw)
+    assert run(main, ["--data_path=mini", "--output_dir=out"]) == 0
+    assert written(Path("out")) == {"user_sizes", "labels", "emd"}
 
 
 def test_the_names_of_figures_say_in_what_several_of_a_kind_differ(tmp_path: Path) -> None:

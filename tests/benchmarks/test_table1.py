@@ -9,7 +9,7 @@ import pytest
 from benchmarks.flair import figures, paper, table1
 from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
-from benchmarks.flair.train import MINI_FILE
+from benchmarks.mini import MINI_FILE
 from dataset.command_line import run
 from tests.benchmarks.made_runs import make_run
 
