@@ -38,6 +38,7 @@ from benchmarks.plots import (
     PINK,
     SKY,
     VERMILION,
+    plain_log,
     save,
     violin_legend,
     violins,
@@ -297,12 +298,13 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
         mean = np.mean([curve for _, curve in told], axis=0)
         dash = DASHES[place % len(DASHES)]
         curves.plot(told[0][0], mean, **style, linestyle=dash, label=_private_label(row))
-        at = _noise_cohort(row) * 1.06 ** (place - (len(found) - 1) / 2)
+        sisters = [other for other in found if _noise_cohort(other) == _noise_cohort(row)]
+        at = _noise_cohort(row) * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
         last = np.array([curve[-1] for _, curve in told])
         signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
-            axes.errorbar([at], [values.mean()], yerr=spread, capsize=3, **style)
+            axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)
     for row in rows:
         if row.variant.setting.startswith("PFL") and not row.central:
             told = [_val_curve(run.directory) for run in row.runs]
@@ -312,15 +314,15 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
             )
             curves.plot(told[0][0], mean, color=GREY, label=label)
             ends.axhline(mean[-1], color=GREY)
-    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="mean over seeds")
+    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="over the rounds, mean of seeds")
     ends.set(ylabel="C-AP on val (%)", title="after the last round")
-    ratios.set(ylabel="norm of the mean update / of its noise", yscale="log", title="signal-to-noise ratio")
+    ratios.set(ylabel="norm of the mean update / of its noise", title="signal to noise, median")
     for axes in (ends, ratios):
         axes.set(xlabel="noise cohort (users)", xscale="log", xlim=(cohorts[0] / 1.6, cohorts[-1] * 1.6))
         axes.set_xticks(cohorts, [f"{cohort:,}" for cohort in cohorts])
         axes.minorticks_off()
-    ratios.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ratios.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ratios.set_ylim(ratios.dataLim.y0 / 1.4, ratios.dataLim.y1 * 1.4)
+    plain_log(ratios)
     for axes in (curves, ends, ratios):
         axes.grid(alpha=0.3)
     for axes in (curves, ends):
