@@ -178,7 +178,10 @@ def _label(row: Row, rows: Sequence[Row]) -> str:
     """A row's label, short: seeds, and the scale only where there are several."""
     scales = {other.variant.scale for other in rows}
     scale = f" ({row.variant.scale or 'full'})" if len(scales) > 1 else ""
-    label = f"{row.variant.label}{scale}"
+    return _shortened(f"{row.variant.label}{scale}")
+
+
+def _shortened(label: str) -> str:
     for long, short in SHORT.items():
         label = label.replace(long, short)
     return label.removesuffix(".0").replace(".0,", ",").replace(".0 (", " (")
@@ -190,7 +193,9 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
     assert results is not None
     prevalence: dict[str, float] = results["prevalence"]
     names = sorted((n for n in prevalence if prevalence[n] > 0), key=lambda n: -prevalence[n])
-    few = len(names) <= 30
+    few, absent = len(names) <= 30, [n for n in prevalence if not prevalence[n]]
+    if absent:
+        name += f"; not on test: {', '.join(absent) if len(absent) <= 3 else f'{len(absent):,} of them'}"
     figure = Figure(figsize=(max(6.4, 0.46 * len(names)) if few else 6.8, 4.6), layout="constrained")
     axes = figure.subplots()
     x = np.arange(len(names), dtype=float) if few else np.array([100 * prevalence[n] for n in names])
@@ -346,7 +351,7 @@ def _private_label(row: Row) -> str:
     own = ("privacy.epsilon", "privacy.noise_cohort")
     other = [text for text in row.variant.differences if not text.startswith(own)]
     told = f"noise cohort {_noise_cohort(row):,}, epsilon {config.privacy.epsilon:g}, n = {len(row.runs)}"
-    return ", ".join((row.variant.setting, *other, told))
+    return ", ".join((_shortened(", ".join((row.variant.setting, *other))), told))
 
 
 def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:

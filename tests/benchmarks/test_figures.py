@@ -68,6 +68,14 @@ def test_per_class_shows_the_mean_over_seeds_of_each_class_the_commonest_first(t
     assert axes.get_legend_handles_labels()[1][0] == "FL-R-17 (n = 2)"
 
 
+def test_classes_without_an_image_on_test_are_named_not_drawn(tmp_path: Path) -> None:
+    prevalence = {"animal": 0.2, "food": 0.3, "fire": 0.0}
+    make_run(tmp_path / "a", prevalence=prevalence)
+    axes = per_class(collect([tmp_path]).rows, "name").axes[0]
+    assert [tick.get_text().split()[0] for tick in axes.get_xticklabels()] == ["food", "animal"]
+    assert axes.get_title() == "name; not on test: fire"
+
+
 def test_many_classes_are_drawn_against_their_frequency(tmp_path: Path) -> None:
     prevalence = {f"c{k}": 0.5 / (k + 1) for k in range(50)}
     ap = dict.fromkeys(prevalence, 30.0)
