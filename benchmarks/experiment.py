@@ -85,6 +85,9 @@ def build_model(
         init=config.model.init,
         generator=torch_stream(config.seed, "model initialisation"),
         groups=config.model.groups,
+        input_size=config.model.input_size,
+        bottleneck=config.model.bottleneck,
+        train=config.model.trained,
     )
     exact = config.augment.crop == "crop"
     return ImageClassifier(

@@ -17,12 +17,14 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
 
+from pfl_ext.accuracy import ClassCounts
 from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray
 from pfl_ext.metrics import MultiLabelScores
+from pfl_ext.models import ImageClassifier
+from pfl_ext.objectives import MULTI_LABEL, Objective
 from pfl_ext.prefetch import prefetched
-
-FloatArray = npt.NDArray[np.floating[Any]]
 
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
@@ -45,40 +47,60 @@ class CentralEvaluation:
     def __call__(self, model: PyTorchModel) -> Metrics:
         """Loss and scores of the split, summed over batches and workers.
 
-        Each worker reads only its own contiguous share of the rows.
+        `SCORES` is a `MultiLabelScores`, or a `ClassCounts` where the objective is single_label. Each worker
+        reads only its own contiguous share of the rows. On a CUDA device losses and predictions stay there
+        to the end of the share and come back in one transfer.
         """
         world_size, rank = get_ops().distributed.world_size, get_ops().distributed.global_rank
         edges = (np.arange(world_size + 1, dtype=np.int64) * self.num_images) // world_size
         mine = np.arange(edges[rank], edges[rank + 1])
-        batches = [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
         module = model.pytorch_model
+        objective = module.objective if isinstance(module, ImageClassifier) else MULTI_LABEL
         was_training = module.training
         module.eval()
-        total: Any = None
-        for rows, (images, targets) in zip(
-            batches, prefetched(self.store.read, batches, ahead=2 * self.threads, threads=self.threads)
-        ):
-            metrics = self._one_batch(model, rows, images, targets)
-            total = metrics if total is None else total + metrics
+        found = self._share(model, objective, mine)
         module.train(was_training)
-        if total is None:  # more workers than images
-            targets = self.store.read(mine)[1]
-            total = self._metrics(mine, np.empty(0), np.empty(targets.shape, np.float32), targets)
-        return ops.all_reduce_metrics(total) if world_size > 1 else total
+        metrics = self._metrics(objective, mine, *found)
+        return ops.all_reduce_metrics(metrics) if world_size > 1 else metrics
 
-    def _one_batch(
-        self, model: PyTorchModel, rows: IntArray, images: ByteArray, targets: ByteArray
+    def _share(
+        self, model: PyTorchModel, objective: Objective, rows: IntArray
+    ) -> tuple[float, npt.NDArray[Any], ByteArray]:
+        """Sum of losses, predictions ``[n, K]`` or ``[n]``, and targets ``[n, K]`` of n rows."""
+        device = get_default_device()
+        on_gpu = device.type == "cuda"
+
+        def read(batch: IntArray) -> tuple[Tensor, Tensor]:
+            images, targets = (torch.from_numpy(part) for part in self.store.read(batch))
+            return (images.pin_memory(), targets.pin_memory()) if on_gpu else (images, targets)
+
+        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        losses, predictions, truth = [], [], []
+        for images, targets in prefetched(read, batches, ahead=2 * self.threads, threads=self.threads):
+            with model.amp_context or contextlib.nullcontext():
+                logits = model.pytorch_model(images.to(device, non_blocking=True)).float()
+            where = device if on_gpu else torch.device("cpu")  # Apple's devices have no float64
+            batch = objective.scored(logits.to(where), targets.to(where, non_blocking=True))
+            losses.append(batch[0])
+            predictions.append(batch[1])
+            truth.append(targets.numpy())
+        if not batches:  # more workers than images
+            none = self.store.read(rows)[1]
+            return 0.0, np.empty(none.shape if objective.per_label else 0, np.float32), none
+        total = torch.cat(losses).sum()
+        return float(total), torch.cat(predictions).cpu().numpy(), np.concatenate(truth)
+
+    def _metrics(
+        self,
+        objective: Objective,
+        rows: IntArray,
+        loss: float,
+        predictions: npt.NDArray[Any],
+        targets: ByteArray,
     ) -> Metrics:
-        with model.amp_context or contextlib.nullcontext():
-            logits = model.pytorch_model(torch.from_numpy(images).to(get_default_device())).float().cpu()
-        truth = torch.from_numpy(targets).float()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
-        return self._metrics(rows, loss.double().mean(1).numpy(), torch.sigmoid(logits).numpy(), targets)
-
-    def _metrics(self, rows: IntArray, losses: FloatArray, scores: FloatArray, targets: ByteArray) -> Metrics:
-        return Metrics(
-            [
-                (LOSS, Weighted(float(losses.sum()), len(rows))),
-                (SCORES, MultiLabelScores.from_batch(self.num_images, rows, scores, targets)),
-            ]
+        scores = (
+            MultiLabelScores.from_batch(self.num_images, rows, predictions, targets)
+            if objective.per_label
+            else ClassCounts.from_batch(predictions, targets)
         )
+        return Metrics([(LOSS, Weighted(loss, len(rows))), (SCORES, scores)])

@@ -27,10 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
 from pfl_ext.objectives import ObjectiveName, objective_named
+from pfl_ext.small_models import SMALL_MODELS
 from pfl_ext.transforms import IMAGENET_MEAN, IMAGENET_STD, augment, normalise, resize
 
 Norm = Literal["group", "frozen_batch"]
 Init = Literal["paper", "torchvision"]
+Trained = Literal["all", "two_layers"]
 
 IMAGENET = "imagenet"
 """As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
@@ -74,32 +76,44 @@ def build_backbone(
     init: Init,
     generator: torch.Generator,
     groups: int = 32,
+    input_size: int | None = None,
+    bottleneck: int | None = None,
+    train: Trained = "all",
 ) -> nn.Module:
-    """A torchvision classifier with K outputs and without live BatchNorm, on the CPU.
+    """A classifier with K outputs and without live BatchNorm, on the CPU.
 
-    * ``arch``: any name of torchvision's classifiers that has one output in training, e.g. ``resnet18``.
+    * ``arch``: any name of torchvision's classifiers that has one output in training, e.g. ``resnet18``; or
+      one of `pfl_ext.small_models`, which are made for one ``input_size``.
     * ``norm``: "group" replaces each BatchNorm2d of C channels by GroupNorm with eps 1e-5 and the largest
       divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
     * ``init``: "paper": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
       (Keras' he_normal and glorot_uniform; FLAIR's code). "torchvision": torchvision's own.
     * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture, be it
       torchvision's or a run's ``model.safetensors``. The head is always new.
+    * ``bottleneck``: units of a linear layer put between the features and the head; Hsu et al. 2020 have 64
+      for Landmarks (Section 6.5, which names no activation; there is none here).
+    * ``train``: "two_layers" freezes all but the bottleneck and the head.
 
     All draws come from ``generator`` (a CPU one), the same ones whatever ``weights`` is. Dropout and
     stochastic depth, which would draw from the global generator during training, are removed; ResNets have
     none. Raises ValueError for a name or a file that does not fit.
     """
-    if arch not in zoo.list_models(module=zoo):
-        near = difflib.get_close_matches(arch, zoo.list_models(module=zoo), 1)
-        hint = f"did you mean {near[0]}?" if near else "resnet18 is the paper's"
-        raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
-    for key, value, known in (("norm", norm, get_args(Norm)), ("init", init, get_args(Init))):
+    choices = (
+        ("norm", norm, get_args(Norm)),
+        ("init", init, get_args(Init)),
+        ("train", train, get_args(Trained)),
+    )
+    for key, value, known in choices:
         if value not in known:
             raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
-    if num_labels < 1 or groups < 1:
-        raise ValueError(f"num_labels ({num_labels}) and groups ({groups}) must be at least 1")
+    if num_labels < 1 or groups < 1 or (bottleneck is not None and bottleneck < 1):
+        raise ValueError(
+            f"num_labels ({num_labels}), groups ({groups}) and bottleneck ({bottleneck}) must be at least 1"
+        )
+    if train == "two_layers" and bottleneck is None:
+        raise ValueError("train two_layers trains the bottleneck and the head: set bottleneck, e.g. to 64")
     with _DrawFrom(generator):
-        backbone = cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels))
+        backbone = _untrained(arch, num_labels, input_size)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
     if init == "paper":
@@ -110,7 +124,40 @@ def build_backbone(
     if weights is not None:
         tensors, source = _read_weights(arch, weights)
         _load(backbone, arch, tensors, source)
+    if bottleneck is not None:
+        _insert_bottleneck(backbone, arch, bottleneck, init, generator)
+    if train == "two_layers":
+        backbone.requires_grad_(False)
+        head = head_of(backbone)[0].rpartition(".")[0]
+        backbone.get_submodule(head).requires_grad_(True)
     return backbone
+
+
+def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
+    if arch in SMALL_MODELS:
+        if input_size is None:
+            raise ValueError(f"{arch} is made for one size of input: give input_size")
+        return SMALL_MODELS[arch](num_labels, input_size)
+    known = [*zoo.list_models(module=zoo), *SMALL_MODELS]
+    if arch not in known:
+        near = difflib.get_close_matches(arch, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "resnet18 is the paper's"
+        raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
+    return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels))
+
+
+def _insert_bottleneck(
+    backbone: nn.Module, arch: str, units: int, init: Init, generator: torch.Generator
+) -> None:
+    """Replace the head by two linear layers, both drawn anew."""
+    name, head = head_of(backbone)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{arch} ends in a convolution, before which there is no bottleneck; leave it out")
+    with _DrawFrom(generator):
+        both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
+    if init == "paper":
+        _initialise_as_paper(both, generator)
+    backbone.set_submodule(name, both)
 
 
 class _DrawFrom(TorchFunctionMode):
@@ -224,7 +271,7 @@ def _read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], st
 
 
 def _download(arch: str) -> dict[str, Tensor]:
-    known = zoo.get_model_weights(arch).__members__
+    known = {} if arch in SMALL_MODELS else zoo.get_model_weights(arch).__members__
     if "IMAGENET1K_V1" not in known:
         raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
     pinned = known["IMAGENET1K_V1"]
@@ -242,13 +289,12 @@ def _load(backbone: nn.Module, arch: str, tensors: dict[str, Tensor], source: st
     """Copy every tensor but the head's; ValueError unless names and shapes are exactly the network's."""
     if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
         tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
-    head = head_of(backbone)[0]
-    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(f"{head}.")}
-    ignored = (f"{head}.weight", f"{head}.bias")
+    head = f"{head_of(backbone)[0]}."  # one layer, or two where the file has a bottleneck
+    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(head)}
     given = {
         name: t
         for name, t in tensors.items()
-        if name not in ignored and not name.endswith("num_batches_tracked")
+        if not name.startswith(head) and not name.endswith("num_batches_tracked")
     }
     missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):

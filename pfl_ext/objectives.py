@@ -24,6 +24,8 @@ class Objective(ABC):
     """A loss of the logits and targets of a batch, and what the logits say."""
 
     name: ObjectiveName
+    per_label = True
+    """Whether each label is a yes or no of its own; else the K labels exclude each other."""
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets ``[B, K]`` as `image_losses` wants them and each image's share ``[B]`` of the loss."""
@@ -38,6 +40,15 @@ class Objective(ABC):
         """The loss of a batch, float32."""
         targets, shares = self.settled(targets)
         return (self.image_losses(logits, targets) * shares).sum()
+
+    def scored(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """For evaluation, on the device: losses ``[B]`` float64 and what is predicted; plain targets.
+
+        Here the binary cross-entropy and the labels' probabilities ``[B, K]`` float32.
+        """
+        logits = logits.float()
+        losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
+        return losses.double().mean(1), torch.sigmoid(logits)
 
 
 class MultiLabel(Objective):
@@ -62,6 +73,7 @@ class SingleLabel(Objective):
     """
 
     name: ObjectiveName = "single_label"
+    per_label = False
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets as they are; the shares are the weights over their sum."""
@@ -71,6 +83,11 @@ class SingleLabel(Objective):
     def image_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """``-log softmax`` at the class, ``[B]``, without the weight."""
         return F.cross_entropy(logits.float(), targets.argmax(1), reduction="none")
+
+    def scored(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropies, and the likeliest classes ``[B]`` int64, -1 where a logit is NaN."""
+        losses = self.image_losses(logits, targets).double()
+        return losses, torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 class WeightedMultiLabel(Objective):

@@ -10,7 +10,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks import plots
-from benchmarks.recorder import Recorder
+from benchmarks.recorder import Recorder, columns
 from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper
 from dataset.single_label import SingleLabelTask
@@ -38,9 +38,17 @@ def partition_facts(task: SingleLabelTask) -> Tree:
 def class_scores(
     task: SingleLabelTask, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
 ) -> Tree:
-    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
+    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from.
+
+    ``val`` is test where test is what was followed over the rounds.
+    """
+    shares = metrics["test"][SCORES].per_class
     return {
-        "per_class_accuracy": dict(zip(task.label_names, metrics["test"][SCORES].per_class())),
+        **({} if "val" in metrics else {"val": columns(metrics["test"])}),
+        "per_class_accuracy": {
+            name: None if np.isnan(share) else 100 * float(share)
+            for name, share in zip(task.label_names, shares)
+        },
         "partition": partition_facts(task),
     }
 

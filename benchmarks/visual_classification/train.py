@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dataset.single_label import SingleLabelTask
-
 from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
+from dataset.single_label import SingleLabelTask
 from pfl_ext.distributed import barrier, is_main
 
 
@@ -63,7 +62,7 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         split=lambda name: task.split(scored if name == "val" else name),
         module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
         partition=None,
-        final_splits=("val", "test"),
+        final_splits=("test",) if scored == "test" else ("val", "test"),
         headline=("accuracy",),
         results=partial(results.class_scores, task),
         draw=results.draw,

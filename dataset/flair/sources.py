@@ -309,11 +309,12 @@ def _bounded(name: str, size: int) -> None:
         )
 
 
-class _Header(tarfile.TarInfo):
+class BoundedHeader(tarfile.TarInfo):
     """Refuses headers (long names, say) of a size that no header has: tarfile reads them into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """As tarfile's; raises ReadError for such a header."""
         found = super().frombuf(buf, encoding, errors)
         if found.type in _HEADERS and found.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {found.size:,} bytes")
@@ -322,13 +323,13 @@ class _Header(tarfile.TarInfo):
 
 def _tar(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The JPEGs of an archive, in its order; each must be read before the next is asked for."""
-    with _archive(path), ExitStack() as stack:
+    with archive_errors(path), ExitStack() as stack:
         stream: IO[bytes] = stack.enter_context(open(path, "rb"))
         if stream.read(2) == b"\x1f\x8b":  # tarfile itself does not look at gzip's checksum
             stream.seek(0)
             stream = cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=stream)))
         stream.seek(0)
-        archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header))
+        archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|", tarinfo=BoundedHeader))
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
             name = Path(member.name)
@@ -342,12 +343,12 @@ def _tar(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def _read(path: Path, content: IO[bytes]) -> bytes:
-    with _archive(path):
+    with archive_errors(path):
         return content.read()
 
 
 @contextmanager
-def _archive(path: Path) -> Iterator[None]:
+def archive_errors(path: Path) -> Iterator[None]:
     """Turn what a damaged archive raises into one ValueError that names it."""
     try:
         yield

@@ -140,11 +140,16 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def _trained(layer: nn.Module) -> bool:
+    """Whether training changes anything that is the layer's own."""
+    return any(p.requires_grad for p in layer.parameters(recurse=False))
+
+
 KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, FrozenStatisticsBatchNorm2d)
 
 
 class TapedNetwork:
-    """A copy of a classifier's backbone that shares its weights, with every layer on a tape."""
+    """A copy of a classifier's backbone that shares its weights, with every trained layer on a tape."""
 
     def __init__(self, backbone: nn.Module, objective: Objective) -> None:
         self._objective = objective
@@ -153,8 +158,9 @@ class TapedNetwork:
             mine.data = theirs.data
         self.tape: Tape | None = None
         self._token = torch.zeros((), requires_grad=True)
+        frozen = {name for name, layer in backbone.named_modules() if not _trained(layer)}
         for name, layer in self.backbone.named_modules():
-            if isinstance(layer, KINDS):
+            if isinstance(layer, KINDS) and name not in frozen:
                 layer.tape_name = name
                 layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
 

@@ -72,7 +72,7 @@ class Trimmed:
         if not self._sides:
             return update
         shapes: Mapping[str, Any] = dict(self._central.named_parameters())
-        for name in self._sides:
+        for name in self._sides.keys() & update.keys():  # frozen weights have no update
             if name not in self._sums:
                 self._sums[name] = torch.empty_like(shapes[name], dtype=update[name].dtype)
             self._sums[name].zero_()
@@ -84,7 +84,8 @@ def _cut(layer: nn.Conv2d, sides: Sides) -> nn.Conv2d:
     """The same layer with these taps."""
     made = copy.deepcopy(layer)
     weight = layer.weight.detach()[:, :, sides[0], sides[1]]
-    made.weight = nn.Parameter(weight.clone(memory_format=memory_format(layer.weight)))
+    kept = weight.clone(memory_format=memory_format(layer.weight))
+    made.weight = nn.Parameter(kept, requires_grad=layer.weight.requires_grad)
     made.kernel_size = (weight.shape[2], weight.shape[3])
     low = zip(_padding(layer), sides, layer.dilation)
     made.padding = tuple(p - side.start * d for p, side, d in low)

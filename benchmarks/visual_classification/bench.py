@@ -1,0 +1,120 @@
+"""How fast a round of visual classification is, by stock pfl and the fast engine. See `benchmarks.bench`.
+
+    python -m benchmarks.visual_classification.bench [--output F] [--cases cpu|gpu] [--rounds 3] [--only CASE]
+                                                     [--data_path F]
+
+CIFAR's shape: the paper's network, 500 images a user, batches of 64, ten users a round, weight decay. Images
+are drawn at random unless a file is given, since their content changes no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench import STOCK, Sides, measure, report_cases
+from benchmarks.experiment import build_model
+from benchmarks.settings import Tree
+from benchmarks.visual_classification.config import Run, parse
+from benchmarks.visual_classification.train import single_label_task
+from dataset.command_line import run as run_command
+from dataset.flair.hdf5 import FlairFile
+from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray
+from pfl_ext.models import ImageClassifier
+from pfl_ext.randomness import stream
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: what is trained."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    precision: str = "fp32"
+    scored: bool = False
+    pixels: int = 32
+    classes: int = 10
+    users: int = 30
+    user_images: int = 500
+    cohort: int = 10
+
+
+MOBILENET = ("--config=inat-user-120k-fedavgm-vc-k10", "--model.pretrained=false", "--data.partition=none")
+CPU = [
+    Case("CIFAR-10, FedAvgM"),
+    Case("CIFAR-10, FedAvgM, bf16", precision="bf16"),
+    Case("CIFAR-10, FedAvgM, with evaluation", scored=True),
+    Case("CIFAR-100, FedVC and FedIR", ("--recipe=cifar100+fedavgm+vc+ir",), classes=100),
+    Case("CIFAR-10, FedNova", ("--recipe=fednova",)),
+]
+GPU = [
+    *CPU,
+    Case("iNaturalist, 299 px, FedVC, bf16", MOBILENET, "bf16", pixels=299, classes=1203, user_images=256),
+]
+SETS = {"cpu": CPU, "gpu": GPU, "all": GPU}
+
+
+class RandomImages:
+    """Random pixels and classes, the same whenever they are read."""
+
+    def __init__(self, case: Case, pixels: int, users: int) -> None:
+        self._classes, self._pixels, self._each = case.classes, pixels, case.user_images
+        self.user_ids = [f"user-{u}" for u in range(users)]
+        self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * case.user_images
+
+    @property
+    def num_images(self) -> int:
+        """N."""
+        return int(self.user_offsets[-1])
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
+        """Images ``[n, S, S, 3]`` and one-hot ``[n, K]``."""
+        rng = stream(0, "bench", int(rows[0]) if len(rows) else 0)
+        images = rng.integers(0, 256, (len(rows), self._pixels, self._pixels, 3), np.uint8)
+        return images, np.eye(self._classes, dtype=np.uint8)[np.asarray(rows) % self._classes]
+
+
+def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
+    """Both engines on one case."""
+    common = [*case.words, f"--federated.cohort_size={case.cohort}"]
+    if options.data_path is not None:
+        with FlairFile(options.data_path) as file:
+            return _compare(case, common, rounds, lambda run: single_label_task(run, file).split)
+    return _compare(case, common, rounds, lambda run: lambda name: _drawn(case, run, name))
+
+
+def _drawn(case: Case, run: Run, split: str) -> RandomImages:
+    return RandomImages(case, run.config.data.image_size, case.users if split == "train" else 10)
+
+
+def _compare(
+    case: Case, common: Sequence[str], rounds: int, stores: Callable[[Run], Callable[[str], ImageStore]]
+) -> Tree:
+    def opened(run: Run) -> tuple[Callable[[str], ImageStore], ImageClassifier]:
+        return stores(run), build_model(run.config, case.classes, None, "single_label")
+
+    sides = Sides(
+        parse([*common, *STOCK]),
+        parse([*common, f"--runtime.precision={case.precision}"]),
+        opened,  # type: ignore[arg-type]
+        "test" if case.scored else None,
+    )
+    return {"case": asdict(case), **measure(sides, rounds)}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and report."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data_path", type=Path, help="a file of dataset.cifar10, instead of noise")
+
+    report_cases(argv, "benchmarks.visual_classification.bench", __doc__, SETS, measured, options)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,251 @@
+"""CIFAR-10 and CIFAR-100 with federated splits of their training images, as one HDF5 file of raw pixels.
+
+The images come from the official binary archives (those for Python hold pickles, which this project does
+not load) or from parquet files as on Hugging Face; both keep the official order, on which the image ids of
+Google's splits rest. Shape letters: N images of a split, K classes.
+
+The file's own users are one for each split, who owns everything; each CSV ``federated_train_alpha_A.csv``
+becomes the partition ``alpha-A``, and each ``--alphas A`` the partition ``dirichlet-A-seed-S`` of our own
+sampler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from dataset.assignments import (
+    TRAIN_CSV,
+    check_classes,
+    csv_texts,
+    partition_name,
+    partition_of,
+    read_listing,
+)
+from dataset.flair.download import PATIENT, Patience, fetch, remote
+from dataset.flair.index import IntArray, LabelMatrix, PartitionIndex, SplitIndex
+from dataset.flair.sources import BoundedHeader, archive_errors
+
+SIDE = 32
+PIXELS = SIDE * SIDE * 3
+MAX_ROWS = 1 << 20
+SPLITS_BASE = "http://storage.googleapis.com/gresearch/federated-vision-datasets/"
+IMAGES_BASE = "https://www.cs.toronto.edu/~kriz/"
+LICENCE = (
+    "CIFAR: Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009); no licence is stated"
+)
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """What one of the two data sets is, and where it is to be had."""
+
+    name: str
+    classes: tuple[str, ...]  # [K], in the order of the labels' numbers, which is alphabetical
+    archive: str
+    md5: str
+    members: Mapping[str, Sequence[str]]  # by split
+    label_bytes: int  # before each image of the binary form; the last of them is the class
+    label_column: str  # of the parquet form
+    splits_archive: str
+    old_splits: str  # version 1.0, whose image ids are wrong
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split, in the official order."""
+
+    pixels: ByteArray  # [N, 32, 32, 3]
+    classes: IntArray  # [N]
+
+
+def download(spec: Cifar, folder: Path, images: str, splits: str, patience: Patience = PATIENT) -> None:
+    """Fetch the archive of images and that of splits into ``folder``, unless they are there.
+
+    :param images, splits: addresses of the folders that hold them; an empty one is left out.
+    """
+    for base, name in ((images, spec.archive), (splits, spec.splits_archive)):
+        if base:
+            url = base.rstrip("/") + "/" + name
+            fetch(url, folder / name, remote(url, patience), patience)
+
+
+def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
+    """The images in a folder: parquet, the official binary archive, or what it holds.
+
+    :raises ValueError: when there is none, or it is damaged, or holds a class that there is not.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    parquet = [path for path in found if path.suffix == ".parquet"]
+    archives = [path for path in found if path.name == spec.archive]
+    if parquet:
+        splits = {
+            name: _of_parquet(spec, [path for path in parquet if path.name.startswith(name)], folder)
+            for name in ("train", "test")
+        }
+    elif archives:
+        _check_md5(archives[0], spec.md5)
+        splits = _of_binary(spec, dict(_members(archives[0])), str(archives[0]))
+    else:
+        wanted = {member for members in spec.members.values() for member in members}
+        loose = {path.name: path.read_bytes() for path in found if path.name in wanted}
+        if not loose:
+            raise ValueError(
+                f"--source {folder} holds neither *.parquet nor {spec.archive} (the version for Python holds "
+                "pickles and is not read)"
+            )
+        splits = _of_binary(spec, loose, str(folder))
+    for name, images in splits.items():
+        bad = np.flatnonzero((images.classes < 0) | (images.classes >= spec.num_classes))
+        if len(bad):
+            raise ValueError(
+                f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but there are "
+                f"{spec.num_classes}; is this {spec.name}?"
+            )
+    return splits
+
+
+def _check_md5(path: Path, expected: str) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != expected:
+        raise ValueError(
+            f"{path} is damaged (MD5 {digest.hexdigest()}, not {expected}); delete it and try again"
+        )
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The ``.bin`` members of an archive by the last part of their name; nothing is unpacked to the disk."""
+    with archive_errors(path), tarfile.open(path, tarinfo=BoundedHeader) as archive:
+        for member in archive:
+            if member.isreg() and member.name.endswith(".bin") and member.size <= MAX_ROWS * (PIXELS + 2):
+                content = archive.extractfile(member)
+                assert content is not None
+                yield Path(member.name).name, content.read()
+
+
+def _of_binary(spec: Cifar, contents: Mapping[str, bytes], origin: str) -> dict[str, Images]:
+    splits = {}
+    for name, members in spec.members.items():
+        parts = []
+        for member in members:
+            if member not in contents:
+                raise ValueError(f"{origin} lacks {member}; take {spec.archive} anew")
+            raw, width = np.frombuffer(contents[member], np.uint8), PIXELS + spec.label_bytes
+            if not len(raw) or len(raw) % width:
+                raise ValueError(
+                    f"{origin}: {member} has {len(raw):,} bytes, no multiple of {width}; take it anew"
+                )
+            parts.append(raw.reshape(-1, width))
+        rows = np.concatenate(parts)
+        planes = rows[:, spec.label_bytes :].reshape(-1, 3, SIDE, SIDE)
+        pixels = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        splits[name] = Images(pixels, rows[:, spec.label_bytes - 1].astype(np.int64))
+    return splits
+
+
+def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
+    pixels: list[ByteArray] = []
+    classes: list[int] = []
+    if not paths:
+        raise ValueError(f"--source {folder} holds parquet, but none of it is train-* and test-*")
+    for path in paths:
+        try:
+            with pq.ParquetFile(path) as file:
+                if missing := {"img", spec.label_column} - set(file.schema_arrow.names):
+                    raise ValueError(f"it has no column {min(missing)!r}")
+                for batch in file.iter_batches(1024, columns=["img", spec.label_column], use_threads=False):
+                    classes += (int(one) for one in batch.column(spec.label_column).to_pylist())
+                    for row in batch.column("img").to_pylist():
+                        pixels.append(_lossless(row["bytes"], path, len(pixels)))
+        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            if str(path) in str(error):
+                raise
+            text = " ".join(str(error).split())
+            raise ValueError(f"{path} cannot be read as parquet of {spec.name}: {text}") from None
+    if not pixels:
+        raise ValueError(f"{paths[0]} holds no image; take it anew")
+    return Images(np.stack(pixels), np.array(classes, np.int64))
+
+
+def _lossless(content: bytes, path: Path, row: int) -> ByteArray:
+    """The pixels of a PNG, or of a WebP that says it is lossless (a chunk VP8L, RFC 9649)."""
+    try:
+        if content[8:12] == b"WEBP" and content[12:16] != b"VP8L":
+            raise ValueError("it is a lossy WebP")
+        with Image.open(io.BytesIO(content), formats=["PNG", "WEBP"]) as image:
+            if image.size != (SIDE, SIDE):
+                raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, not {SIDE} x {SIDE}")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
+        raise ValueError(f"{path}: image {row} cannot be used ({error}); take the file anew") from None
+
+
+def official_partitions(spec: Cifar, place: Path, classes: IntArray) -> dict[str, PartitionIndex]:
+    """Google's splits from the CSVs in a folder or zip archive, each row's class checked against its image.
+
+    :raises ValueError: when there is no such CSV, or one does not fit the images.
+    """
+    if place.name == spec.old_splits:
+        raise ValueError(
+            f"{place} is version 1.0 of the splits, whose image ids are wrong; take {spec.splits_archive}"
+        )
+    row_of = {str(row): row for row in range(len(classes))}
+    partitions = {}
+    for name, text in sorted(csv_texts(place).items()):
+        if TRAIN_CSV.fullmatch(name):
+            part = partition_name(name)
+            listing = read_listing(text, f"{place}: {name}", {"user_id": part})
+            check_classes(listing, row_of, classes)
+            partitions[part] = partition_of(listing, part, row_of)
+    if not partitions:
+        raise ValueError(
+            f"--splits {place} holds no federated_train*.csv; give the folder or {spec.splits_archive}"
+        )
+    return partitions
+
+
+def split_index(
+    spec: Cifar, name: str, images: Images, partitions: Mapping[str, PartitionIndex]
+) -> SplitIndex:
+    """The index of one split; image ids are positions in the official order."""
+    count = len(images.classes)
+    labels = LabelMatrix(np.arange(count + 1), images.classes.astype(np.uint16), spec.num_classes)
+    return SplitIndex(
+        [f"all-{name}"],
+        np.array([0, count]),
+        np.zeros(count, np.int32),
+        [str(row) for row in range(count)],
+        {"labels": labels, "fine_grained_labels": labels},
+        partitions,
+    )
+
+
+def provenance_text(source: str, splits: str, alphas: Sequence[float], seed: int) -> dict[str, object]:
+    """Where the file came from."""
+    return {
+        "source": source,
+        "splits": splits,
+        "dirichlet": json.dumps({"alphas": list(alphas), "seed": seed}) if alphas else "",
+        "licence": LICENCE,
+    }

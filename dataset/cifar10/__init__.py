@@ -1,0 +1,1 @@
+"""CIFAR-10 with Google's federated splits (Hsu, Qi and Brown, Appendix B.1)."""

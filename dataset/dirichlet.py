@@ -1,0 +1,98 @@
+"""Synthetic clients whose class distributions are drawn from a Dirichlet prior.
+
+Hsu, Qi and Brown, "Federated Visual Classification with Real-World Data Distribution", Appendix B.1. Shape
+letters: N images, K classes, U clients, n images of a client.
+
+Client by client, q ~ Dir(alpha p) is drawn, where p is the share of each class in the data. The client gets
+n q(y) images of class y, rounded to a sum of n by largest remainders, drawn at random from those that
+nobody has yet. Once a set S of classes is exhausted, what this client still lacks, and the later clients,
+are served by q with S set to zero and renormalised (equation 5).
+
+That n q(y) is rounded, and not drawn from a multinomial, follows Hsu, Qi and Brown, "Measuring the Effects
+of Non-Identical Data Distribution" (2019), and Google's published splits: for CIFAR-100 at alpha = 1000
+they have a mean EMD of 0.264; over 40 seeds rounding gives 0.267 (standard deviation 0.003), a multinomial
+0.458 (0.004).
+
+The paper leaves open what happens when all of q lies in S, so that equation 5 divides by zero. Here q is
+then drawn anew, from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be
+had. With alpha = 0, where each q is one class (the limit of Dir(alpha p): class y with probability p(y)),
+this gives each client one class as long as the classes' sizes are multiples of n, as in Google's splits.
+
+alpha is the sum of the parameters: each class has alpha p(y), alpha / K if the classes are of one size. The
+alpha of Flower, FedML and pfl is that of each class, K times smaller for the same prior.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.flair.index import IntArray, PartitionIndex
+
+_TINY = float(np.finfo(np.float64).tiny)
+
+Floats = npt.NDArray[np.float64]
+
+
+def dirichlet_partition(
+    classes: IntArray, alpha: float, seed: int, num_clients: int = 100, images_per_client: int = 500
+) -> PartitionIndex:
+    """Deal images with the given classes, ``[N]``, to clients ``0``, ``1``, ...; a function of the arguments.
+
+    :raises ValueError: for a negative or infinite alpha, and for more images to deal than there are.
+    """
+    if not (math.isfinite(alpha) and alpha >= 0):
+        raise ValueError(f"alpha is {alpha}; give a number from 0 on")
+    if num_clients < 1 or images_per_client < 1 or num_clients * images_per_client > len(classes):
+        raise ValueError(
+            f"{num_clients} clients of {images_per_client} images cannot be had of {len(classes):,} images"
+        )
+    rng = np.random.default_rng([zlib.crc32(b"dirichlet partition"), seed])
+    order = rng.permutation(len(classes))
+    pools = [order[classes[order] == k] for k in range(int(classes.max()) + 1)]
+    left = np.array([len(pool) for pool in pools])
+    prior = left / left.sum()
+    rows = []
+    for _ in range(num_clients):
+        for k, count in enumerate(_counts(rng, prior, alpha, left, images_per_client)):
+            rows.append(np.sort(pools[k][left[k] - count : left[k]]))
+            left[k] -= count
+    offsets = np.arange(num_clients + 1, dtype=np.int64) * images_per_client
+    return PartitionIndex([str(client) for client in range(num_clients)], np.concatenate(rows), offsets)
+
+
+def _counts(rng: np.random.Generator, prior: Floats, alpha: float, left: IntArray, images: int) -> list[int]:
+    """How many images of each class one client gets, ``[K]``."""
+    left = left.copy()
+    taken = np.zeros(len(left), np.int64)
+    q = _draw_q(rng, prior, alpha)
+    while (need := images - int(taken.sum())) > 0:
+        q = np.where(left > 0, q, 0.0)
+        if q.sum() < _TINY:
+            q = _draw_q(rng, np.where(left > 0, prior, 0.0), alpha)
+        got = np.minimum(_rounded(need * (q / q.sum())), left)
+        left, taken = left - got, taken + got
+    return [int(count) for count in taken]
+
+
+def _rounded(shares: Floats) -> IntArray:
+    """Whole numbers with the sum of ``shares``, by largest remainders."""
+    whole = np.floor(shares).astype(np.int64)
+    lacking = round(float(shares.sum())) - int(whole.sum())
+    whole[np.argsort(whole - shares, kind="stable")[:lacking]] += 1
+    return whole
+
+
+def _draw_q(rng: np.random.Generator, prior: Floats, alpha: float) -> Floats:
+    """q ~ Dir(alpha p) over the classes of positive ``prior``, which need not add up to one; ``[K]``."""
+    p = prior / prior.sum()
+    q = np.zeros(len(p))
+    here = np.flatnonzero(p)
+    if alpha * p[here].min() < _TINY:  # the limit: all mass on one class
+        q[rng.choice(here, p=p[here])] = 1.0
+    else:
+        q[here] = rng.dirichlet(alpha * p[here])
+    return q

@@ -1,0 +1,120 @@
+"""Federated visual classification end to end on a tiny file: every method, both engines, central training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.settings import Tree
+from benchmarks.visual_classification.train import main
+from dataset.command_line import run
+
+SMALL = (
+    "--data.image_size=20",
+    "--model.input_size=16",
+    "--federated.num_rounds=2",
+    "--federated.cohort_size=4",
+    "--local.batch_size=4",
+    "--local.learning_rate=0.05",
+    "--evaluation.every_rounds=1",
+    "--centralised.num_epochs=2",
+    "--runtime.progress=false",
+)
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(mini_file: Path, tmp_path: Path) -> Train:
+    """Run the training command on the tiny data set; the run directory."""
+
+    def call(*argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0) -> Path:
+        directory = tmp_path / name
+        words = [f"--config={config}", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *argv]
+        assert run(main, words) == code
+        return directory
+
+    return call
+
+
+def results(directory: Path) -> Tree:
+    return dict(json.loads((directory / "results.json").read_text()))
+
+
+def lines(directory: Path) -> list[Tree]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> np.ndarray:
+    tensors = load_file(directory / "model.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train()
+    told = results(directory)
+    assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"] == told["val"]["accuracy"]
+    assert told["best_step"] == told["rounds"] == 2, "no model is chosen on test"
+    shares = [v for v in told["per_class_accuracy"].values() if v is not None]
+    assert told["test"]["C-accuracy"] == pytest.approx(np.mean(shares))
+    assert 0 < told["partition"]["mean_emd"] < 2
+    rounds = lines(directory)
+    assert all(line["max_local_steps"] >= 1 for line in rounds[:-1])
+    assert [line["val"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
+    assert "mean EMD" in capsys.readouterr().out
+    for name in ("training_curve", "per_class_accuracy"):
+        assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--recipe=vc", "--local.virtual_size=8"],
+        ["--recipe=ir"],
+        ["--recipe=fednova"],
+        ["--recipe=fedprox"],
+        ["--local.momentum=0.5", "--recipe=fednova"],
+    ],
+    ids=["fedavgm", "fedvc", "fedir", "fednova", "fedprox", "fednova-momentum"],
+)
+def test_both_engines_train_the_same(train: Train, words: list[str]) -> None:
+    fast = weights(train(*words, name="fast"))
+    stock = weights(train(*words, "--runtime.engine=stock", name="stock"))
+    assert np.linalg.norm(fast - stock) <= 1e-4 * np.linalg.norm(stock)
+    if words:
+        plain = weights(train(name="plain"))
+        assert np.linalg.norm(fast - plain) > 1e-4 * np.linalg.norm(plain), "the method does something"
+
+
+def test_virtual_clients_are_all_of_one_size(train: Train) -> None:
+    rounds = lines(train("--recipe=vc", "--local.virtual_size=8"))[:-1]
+    assert [(line["images"], line["max_local_steps"]) for line in rounds] == [(4 * 8, 2)] * 2
+
+
+def test_without_momentum_fedavgm_is_fedavg(train: Train) -> None:
+    plain = results(train(name="plain", config="cifar10-fedavg"))
+    zero = results(train("--server.momentum=0", name="zero"))
+    assert plain["model_sha256"] == zero["model_sha256"]
+
+
+def test_centralised_training_is_scored_alike(train: Train) -> None:
+    told = results(train(config="cifar10-centralised"))
+    assert told["unit"] == "epoch"
+    assert set(told["test"]) == {"loss", "accuracy", "C-accuracy"}
+
+
+def test_an_unknown_partition_is_refused_in_one_line(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("--data.partition=alpha-9", code=2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "alpha-9" in error
+    assert error.count("\n") == 1
