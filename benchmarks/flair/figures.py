@@ -38,6 +38,7 @@ from benchmarks.plots import (
     PINK,
     SKY,
     VERMILION,
+    plain_log,
     save,
     violin_legend,
     violins,
@@ -177,7 +178,10 @@ def _label(row: Row, rows: Sequence[Row]) -> str:
     """A row's label, short: seeds, and the scale only where there are several."""
     scales = {other.variant.scale for other in rows}
     scale = f" ({row.variant.scale or 'full'})" if len(scales) > 1 else ""
-    label = f"{row.variant.label}{scale}"
+    return _shortened(f"{row.variant.label}{scale}")
+
+
+def _shortened(label: str) -> str:
     for long, short in SHORT.items():
         label = label.replace(long, short)
     return label.removesuffix(".0").replace(".0,", ",").replace(".0 (", " (")
@@ -189,7 +193,9 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
     assert results is not None
     prevalence: dict[str, float] = results["prevalence"]
     names = sorted((n for n in prevalence if prevalence[n] > 0), key=lambda n: -prevalence[n])
-    few = len(names) <= 30
+    few, absent = len(names) <= 30, [n for n in prevalence if not prevalence[n]]
+    if absent:
+        name += f"; not on test: {', '.join(absent) if len(absent) <= 3 else f'{len(absent):,} of them'}"
     figure = Figure(figsize=(max(6.4, 0.46 * len(names)) if few else 6.8, 4.6), layout="constrained")
     axes = figure.subplots()
     x = np.arange(len(names), dtype=float) if few else np.array([100 * prevalence[n] for n in names])
@@ -297,12 +303,13 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
         mean = np.mean([curve for _, curve in told], axis=0)
         dash = DASHES[place % len(DASHES)]
         curves.plot(told[0][0], mean, **style, linestyle=dash, label=_private_label(row))
-        at = _noise_cohort(row) * 1.06 ** (place - (len(found) - 1) / 2)
+        sisters = [other for other in found if _noise_cohort(other) == _noise_cohort(row)]
+        at = _noise_cohort(row) * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
         last = np.array([curve[-1] for _, curve in told])
         signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
-            axes.errorbar([at], [values.mean()], yerr=spread, capsize=3, **style)
+            axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)
     for row in rows:
         if row.variant.setting.startswith("PFL") and not row.central:
             told = [_val_curve(run.directory) for run in row.runs]
@@ -312,15 +319,15 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
             )
             curves.plot(told[0][0], mean, color=GREY, label=label)
             ends.axhline(mean[-1], color=GREY)
-    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="mean over seeds")
+    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="over the rounds, mean of seeds")
     ends.set(ylabel="C-AP on val (%)", title="after the last round")
-    ratios.set(ylabel="norm of the mean update / of its noise", yscale="log", title="signal-to-noise ratio")
+    ratios.set(ylabel="norm of the mean update / of its noise", title="signal to noise, median")
     for axes in (ends, ratios):
         axes.set(xlabel="noise cohort (users)", xscale="log", xlim=(cohorts[0] / 1.6, cohorts[-1] * 1.6))
         axes.set_xticks(cohorts, [f"{cohort:,}" for cohort in cohorts])
         axes.minorticks_off()
-    ratios.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ratios.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ratios.set_ylim(ratios.dataLim.y0 / 1.4, ratios.dataLim.y1 * 1.4)
+    plain_log(ratios)
     for axes in (curves, ends, ratios):
         axes.grid(alpha=0.3)
     for axes in (curves, ends):
@@ -344,7 +351,7 @@ def _private_label(row: Row) -> str:
     own = ("privacy.epsilon", "privacy.noise_cohort")
     other = [text for text in row.variant.differences if not text.startswith(own)]
     told = f"noise cohort {_noise_cohort(row):,}, epsilon {config.privacy.epsilon:g}, n = {len(row.runs)}"
-    return ", ".join((row.variant.setting, *other, told))
+    return ", ".join((_shortened(", ".join((row.variant.setting, *other))), told))
 
 
 def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:
@@ -408,7 +415,7 @@ def main(argv: Sequence[str]) -> None:
     if given.data_path is not None:
         path = resolve_data([f"--data_path={given.data_path}"])[1]
         if path == MINI_FILE != given.data_path:
-            draw_mini("no FLAIR file (make flair-data gets it)")
+            draw_mini("no file for the figures (make flair-data gets FLAIR)")
         for name, figure in data_figures(path, given.split, given.image_size, given.threads):
             write(figure, given.output_dir, name)
     if given.run_dirs:

@@ -57,7 +57,9 @@ class Budget:
 class PrivateRun:
     """What the picture needs of a run directory."""
 
+    directory: Path
     budget: Budget
+    config: Tree  # without the seed
     history: list[Tree]
     results: Tree | None  # None: not finished
 
@@ -76,10 +78,27 @@ def read_run(directory: Path) -> PrivateRun:
     history = [json.loads(line) for line in lines.read_text().splitlines()]
     results = directory / "results.json"
     return PrivateRun(
+        directory,
         Budget(local, math.inf if privacy is None else float(privacy["epsilon"])),
+        {key: value for key, value in tree.items() if key != "seed"},
         history,
         json.loads(results.read_text()) if results.is_file() else None,
     )
+
+
+def check(runs: Sequence[PrivateRun]) -> None:
+    """Runs of one budget must be seeds of one experiment: they have one colour and one row.
+
+    :raises ValueError: when their configs differ by more than the seed.
+    """
+    first: dict[Budget, PrivateRun] = {}
+    for run in runs:
+        other = first.setdefault(run.budget, run)
+        if run.config != other.config:
+            raise ValueError(
+                f"{run.directory} and {other.directory} have one budget but differ in more than the seed: "
+                "give only one of them, or use benchmarks.flair.figures"
+            )
 
 
 def _spread(values: Sequence[float], digits: int = 1) -> str:
@@ -159,6 +178,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise ValueError("say where to draw and from what: private_figure OUT.png RUN_DIR...")
     runs = [read_run(Path(word)) for word in argv[1:]]
+    check(runs)
     save(picture(runs), Path(argv[0]))
     print(table(runs))
 

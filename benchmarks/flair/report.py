@@ -139,7 +139,8 @@ def markdown(report: Report) -> str:
                 f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
                 "",
             ]
-            lines += [*_own_reasons(against, common), ""]
+            own = _own_reasons(against, common)
+            lines += [*own, ""] if own else []
         lines += [*_table(rows), ""]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]

@@ -13,6 +13,7 @@ from PIL import Image
 from benchmarks.flair import figures
 from benchmarks.flair.figures import main, per_class, private, user_sizes
 from benchmarks.flair.report import collect
+from benchmarks.mini import MINI_FILE
 from dataset.command_line import run
 from tests.benchmarks.made_runs import LOCALLY, PRIVACY, make_run
 
@@ -67,6 +68,14 @@ def test_per_class_shows_the_mean_over_seeds_of_each_class_the_commonest_first(t
     assert axes.get_legend_handles_labels()[1][0] == "FL-R-17 (n = 2)"
 
 
+def test_classes_without_an_image_on_test_are_named_not_drawn(tmp_path: Path) -> None:
+    prevalence = {"animal": 0.2, "food": 0.3, "fire": 0.0}
+    make_run(tmp_path / "a", prevalence=prevalence)
+    axes = per_class(collect([tmp_path]).rows, "name").axes[0]
+    assert [tick.get_text().split()[0] for tick in axes.get_xticklabels()] == ["food", "animal"]
+    assert axes.get_title() == "name; not on test: fire"
+
+
 def test_many_classes_are_drawn_against_their_frequency(tmp_path: Path) -> None:
     prevalence = {f"c{k}": 0.5 / (k + 1) for k in range(50)}
     ap = dict.fromkeys(prevalence, 30.0)
@@ -105,6 +114,20 @@ def test_local_privacy_is_neither_among_the_private_runs_nor_their_line_without_
     assert made is not None
     last = sorted(float(np.asarray(line.get_ydata())[-1]) for line in made.axes[0].get_lines())
     assert last == [20.0, 23.0]
+
+
+def test_the_mini_data_set_is_drawn_where_it_is_not_yet(
+    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def draw(why: str) -> None:
+        MINI_FILE.parent.mkdir()
+        MINI_FILE.write_bytes(mini_file.read_bytes())
+
+    monkeypatch.setattr(figures, "draw_mini", draw)
+    assert run(main, ["--data_path=mini", "--output_dir=out"]) == 0
+    assert written(Path("out")) == {"user_sizes", "labels", "emd"}
 
 
 def test_the_names_of_figures_say_in_what_several_of_a_kind_differ(tmp_path: Path) -> None:
