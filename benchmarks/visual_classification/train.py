@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from dataset.single_label import SingleLabelTask
-
 from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
+from dataset.single_label import SingleLabelTask
 from pfl_ext.distributed import barrier, is_main
 
 
