@@ -25,7 +25,14 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Member, Partition, Sampler
+from pfl_ext.federated_dataset import (
+    FederatedImageDataset,
+    ImageStore,
+    LocalSampling,
+    Member,
+    Partition,
+    Sampler,
+)
 from pfl_ext.fedir import ImportanceWeights
 from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import ObjectiveName

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.experiment import Experiment, build_model, execute, started
-from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
+from benchmarks.mini import CLASSES, CLASSES_FILE, MINI_WORD, draw_mini
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
@@ -44,7 +44,7 @@ def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
             )
         return list(argv), given
     has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-    return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
+    return [*argv, *([] if has_scale else ["--scale", "mini"])], CLASSES_FILE
 
 
 def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
@@ -79,9 +79,11 @@ def main(argv: Sequence[str]) -> None:
     argv, data_path = resolve_data(argv)
     run = parse(argv)
     with started(run.runtime):
-        if data_path == MINI_FILE != run.data_path:
+        if data_path == CLASSES_FILE != run.data_path:
             if is_main():
-                draw_mini(f"no file data/{run.config.data.dataset}.hdf5 (make vision-data gets CIFAR-10)")
+                dataset = run.config.data.dataset
+                why = f"no data/{dataset}.hdf5 (make vision-data DATASET={dataset} makes it)"
+                draw_mini(why, CLASSES_FILE, CLASSES)
             barrier()
         execute(run, data_path, partial(experiment, run))
 

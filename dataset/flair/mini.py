@@ -24,7 +24,7 @@ import io
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +85,8 @@ class MiniSpec:
         max_user_images: cap on a user's images; None leaves what the scale gives (4,151 for FLAIR's users).
         size_factor: multiplies every user's number of images, rounded up.
         difficulty: of the images: scales specks, grain and exposure, 0 to 1; labels do not depend on it.
+        coarse_labels: of each image, 1 to 9; None: as many as FLAIR's have. 1 makes a single-label data set,
+            in which a small scale may lack a label.
     """
 
     train_users: int = 41131
@@ -96,10 +98,12 @@ class MiniSpec:
     max_user_images: int | None = None
     size_factor: float = 1.0
     difficulty: float = 1.0
+    coarse_labels: int | None = field(default=None, repr=False)  # the repr names files
 
     def __post_init__(self) -> None:
         ranges = dict.fromkeys(("train_users", "val_users", "test_users", "max_user_images"), (1, 10**8))
         ranges |= {"image_size": (8, 4096), "seed": (0, 2**63 - 1)}
+        ranges |= {"coarse_labels": (1, MAX_COARSE)}
         ranges |= {"num_fine_labels": (len(COARSE_LABELS), 65535)}
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -165,7 +169,7 @@ def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
     code, num_users = SPLITS.index(split), spec.users(split)
     sizes, rank = _sizes(spec, code, num_users)
     user = np.repeat(np.arange(num_users), sizes)
-    coarse = _coarse_labels(spec.seed, code, sizes, rank)
+    coarse = _coarse_labels(spec, code, sizes, rank)
     name = [f"{split}-{u:05d}" for u in range(num_users)]
     return SplitIndex(
         user_ids=name,
@@ -196,16 +200,20 @@ def _sizes(spec: MiniSpec, code: int, num_users: int) -> tuple[IntArray, IntArra
     return descending[rank], rank
 
 
-def _coarse_labels(seed: int, code: int, sizes: IntArray, rank: IntArray) -> npt.NDArray[np.bool_]:
+def _coarse_labels(spec: MiniSpec, code: int, sizes: IntArray, rank: IntArray) -> npt.NDArray[np.bool_]:
     """Which coarse labels each image has, ``[N, K]``."""
-    log_weights = _log_weights(seed, code, sizes, rank)
+    seed, log_weights = spec.seed, _log_weights(spec.seed, code, sizes, rank)
     num_images, num_labels = int(sizes.sum()), len(COARSE_LABELS)
     image, column = np.arange(num_images), np.arange(num_labels)
     bounds = np.cumsum(_LABELS_PER_IMAGE)[:-1]
     many = 1 + np.searchsorted(bounds, uniform(keyed(seed, "labels per image", code, image)))
     luck = -np.log(-np.log(uniform(keyed(seed, "coarse label", code, image[:, None], column))))
     luck += np.repeat(log_weights, sizes, axis=0)
+    if spec.coarse_labels is not None:
+        many = np.full(num_images, spec.coarse_labels)
     least = np.sort(luck, axis=1)[image, num_labels - many]
+    if spec.coarse_labels is not None:
+        return luck >= least[:, None]
     return _with_every_label(seed, code, luck >= least[:, None])
 
 

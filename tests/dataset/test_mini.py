@@ -9,6 +9,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -406,3 +407,13 @@ def test_an_easier_set_shows_the_same_scenes_with_less_in_the_way() -> None:
         np.testing.assert_array_equal(a.indices, b.indices)
     with pytest.raises(ValueError, match="difficulty is 2; give a number from 0 to 1"):
         MiniSpec(difficulty=2)
+
+
+def test_one_label_an_image_if_asked_for() -> None:
+    spec = replace(MiniSpec(train_users=40, val_users=2, test_users=2), coarse_labels=1)
+    labels = mini_index(spec).splits["train"].labels
+    assert (np.diff(labels["labels"].indptr) == 1).all()
+    assert (np.diff(labels["fine_grained_labels"].indptr) >= 1).all()
+    with pytest.raises(ValueError, match="coarse_labels is 10; give 1 to 9"):
+        MiniSpec(coarse_labels=10)
+    assert repr(spec) == repr(replace(spec, coarse_labels=None)), "files are named after it"
