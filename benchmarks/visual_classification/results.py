@@ -13,6 +13,7 @@ from benchmarks import plots
 from benchmarks.recorder import Recorder, columns
 from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper
+from dataset.partition_statistics import distances, mean_emd
 from dataset.single_label import SingleLabelTask
 from pfl_ext.evaluation import SCORES
 
@@ -20,18 +21,15 @@ from pfl_ext.evaluation import SCORES
 def partition_facts(task: SingleLabelTask) -> Tree:
     """How the training images lie with the users (Hsu, Qi, Brown, 6.1): sizes, classes, mean EMD."""
     train = task.split("train")
-    owners = np.repeat(np.arange(len(train.user_ids)), np.diff(train.user_offsets))
-    counts = np.zeros((len(train.user_ids), len(task.label_names)))
-    np.add.at(counts, (owners, train.classes), 1)
-    sizes = counts.sum(1)
-    distances = np.abs(counts / sizes[:, None] - counts.sum(0) / sizes.sum()).sum(1)
+    sizes = np.diff(train.user_offsets)
+    distance, classes = distances(train.classes, np.repeat(np.arange(len(sizes)), sizes), len(sizes))
     return {
         "name": task.partition,
         "users": len(sizes),
         "images": int(sizes.sum()),
         "largest_user": int(sizes.max()),
-        "mean_classes": float((counts > 0).sum(1).mean()),
-        "mean_emd": float((sizes * distances).sum() / sizes.sum()),
+        "mean_classes": float(classes.mean()),
+        "mean_emd": mean_emd(distance, sizes),
     }
 
 
