@@ -14,7 +14,7 @@ import pytest
 from benchmarks.flair import report
 from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
-from benchmarks.flair.runs import variant
+from benchmarks.flair.runs import read_run, variant
 from benchmarks.flair.table import tolerance
 from benchmarks.runs import find_runs
 from dataset.command_line import run
@@ -318,3 +318,36 @@ def test_only_a_comparable_table_shows_verdicts(tmp_path: Path) -> None:
     assert "+0.0 (+0.0 s) agrees" in markdown(collect([tmp_path]))
     make_run(tmp_path / "lab" / "small", "fl-r-17", "--scale=small")
     assert "agrees" not in "\n".join(report.markdown(collect([tmp_path / "lab"])).split("##")[:2])
+
+
+DEEP = "[" * 5_000
+BOMB = "a: &a [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1 or ''}, *a{i - 1 or ''}]\n" for i in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "name, content, fault",
+    [
+        ("config.yaml", DEEP[:500], "config.yaml is missing or not readable"),
+        ("config.yaml", BOMB, "config.yaml is missing or not readable"),
+        ("config.yaml", "", "config.yaml is missing or not readable"),
+        ("results.json", DEEP, "its files are damaged"),
+        ("privacy.json", DEEP, "its files are damaged"),
+        ("privacy.json", "[]", "its files are damaged"),
+    ],
+)
+def test_hostile_files_of_a_run_are_what_its_record_says(
+    name: str, content: str, fault: str, tmp_path: Path
+) -> None:
+    """Nesting without end ended in a traceback: found by tests.campaigns.fuzz."""
+    directory = make_run(tmp_path / "run", "pfl-r-17")
+    (directory / name).write_text(content)
+    found = read_run(directory).fault
+    assert found is not None
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize("line", [DEEP, "[]", "3", '{"round": []}', '{"round": 1e999}', "{}"])
+def test_a_hostile_line_of_metrics_is_no_progress(line: str, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "run", finished=False)
+    (directory / "metrics.jsonl").write_text(line + "\n")
+    assert read_run(directory).progress == "no round is on record"

@@ -15,7 +15,7 @@ from benchmarks.flair.config import parse
 from pfl_ext import checkpoint
 from tests.campaigns import fuzz, kill_training, kill_workers
 from tests.campaigns.lives import START, After, At, Phases, found, live
-from tests.campaigns.readers import Target
+from tests.campaigns.readers import Target, targets
 
 
 def endless(_: Path) -> object:
@@ -58,6 +58,13 @@ def test_each_way_to_fail_is_a_finding_and_the_batch_goes_on(
     assert tally.counts[name] == {"finding": 2}
     assert all(what in told for _, _, told in tally.findings)
     assert tally.done[name] == 2
+
+
+def test_sound_inputs_are_read(tmp_path: Path) -> None:
+    """Else all damage would be refused for another reason than the damage."""
+    for target in targets(tmp_path):
+        for sound in target.seeds:
+            assert fuzz.judge(target, sound, tmp_path, None) == ("read", ""), target.name
 
 
 def test_a_tally_goes_on_from_its_file(tmp_path: Path) -> None:
