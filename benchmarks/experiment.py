@@ -17,7 +17,6 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from pfl_ext.objectives import ObjectiveName
 
 from benchmarks import plots
 from benchmarks.centralised import train_centralised
@@ -35,6 +34,7 @@ from pfl_ext.distributed import connected, current, is_main
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import ImageStore, Partition
 from pfl_ext.models import ImageClassifier, build_backbone, probe_checksum
+from pfl_ext.objectives import ObjectiveName
 from pfl_ext.randomness import torch_stream
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"  # the environment variable by which pfl is told

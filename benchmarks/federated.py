@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
@@ -24,8 +25,10 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Member, Partition
+from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore, LocalSampling, Member, Partition, Sampler
+from pfl_ext.fedir import ImportanceWeights
 from pfl_ext.models import ImageClassifier
+from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
 from pfl_ext.privacy import METRICS, metric_name
 
@@ -49,26 +52,55 @@ def local_sampling(config: TrainingConfig) -> LocalSampling:
         crop=augment.crop,
         flip=augment.flip,
         input_size=config.model.input_size,
+        virtual_size=local.virtual_size,
     )
 
 
+def sampler(config: TrainingConfig) -> Sampler:
+    """How cohorts are drawn."""
+    federated = config.federated
+    if config.privacy is not None:
+        return config.privacy.sampler
+    if federated.sampling == "proportional":
+        return "proportional_replacement" if federated.replacement else "proportional"
+    return "replacement" if federated.replacement else "fixed"
+
+
+def objective_of(config: TrainingConfig, plain: ObjectiveName) -> ObjectiveName:
+    """A benchmark's own objective, or that which FedIR makes of it."""
+    weighted = config.federated.reweight == "fedir" and plain == "multi_label"
+    return "multi_label_weighted" if weighted else plain
+
+
+def importance_weights(
+    config: TrainingConfig, store: ImageStore, objective: ObjectiveName
+) -> ImportanceWeights | None:
+    """FedIR's, towards the distribution of the labels over all training images; None without FedIR."""
+    if config.federated.reweight == "none":
+        return None
+    assert objective != "multi_label"
+    targets = store.targets(np.arange(int(store.user_offsets[-1])))
+    counts, most = targets.sum(0, dtype=np.int64), config.federated.max_importance
+    return ImportanceWeights.of_counts(counts, len(targets), cap=most, kind=objective)
+
+
 def training_data(
-    run: AnyRun, store: ImageStore, partition: Partition | None = None, cohort_seed: int | None = None
+    run: AnyRun,
+    store: ImageStore,
+    objective: ObjectiveName = "multi_label",
+    partition: Partition | None = None,
+    cohort_seed: int | None = None,
 ) -> FederatedImageDataset:
     """The training users: those of a partition, or the store's."""
     config, runtime = run.config, run.runtime
-    sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed"
-    if config.privacy is not None:
-        sampler = config.privacy.sampler
-    elif config.federated.replacement:
-        sampler = "replacement"
     return FederatedImageDataset(
         store,
         local_sampling(config),
         seed=config.seed,
         cohort_seed=cohort_seed,
         partition=partition,
-        sampler=sampler,
+        sampler=sampler(config),
+        reweight=importance_weights(config, store, objective),
         prefetch=runtime.prefetch,
         threads=runtime.reader_threads,
     )
@@ -81,7 +113,8 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
 
     def local_optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
         if clip is None:
-            return torch.optim.SGD(parameters, lr=lr)
+            decay = config.local.weight_decay
+            return torch.optim.SGD(parameters, lr=lr, momentum=config.local.momentum, weight_decay=decay)
         return PerVariableClippedSGD(parameters, lr=lr, max_norm=clip)
 
     optimizer = make_server_optimizer(
@@ -214,7 +247,8 @@ def train_federated(
     config = run.config
     if config.privacy is not None:
         recorder.ledger = CentralLedger(config, len(store.user_ids), recorder.directory)
-    users = training_data(run, store, partition, recorder.ledger.cohort_seed if recorder.ledger else None)
+    secret = recorder.ledger.cohort_seed if recorder.ledger else None
+    users = training_data(run, store, module.objective.name, partition, secret)
     if config.local_privacy is not None:
         recorder.ledger = LocalLedger(config, users, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work

@@ -6,6 +6,17 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
+"""With what reading a run's JSON or YAML can end when it is not what it should be."""
+
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories at or below these paths, each once, in order.

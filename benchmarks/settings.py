@@ -119,6 +119,8 @@ def _check_privacy(config: TrainingConfig) -> None:
         raise ValueError(f"{section} is for federated training: remove the section, or set mode to federated")
     if config.federated.replacement:
         raise ValueError(f"{section} needs cohorts without replacement: set federated.replacement to false")
+    if config.federated.sampling != "uniform":
+        raise ValueError(f"{section} accounts for uniform cohorts: set federated.sampling to uniform")
     if config.federated.weighting != "users":
         raise ValueError("private training weights every user alike: set federated.weighting to users")
     if config.federated.algorithm == "scaffold":
@@ -142,6 +144,12 @@ def check_training(config: TrainingConfig) -> None:
             "lower it"
         )
     _check_privacy(config)
+    local = config.local
+    if (local.momentum or local.weight_decay) and local.clip_by == "variable" and local.max_grad_norm is not None:
+        raise ValueError(
+            "local.momentum and local.weight_decay do not go with clipping variable by variable: set "
+            "local.clip_by to global, or local.max_grad_norm to none"
+        )
     if config.federated.algorithm == "scaffold":
         if config.local.straddle:
             raise ValueError(

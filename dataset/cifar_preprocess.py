@@ -91,12 +91,10 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
     images_at, splits_at = _remote(given.source), _remote(given.splits)
     local = folder if images_at else Path(given.source)
-    if given.splits is None and not images_at and not _has_splits(spec, local):
-        splits_at = SPLITS_BASE
-    if given.splits is None and images_at:
-        splits_at = SPLITS_BASE
     if not images_at and not local.is_dir():
         raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
+    if given.splits is None and (images_at or not _has_splits(spec, local)):
+        splits_at = SPLITS_BASE
     download(spec, folder, images_at, splits_at)
     images = read_images(spec, local)
     partitions: dict[str, PartitionIndex] = {}

@@ -6,7 +6,7 @@ Shape letters: U users, N images, K labels, B batch, H and W image height and wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -47,6 +47,14 @@ class ImageStore(Protocol):
         Must be safe to call from several threads.
         """
         ...
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        """The labels of `read` without the images."""
+        ...
+
+
+Reweighting = Callable[[ByteArray, ByteArray], npt.NDArray[np.float32]]
+"""Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``; as `pfl_ext.fedir`."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,9 @@ class LocalSampling:
     each round (``cap="random"``) or always the first (``"first"``, as pfl-research).
     ``straddle``: batches run across the end of an epoch as in ml-flair's ``repeat(2).batch(16)``, so a
     user with n <= B / 2 images makes one step of 2n, not two of n. ``reshuffle``: a new order each epoch.
+    ``virtual_size``: FedVC (Hsu et al. 2020, Section 5.3) in the place of ``max_images``: every user takes
+    part with exactly so many, drawn uniformly each round; without replacement from as many or more, else
+    each of them from all of its images ("with replacement"), so that some come twice and some not at all.
     """
 
     num_epochs: int = 2
@@ -106,9 +117,16 @@ class LocalSampling:
     crop: Crop = "crop"
     flip: Flip = "both"
     input_size: int = 224
+    virtual_size: int | None = None
 
     def take(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
-        """The rows that take part, at most ``max_images``, in the store's order."""
+        """The rows that take part, in the store's order; where all do, nothing is drawn."""
+        if self.virtual_size is not None and 0 < len(rows) < self.virtual_size:
+            return rows[np.sort(rng.integers(len(rows), size=self.virtual_size))]
+        if self.virtual_size is not None and len(rows) > self.virtual_size:
+            return rows[np.sort(rng.choice(len(rows), self.virtual_size, replace=False))]
+        if self.virtual_size is not None:
+            return rows
         if self.max_images is None or len(rows) <= self.max_images:
             return rows
         if self.cap == "first":
@@ -126,17 +144,23 @@ class LocalSampling:
         size = self.batch_size
         return [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
 
+    def taking_part(self, sizes: IntArray) -> IntArray:
+        """How many images users with so many train on."""
+        sizes = np.asarray(sizes)
+        if self.virtual_size is not None:
+            return np.where(sizes > 0, self.virtual_size, 0)
+        return sizes if self.max_images is None else np.minimum(sizes, self.max_images)
+
     def num_steps(self, sizes: IntArray) -> IntArray:
         """Local steps of users with so many images."""
-        n = np.asarray(sizes) if self.max_images is None else np.minimum(sizes, self.max_images)
+        n = self.taking_part(sizes)
         if self.straddle:
             return -(-n * self.num_epochs // self.batch_size)
         return self.num_epochs * -(-n // self.batch_size)
 
     def image_passes(self, sizes: IntArray) -> IntArray:
         """Images trained on, over all epochs, by users with so many."""
-        n = np.asarray(sizes) if self.max_images is None else np.minimum(sizes, self.max_images)
-        return n * self.num_epochs
+        return self.taking_part(sizes) * self.num_epochs
 
 
 class UserImages(Dataset):
@@ -149,7 +173,7 @@ class UserImages(Dataset):
     def __init__(
         self,
         images: ByteArray,
-        targets: ByteArray,
+        targets: ByteArray | npt.NDArray[np.float32],
         user_id: str,
         sampling: LocalSampling,
         rng: np.random.Generator,
@@ -195,6 +219,9 @@ class Member:
     """Images of all steps together."""
 
 
+Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
+
+
 class FederatedImageDataset(FederatedDataset):
     """A pfl ``FederatedDataset`` over an `ImageStore`.
 
@@ -202,7 +229,12 @@ class FederatedImageDataset(FederatedDataset):
     (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
     paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
     size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
-    "cyclic" takes the next users of a circle (`pfl_ext.privacy_sampling`).
+    "cyclic" takes the next users of a circle (`pfl_ext.privacy_sampling`). FedVC's "proportional" draws users
+    one after another from those left, with probabilities proportional to their images (so a user of more than
+    1 / cohort_size of them all comes less often than that); "proportional_replacement" from all, whose plain
+    mean of updates is without bias, and who comes twice brings two samples. Users of one size make them
+    "fixed" and "replacement".
+    ``reweight``: weights in the targets, as FedIR's.
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
     Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
 
@@ -217,7 +249,8 @@ class FederatedImageDataset(FederatedDataset):
         seed: int,
         cohort_seed: int | None = None,
         partition: Partition | None = None,
-        sampler: Literal["fixed", "replacement", "poisson", "cyclic"] = "fixed",
+        sampler: Sampler = "fixed",
+        reweight: Reweighting | None = None,
         prefetch: int = 4,
         threads: int = 1,
         cost: UserCost | None = None,
@@ -227,6 +260,7 @@ class FederatedImageDataset(FederatedDataset):
         self._store, self._sampling, self._seed = store, sampling, seed
         self._cohort_seed = seed if cohort_seed is None else cohort_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
+        self._reweight = reweight
         self._cost = UserCost() if cost is None else cost
         self._round = 0
 
@@ -245,7 +279,8 @@ class FederatedImageDataset(FederatedDataset):
         """The users of the cohort of this round, or of the one given; the same on every worker."""
         number = self._round if round_number is None else round_number
         population = len(self.partition.user_ids)
-        if cohort_size > population and self._sampler != "replacement":
+        replace = self._sampler in ("replacement", "proportional_replacement")
+        if cohort_size > population and not replace:
             raise ValueError(
                 f"cohort_size is {cohort_size} but there are only {population} training users: "
                 f"set cohort_size to at most {population}"
@@ -255,7 +290,10 @@ class FederatedImageDataset(FederatedDataset):
         if self._sampler == "cyclic":
             return cyclic_cohort(self._cohort_seed, number, population, cohort_size)
         rng = stream(self._cohort_seed, "cohort", number)
-        return rng.choice(population, cohort_size, replace=self._sampler == "replacement").astype(np.int64)
+        sizes, chances = self.partition.sizes, None
+        if self._sampler.startswith("proportional") and (sizes != sizes[0]).any():
+            chances = sizes / sizes.sum()
+        return rng.choice(population, cohort_size, replace=replace, p=chances).astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:
         """Positions of the cohort for each worker, by predicted time, longest first."""
@@ -266,16 +304,23 @@ class FederatedImageDataset(FederatedDataset):
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """What user number ``user`` trains on in this round."""
         rng = stream(self._seed, "local training", self._round, user, turn)
-        rows = self._sampling.take(self.partition.rows_of(user), rng)
-        images, targets = self._store.read(rows)
-        return UserImages(images, targets, self.partition.user_ids[user], self._sampling, rng)
+        own = self.partition.rows_of(user)
+        rows = self._sampling.take(own, rng)
+        if len(rows) > len(own):  # FedVC: some come twice, but are read once
+            rows, places = np.unique(rows, return_inverse=True)
+            images, targets = (part[places] for part in self._store.read(rows))
+        else:
+            images, targets = self._store.read(rows)
+        weighted: ByteArray | npt.NDArray[np.float32] = targets
+        if self._reweight is not None:
+            weighted = self._reweight(targets, self._store.targets(own))
+        return UserImages(images, weighted, self.partition.user_ids[user], self._sampling, rng)
 
     def members(self, cohort_size: int) -> list[Member]:
         """The round's cohort, the same on every worker."""
         cohort = self.cohort(cohort_size)
-        sizes, most = self.partition.sizes[cohort], self._sampling.max_images
-        sizes = sizes if most is None else np.minimum(sizes, most)
-        steps = self._sampling.num_steps(sizes)
+        sizes = self.partition.sizes[cohort]
+        steps, sizes = self._sampling.num_steps(sizes), self._sampling.taking_part(sizes)
         turns: Counter[int] = Counter()
         members = []
         for user, size, num_steps in zip(cohort.tolist(), sizes.tolist(), steps.tolist()):

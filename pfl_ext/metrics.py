@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import MetricValue, Weighted
 
 from pfl_ext.ranking import (
@@ -36,12 +37,21 @@ from pfl_ext.ranking import (
     rank,
     ratio,
 )
+from pfl_ext.ranking_device import rank_on
 
 COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 """The columns of Table 1 in the FLAIR paper, in its order."""
 
 FLOAT32_EXACT = 1 << 24
 """Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
+
+
+def _ranked(scores: Array, targets: BoolArray, *, overall: bool) -> Ranking:
+    """Sorted on the GPU if pfl computes on one."""
+    device = get_default_device()
+    if device.type == "cuda":
+        return rank_on(device, scores, targets, overall=overall)
+    return rank(scores, targets, overall=overall)
 
 
 def average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> FloatArray:
@@ -57,12 +67,12 @@ def average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> FloatArr
     Raises:
         ValueError: shapes differ, a score is NaN (the message says how many), a target is not 0/1.
     """
-    return rank(*checked(scores, targets), overall=False).ap
+    return _ranked(*checked(scores, targets), overall=False).ap
 
 
 def overall_average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> float:
     """O-AP: the exact AP of all N x K (image, class) pairs as one task. Arguments as `average_precision`."""
-    return rank(*checked(scores, targets), overall=True).overall_ap
+    return _ranked(*checked(scores, targets), overall=True).overall_ap
 
 
 def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]:
@@ -82,7 +92,7 @@ def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]
     scores, targets = checked(scores, targets)
     if not scores.size:
         raise ValueError(f"scores of shape {scores.shape} hold nothing to evaluate")
-    ranking = rank(scores, targets, overall=True)
+    ranking = _ranked(scores, targets, overall=True)
     tp, predicted, positives = ranking.tp[-1], ranking.predicted[-1], ranking.positives
     c_p, c_r = ratio(tp, predicted).mean(), ratio(tp, positives).mean()
     o_p, o_r = ratio(tp.sum(), predicted.sum()), ratio(tp.sum(), positives.sum())

@@ -12,13 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.facts import dataset_facts, sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
+from benchmarks.runs import DAMAGE
 from benchmarks.sections import LocalPrivacySection
-from benchmarks.settings import Tree, build
+from benchmarks.settings import Tree, build, read_yaml
 from benchmarks.settings import digest as digest_of
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.metrics import COLUMNS
@@ -54,14 +53,16 @@ class RunRecord:
 def read_run(directory: Path) -> RunRecord:
     """One directory; nothing that is wrong in it is an error here, it is what the record says."""
     try:
-        tree = yaml.safe_load((directory / "config.yaml").read_text())
-        assert isinstance(tree, dict)
+        tree = read_yaml(directory / "config.yaml")
+        if not tree:
+            raise ValueError("it is empty")
+        digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    except DAMAGE as fault:
+        return RunRecord(directory, fault=f"config.yaml is missing or not readable ({_first_line(fault)})")
+    try:
         config = build(Config, tree, "config.yaml")
     except ValueError as fault:
         return RunRecord(directory, fault=f"its config is of another version of the code ({fault})")
-    except (OSError, yaml.YAMLError, AssertionError) as fault:
-        return RunRecord(directory, fault=f"config.yaml is missing or not readable ({_first_line(fault)})")
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
     record = RunRecord(directory, config, progress=_progress(directory, config))
     if not (directory / "results.json").exists():
         return record
@@ -73,7 +74,7 @@ def read_run(directory: Path) -> RunRecord:
             (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, digest, results)
         data = results.get("data") or _dataset(str(results.get("dataset"))) if fault_found is None else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+    except DAMAGE as fault:
         return dataclasses.replace(record, fault=f"its files are damaged ({_first_line(fault)})")
     return dataclasses.replace(record, results=results, privacy=privacy, fault=fault_found, data=data)
 
@@ -90,7 +91,7 @@ def _progress(directory: Path, config: Config) -> str:
     try:
         lines = (directory / "metrics.jsonl").read_text().splitlines()
         step = int(json.loads(lines[-1])[unit]) if lines else 0
-    except (OSError, ValueError, KeyError):
+    except DAMAGE:
         return "no round is on record" if federated else "no epoch is on record"
     return f"at {unit} {step} of {steps}"
 

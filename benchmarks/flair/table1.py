@@ -27,7 +27,7 @@ from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.runs import read_run
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import resolve_data
-from benchmarks.runs import find_runs
+from benchmarks.runs import DAMAGE, find_runs
 from benchmarks.settings import arguments, digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
@@ -60,7 +60,7 @@ class Job:
             return False
         try:
             found = json.loads(path.read_text())["config_sha256"]
-        except (ValueError, KeyError, TypeError) as fault:
+        except DAMAGE as fault:
             raise ValueError(f"{path} is damaged: remove {self.directory} to make the run again") from fault
         if found != digest(parse(self.argv).config):
             raise ValueError(f"{self.directory} holds a run of another config: choose another --runs_dir")
@@ -71,7 +71,7 @@ class Job:
         try:
             lines = (self.directory / "metrics.jsonl").read_bytes().splitlines()
             return 1 + int(json.loads(lines[-1])["round" if self.federated else "epoch"]) if lines else 0
-        except (OSError, ValueError, KeyError):
+        except DAMAGE:
             return 0
 
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.experiment import Experiment, build_model, execute, started
+from benchmarks.federated import objective_of
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
@@ -58,11 +59,11 @@ def flair_task(run: Run, file: FlairFile) -> FlairTask:
 def experiment(run: Run, file: FlairFile) -> Experiment:
     """FLAIR's side of a run on this file."""
     config, task = run.config, flair_task(run, file)
-    iid = config.data.partition == "iid"
+    iid, objective = config.data.partition == "iid", objective_of(config, "multi_label")
     return Experiment(
         task=f"{len(task.label_names)} labels",
         split=task.split,
-        module=lambda: build_model(config, len(task.label_names), run.weights),
+        module=lambda: build_model(config, len(task.label_names), run.weights, objective),
         partition=iid_partition(task.split("train"), config.seed) if iid else None,
         final_splits=("val", "test"),
         headline=("C-AP", "O-AP"),

@@ -76,7 +76,11 @@ class RandomImages:
         """Images ``[n, S, S, 3]`` and one-hot ``[n, K]``."""
         rng = stream(0, "bench", int(rows[0]) if len(rows) else 0)
         images = rng.integers(0, 256, (len(rows), self._pixels, self._pixels, 3), np.uint8)
-        return images, np.eye(self._classes, dtype=np.uint8)[np.asarray(rows) % self._classes]
+        return images, self.targets(rows)
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        """One-hot ``[n, K]``."""
+        return np.eye(self._classes, dtype=np.uint8)[np.asarray(rows) % self._classes]
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.runs import DAMAGE
 from benchmarks.settings import Tree, read_yaml
 from pfl_ext.checkpoint import read_json
 
@@ -92,6 +93,6 @@ def read_run(directory: Path) -> FinishedRun:
         if "accuracy" not in results["test"]:
             raise ValueError("it is of another benchmark")
         return FinishedRun(directory, config, results, read_curve(lines))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as fault:
+    except DAMAGE as fault:
         text = " ".join(str(fault).split())
         raise ValueError(f"{directory} cannot be read: {type(fault).__name__}: {text}") from None

@@ -2,7 +2,8 @@
 
     python -m dataset.cifar100.download_preprocess --output_file F [--source URL-or-DIR] [--splits DIR]
 
-``--alphas 0.3,1 --seed 0`` adds partitions by our own sampler (`dataset.dirichlet`). The labels are the 100 fine ones, as in the paper.
+``--alphas 0.3,1 --seed 0`` adds partitions by our own sampler (`dataset.dirichlet`). The labels are
+the 100 fine ones, as in the paper.
 """
 
 from __future__ import annotations

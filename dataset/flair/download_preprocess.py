@@ -51,6 +51,7 @@ from dataset.flair.journal import Journal, free
 from dataset.flair.sources import Image, Records, Source, local
 
 TOOL_VERSION = "1.0"
+MISSING = "it is listed, but its file is missing"
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -70,6 +71,8 @@ class Options:
     workers: int = 2
     block_images: int = 2048
     """What is lost at most when a preprocessing is killed."""
+    finish: Callable[[DatasetIndex], DatasetIndex] | None = None
+    """What is still to be done to the index, once it is known which images there are."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def _check(
 def _fault(image: Image, decodes: bool) -> str | None:
     """What is wrong with an image, or None."""
     if image is None:
-        return "it is listed, but its file is missing"
+        return MISSING
     try:
         jpeg_size(image)
         if decodes:
@@ -205,7 +208,7 @@ def _fault(image: Image, decodes: bool) -> str | None:
 
 
 def _bad(table: pa.Table, at: int, fault: str, options: Options) -> None:
-    if options.on_bad_image == "fail":
+    if options.on_bad_image == "fail" or (options.on_bad_image == "skip-missing" and MISSING not in fault):
         user, image = table["user_id"][at].as_py(), table["image_id"][at].as_py()
         raise ValueError(
             f"image {image} of user {user} cannot be used, {fault}; mend the source, or leave such images "
@@ -244,7 +247,7 @@ def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, 
     provenance["counts"] = {
         name: {"users": split.num_users, "images": split.num_images} for name, split in index.splits.items()
     }
-    return index, placement
+    return (options.finish(index) if options.finish else index), placement
 
 
 def _write(

@@ -16,7 +16,7 @@ import json
 import lzma
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -210,6 +210,9 @@ class ArchiveSource:
     provenance: dict[str, Any]
     download_bytes: int = 0
     discard: Callable[[], None] = nothing
+    read_listing: Callable[[Path], pa.Table] = field(default_factory=lambda: read_metadata)
+    paths: Mapping[str, Path] | None = None
+    """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
     _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
     _seen: bytearray = field(default_factory=bytearray, repr=False)
 
@@ -218,7 +221,7 @@ class ArchiveSource:
         """As `Source.parts`: archives, or the folder of files; then what is listed and in none of them."""
         keys = [shard.key for shard in self.archives]
         if self.files is not None:
-            keys.append(_folder_key(self.files, self.listed()[1]))
+            keys.append(_folder_key(self.files, self._found()))
         return [f"{self.metadata.key} {key}" for key in [*keys, f"missing of {' '.join(keys)}"]]
 
     def skip(self, table: pa.Table) -> None:
@@ -241,17 +244,18 @@ class ArchiveSource:
     def _origin(self, part: int) -> str:
         if part < len(self.archives):
             return self.archives[part].name
-        return self.files.name if self.files is not None and part == len(self.archives) else METADATA
+        is_files = self.files is not None and part == len(self.archives)
+        return self.files.name if self.files is not None and is_files else self.metadata.name
 
     def listed(self) -> tuple[pa.Table, dict[str, int]]:
         """The records of the JSON, and each image's row among them."""
         if self._listed is None:
-            table = read_metadata(self.metadata.fetch())
+            table = self.read_listing(self.metadata.fetch())
             ids = table["image_id"].to_pylist()
             row_of = {image_id: row for row, image_id in enumerate(ids)}
             if len(row_of) < len(ids):
                 twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
-                raise ValueError(f"{METADATA} lists image {twice} twice")
+                raise ValueError(f"{self.metadata.name} lists image {twice} twice")
             self._listed, self._seen = (table, row_of), bytearray(len(row_of))
         return self._listed
 
@@ -278,26 +282,30 @@ class ArchiveSource:
         if part < len(self.archives):
             return ((name, read) for name, read in _tar(self.archives[part].fetch()) if name in row_of)
         if self.files is not None and part == len(self.archives):
-            return _jpegs(self.files, row_of)
+            return _jpegs(self._found())
         return ((name, None) for name, row in row_of.items() if not self._seen[row])
 
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        """The listed images that are files, with their paths."""
+        assert self.files is not None
+        for image_id in self.listed()[1]:
+            path = self.files / f"{image_id}.jpg" if self.paths is None else self.paths.get(image_id)
+            if path is not None and Path(image_id).name == image_id and path.is_file():
+                yield image_id, path
 
-def _jpegs(folder: Path, image_ids: Iterable[str]) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    for image_id in image_ids:
-        path = folder / f"{image_id}.jpg"
-        if Path(image_id).name == image_id and path.is_file():
-            _bounded(str(path), path.stat().st_size)
-            yield image_id, path.read_bytes
+
+def _jpegs(found: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for image_id, path in found:
+        _bounded(str(path), path.stat().st_size)
+        yield image_id, path.read_bytes
 
 
-def _folder_key(folder: Path, image_ids: Iterable[str]) -> str:
+def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:
     """SHA-256 over names, sizes and times of the images in a folder."""
     digest = hashlib.sha256(str(folder).encode())
-    for image_id in image_ids:
-        path = folder / f"{image_id}.jpg"
-        if Path(image_id).name == image_id and path.is_file():
-            stat = path.stat()
-            digest.update(f"{image_id} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for image_id, path in found:
+        stat = path.stat()
+        digest.update(f"{image_id} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair import bench
+from benchmarks.visual_classification import bench as vision
 from dataset.command_line import run as run_command
 from pfl_ext.engine import cohort
 
@@ -32,6 +33,18 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
     assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_single_label_users_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--data.image_size=16", "--model.input_size=16", "--local.batch_size=4")
+    tiny = vision.Case("tiny", words, users=6, user_images=10, cohort=2, scored=True)
+    monkeypatch.setitem(vision.SETS, "cpu", [tiny])
+    output = tmp_path / "bench.json"
+    assert run_command(vision.main, ["--cases=cpu", "--rounds=2", f"--output={output}"]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert (result["image_passes_a_round"], result["steps_a_round"]) == (20, 6)
+    assert result["fast"]["share"]["evaluation"] > 0
+    assert result["deviation_of_the_models_first_move"] < 1e-4
 
 
 @pytest.mark.parametrize("words", [["--rounds", "0"], ["--only", "no such case"]])

@@ -1,11 +1,14 @@
 """Damaged inputs to every reader: each ends in one clear line, or is read rightly.
 
-    python -m tests.campaigns.fuzz --inputs 10000 [--only jpeg] [--keep FOLDER]
+    python -m tests.campaigns.fuzz --inputs 10000 --state fuzz.json [--only jpeg] [--keep FOLDER]
 
 Inputs are sound files after one to four accidents (`tests.campaigns.damage`). Each is read in a process that
-may use 2 GB of memory beyond what it starts with and 20 s. What counts as a finding: an exception other than
-ValueError, OSError and MemoryError, an error of several lines or none, a crash, a hang, and for formats with
-checksums a damaged file that is read as something else than was written.
+may use 2 GB of memory beyond what it starts with, and a minute. What counts as a finding: an exception other
+than ValueError and OSError, an error of several lines or none, a wish for more memory, a crash, a hang, and
+for formats with checksums a damaged file that is read as something else than was written.
+
+Input n of a target is a function of (seed, n) and the target's sound files. With ``--state`` the same command
+goes on where it was broken off.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,20 +34,15 @@ import torch
 
 from dataset.command_line import run
 from dataset.flair import probe as probing
+from pfl_ext.checkpoint import write_bytes, write_json
 from tests.campaigns.damage import damaged
+from tests.campaigns.probe_server import ProbeServer
 from tests.campaigns.readers import Target, targets
 
-MEMORY, SECONDS, BATCH = 2 << 30, 20.0, 40
-
-
-@dataclass(frozen=True)
-class Finding:
-    """An input that did not end as it should."""
-
-    target: str
-    number: int
-    what: str
-    content: bytes
+MEMORY, SECONDS, BATCH = 2 << 30, 60.0, 40
+KINDS = ("refused", "read", "finding")
+TOO_MUCH = "there is too little memory"
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def make(target: Target, number: int, seed: int) -> bytes:
@@ -71,31 +69,16 @@ def judge(target: Target, content: bytes, folder: Path, sound: str | None) -> tu
         return "read", ""
     if code != 2 or len(lines) != 1 or len(lines[0]) > 2000 or "Traceback" in err.getvalue():
         return "finding", f"exit code {code}: {err.getvalue()[-1000:]}"
+    if TOO_MUCH in lines[0]:
+        return "finding", f"asks for more than {MEMORY >> 30} GB: {lines[0]}"
     return "refused", lines[0]
-
-
-def forked_probe(path: Path) -> None:
-    """`dataset.flair.probe.probe` without the cost of a new interpreter."""
-    child = os.fork()
-    if child == 0:
-        probing.look(path)
-        os._exit(0)
-    end, done, status = time.monotonic() + SECONDS, 0, 0
-    while not done and time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        time.sleep(0 if done else 0.002)
-    if not done:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    if not done or os.WIFSIGNALED(status):
-        raise ValueError(f"{path} is damaged (the HDF5 library crashes or hangs on it); make it again")
 
 
 def _work(target: Target, numbers: list[int], seed: int, folder: Path, pipe: int) -> None:
     """In the child: judge each input, and say so on the pipe, one JSON line before and one after."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    used, resident = (int(pages) * PAGE for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    probing.probe = forked_probe
+    probing.probe = ProbeServer()
     os.fsync = lambda _: None  # type: ignore[assignment]  # no machine fails here
     with os.fdopen(pipe, "w") as report, open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 1)
@@ -111,10 +94,14 @@ def _work(target: Target, numbers: list[int], seed: int, folder: Path, pipe: int
             print(json.dumps([number, "begun", ""]), file=report, flush=True)
             kind, what = judge(target, make(target, number, seed), folder, sound.get(origin))
             print(json.dumps([number, kind, what]), file=report, flush=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
+        print(json.dumps([peak, "peak", ""]), file=report, flush=True)
 
 
-def batch(target: Target, numbers: list[int], seed: int, folder: Path) -> list[tuple[int, str, str]]:
-    """What became of some inputs; those after a crash or a hang are left out."""
+def batch(
+    target: Target, numbers: list[int], seed: int, folder: Path
+) -> tuple[list[tuple[int, str, str]], int]:
+    """What became of some inputs, those after a crash or a hang left out; bytes that they took at most."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -128,9 +115,9 @@ def batch(target: Target, numbers: list[int], seed: int, folder: Path) -> list[t
         os._exit(0)
     os.close(writing)
     found: list[tuple[int, str, str]] = []
-    begun, text, hung = -1, b"", False
+    begun, text, hung, peak = numbers[0], b"", False, 0
     while True:
-        ready, _, _ = select.select([reading], [], [], SECONDS * 3)  # the machine may be busy
+        ready, _, _ = select.select([reading], [], [], SECONDS)  # the machine may be busy
         if not ready:
             os.kill(child, signal.SIGKILL)
             hung = True
@@ -140,38 +127,105 @@ def batch(target: Target, numbers: list[int], seed: int, folder: Path) -> list[t
         *complete, text = (text + more).split(b"\n")
         for line in complete:
             number, kind, what = json.loads(line)
-            begun = number
-            if kind != "begun":
+            if kind == "peak":
+                peak = number
+            elif kind == "begun":
+                begun = number
+            else:
                 found.append((number, kind, what))
     os.close(reading)
     _, status = os.waitpid(child, 0)
     if status != 0 or len(found) < len(numbers):
         how = "hang" if hung else f"crash, wait status {status}"
-        found.append((begun if begun >= 0 else numbers[0], "finding", how))
-    return found
+        found.append((begun, "finding", how))
+    return found, peak
+
+
+@dataclass
+class Tally:
+    """How far a campaign has come; kept in a file, so that one that was broken off goes on."""
+
+    seed: int
+    done: Counter[str] = field(default_factory=Counter)
+    """Inputs of each target that have been tried."""
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    """What became of them."""
+    findings: list[tuple[str, int, str]] = field(default_factory=list)
+    """Target, number of the input, what happened."""
+    seconds: float = 0.0
+    peak: int = 0
+    """Bytes that a process took beyond what it started with."""
+
+    @classmethod
+    def read(cls, path: Path, seed: int) -> Tally:
+        """What an earlier campaign with this seed wrote, if it did."""
+        if not path.exists():
+            return cls(seed)
+        kept = json.loads(path.read_text())
+        if kept["seed"] != seed:
+            raise ValueError(f"{path} is of --seed {kept['seed']}: give that, or another --state")
+        counts = {name: Counter(count) for name, count in kept["counts"].items()}
+        findings = [(name, number, what) for name, number, what in kept["findings"]]
+        return cls(seed, Counter(kept["done"]), counts, findings, kept["seconds"], kept["peak"])
+
+    def add(self, target: Target, told: list[tuple[int, str, str]], peak: int, seconds: float) -> None:
+        """What became of a batch."""
+        count = self.counts.setdefault(target.name, Counter())
+        for number, kind, what in told:
+            count[kind] += 1
+            if kind == "finding":
+                self.findings.append((target.name, number, what))
+                print(f"{target.name} {number}: {what[-1500:]}", flush=True)
+        self.done[target.name] = told[-1][0] + 1
+        self.peak, self.seconds = max(self.peak, peak), self.seconds + seconds
+
+    def __str__(self) -> str:
+        lines = [f"{'':30}{''.join(f'{kind:>9}' for kind in KINDS)}"]
+        for name, count in self.counts.items():
+            lines.append(f"{name:30}" + "".join(f"{count[kind]:9d}" for kind in KINDS))
+        total = sum(self.counts.values(), Counter[str]())
+        lines.append(f"{'together':30}" + "".join(f"{total[kind]:9d}" for kind in KINDS))
+        lines.append(
+            f"{total.total()} inputs in {self.seconds:.0f} s, at most {self.peak / 2**20:.0f} MB of memory "
+            "beyond the start"
+        )
+        return "\n".join(lines)
 
 
 def campaign(
-    inputs: int, seed: int, only: str = "", minutes: float = 1e9
-) -> tuple[dict[str, Counter[str]], list[Finding]]:
-    """So many inputs, all targets in turn, or as many as the minutes allow; counts by target; findings."""
+    tally: Tally,
+    inputs: int,
+    *,
+    only: str = "",
+    minutes: float = 1e9,
+    state: Path | None = None,
+    keep: Path | None = None,
+) -> None:
+    """So many inputs, dealt to all targets in turn, or as many as the minutes allow.
+
+    :param only: targets whose name contains this.
+    :param state: a file for the tally, written after each batch.
+    :param keep: a folder for the inputs that found something.
+    """
     end = time.monotonic() + 60 * minutes
-    findings: list[Finding] = []
     with tempfile.TemporaryDirectory() as place:
         chosen = [target for target in targets(Path(place)) if only in target.name]
-        counts = {target.name: Counter[str]() for target in chosen}
-        left = {target.name: list(range(-(-inputs // len(chosen)))) for target in chosen}
-        while any(left.values()) and time.monotonic() < end:
-            for target in (target for target in chosen if left[target.name]):
-                done = batch(target, left[target.name][:BATCH], seed, Path(place))
-                for number, kind, what in done:
-                    counts[target.name][kind] += 1
-                    if kind == "finding":
-                        findings.append(Finding(target.name, number, what, make(target, number, seed)))
-                        print(f"{target.name} {number}: {what[-1500:]}", flush=True)
-                last = max(number for number, _, _ in done)
-                left[target.name] = [number for number in left[target.name] if number > last]
-    return counts, findings
+        each = -(-inputs // len(chosen))
+        while time.monotonic() < end:
+            open_ones = [target for target in chosen if tally.done[target.name] < each]
+            if not open_ones:
+                return
+            for target in open_ones:
+                started, first = time.monotonic(), tally.done[target.name]
+                numbers = list(range(first, min(first + BATCH, each)))
+                told, peak = batch(target, numbers, tally.seed, Path(place))
+                tally.add(target, told, peak, time.monotonic() - started)
+                for number, kind, _ in told:
+                    if keep is not None and kind == "finding":
+                        name = "".join(c if c.isalnum() else "_" for c in target.name)
+                        write_bytes(keep / f"{name}-{number}", make(target, number, tally.seed))
+                if state is not None:
+                    write_json(state, vars(tally))
 
 
 def main() -> int:
@@ -181,21 +235,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--only", default="", help="targets whose name contains this")
-    parser.add_argument("--keep", type=Path, help="where findings are written")
+    parser.add_argument("--state", type=Path, help="a file by which the same command goes on")
+    parser.add_argument("--keep", type=Path, help="a folder for the inputs that found something")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
-    counts, findings = campaign(given.inputs, given.seed, given.only, given.minutes)
-    for name, count in counts.items():
-        print(f"{name:28}" + "".join(f"{kind:>9} {number:6d}" for kind, number in sorted(count.items())))
-    total = sum(counts.values(), Counter[str]())
-    print(f"{total.total()} inputs: {dict(total)} ({time.monotonic() - started:.0f} s)")
-    for one in findings:
-        if given.keep:
-            given.keep.mkdir(parents=True, exist_ok=True)
-            name = "".join(c if c.isalnum() else "_" for c in one.target)
-            (given.keep / f"{name}-{one.number}").write_bytes(one.content)
-    return 1 if findings else 0
+    tally = Tally(given.seed) if given.state is None else Tally.read(given.state, given.seed)
+    campaign(
+        tally,
+        given.inputs,
+        only=given.only,
+        minutes=given.minutes,
+        state=given.state,
+        keep=given.keep,
+    )
+    print(tally)
+    return 1 if tally.findings else 0
 
 
 if __name__ == "__main__":

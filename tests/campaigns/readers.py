@@ -10,15 +10,26 @@ import io
 import json
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from benchmarks.flair.config import FLAIR, parse
+from benchmarks.flair.report import main as report
+from benchmarks.sweep import training_words
+from benchmarks.sweep_space import SWEEPS, read_sweep
+from benchmarks.visual_classification.config import VISION
+from dataset import cifar_preprocess
+from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.flair import probe as probing
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
 from dataset.flair.hdf5 import FlairFile
@@ -28,6 +39,7 @@ from dataset.flair.native import NativeReader, Storage
 from dataset.flair.sources import local
 from pfl_ext import checkpoint
 from pfl_ext.models import build_backbone
+from tests.benchmarks.made_runs import make_run
 from tests.dataset.drawn import (
     add_member,
     jpeg,
@@ -86,7 +98,9 @@ def preprocessed(folder: Path, output: Path, storage: Storage = "jpeg") -> None:
     preprocess(local(folder), Options(output, storage, image_size=16, on_bad_image="skip", workers=1))
 
 
-def as_source(name: str, rest: Callable[[Path], object] = lambda _: None) -> Callable[[Path], object]:
+def as_source(
+    name: str, rest: Callable[[Path], object] = lambda _: None, storages: Sequence[Storage] = ("jpeg",)
+) -> Callable[[Path], object]:
     """Read a damaged file as one file of a source, of which ``rest`` makes the others."""
 
     def read(path: Path) -> object:
@@ -97,7 +111,7 @@ def as_source(name: str, rest: Callable[[Path], object] = lambda _: None) -> Cal
         shutil.copy(path, folder / name)
         output = path.with_name("out.hdf5")
         output.unlink(missing_ok=True)
-        for storage in ("jpeg", "raw"):
+        for storage in storages:
             preprocessed(folder, output, storage)
         with FlairFile(output) as file:
             return file.fingerprint
@@ -119,6 +133,26 @@ def read_weights(path: Path) -> object:
     generator = torch.Generator().manual_seed(0)
     build_backbone("squeezenet1_1", 3, norm="group", init="paper", weights=path, generator=generator)
     return None
+
+
+def as_part_of_run(whole: Path, name: str) -> Callable[[Path], object]:
+    """Report a finished run with one file damaged; what is wrong with it is for the report to say."""
+
+    def read(path: Path) -> object:
+        folder = path.with_name("run")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        shutil.copy(path, folder / name)
+        report([str(folder)])
+        return None
+
+    return read
+
+
+def read_sweep_file(path: Path) -> object:
+    """A sweep's YAML, as its command line reads it."""
+    sweep, _, _ = read_sweep(str(path))
+    return training_words(sweep, [])
 
 
 def read_words(path: Path) -> object:
@@ -146,9 +180,82 @@ def _images() -> list[bytes]:
     return [*found, buffer.getvalue(), jpeg(7)]
 
 
+def as_cifar(name: str, whole: Path) -> Callable[[Path], object]:
+    """Read a damaged file as one file of CIFAR's folder, with splits."""
+
+    def read(path: Path) -> object:
+        folder, output = path.with_name("cifar"), path.with_name("cifar.hdf5")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        shutil.copy(path, folder / name)
+        output.unlink(missing_ok=True)
+        cifar_preprocess.main(CIFAR10, [f"--source={folder}", f"--output_file={output}"])
+        with FlairFile(output) as file:
+            return file.fingerprint
+
+    return read
+
+
+def _cifar_targets(folder: Path) -> list[Target]:
+    """Images of CIFAR-10 in both forms, and who owns them as CSV and as a zip archive of it."""
+    rng, count = np.random.default_rng(3), 20
+    pixels, classes = rng.integers(0, 256, (count, 32, 32, 3), np.uint8), np.arange(count) % 10
+    binary, parquet, zipped = folder / "binary", folder / "images", folder / "zipped"
+    for place in (binary, parquet, zipped):
+        place.mkdir(parents=True)
+    rows = np.concatenate([classes[:, None], pixels.transpose(0, 3, 1, 2).reshape(count, -1)], 1)
+    batches = [name for names in CIFAR10.members.values() for name in names]
+    for number, name in enumerate(batches):
+        (binary / name).write_bytes(rows[number::6].astype(np.uint8).tobytes())
+    known = np.concatenate([classes[number::6] for number in range(5)])
+    listed = "".join(f"{row % 3},{row},{known[row]}\n" for row in range(len(known)))
+    csv = ("user_id,image_id,class\n" + listed).encode()
+    (binary / "federated_train_alpha_1.00.csv").write_bytes(csv)
+    for name, start in (("train", 0), ("test", len(known))):
+        images = [_png(one) for one in pixels[start : start + len(known)]]
+        labels = known if name == "train" else classes[start:]
+        table = pa.table({"img": [{"bytes": one} for one in images], "label": labels})
+        pq.write_table(table, parquet / f"{name}-0.parquet")
+    (parquet / "federated_train.csv").write_bytes(csv)
+    for path in (parquet / "train-0.parquet", parquet / "test-0.parquet"):
+        shutil.copy(path, zipped / path.name)
+    with zipfile.ZipFile(zipped / CIFAR10.splits_archive, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("splits/federated_train_alpha_1.00.csv", csv)
+    kinds = (
+        ("batch", binary, batches[0], False),
+        ("csv", binary, "federated_train_alpha_1.00.csv", True),
+        ("parquet", parquet, "train-0.parquet", False),
+        ("zip", zipped, CIFAR10.splits_archive, False),
+    )
+    return [
+        Target(f"cifar, {kind}", [(place / name).read_bytes()], as_cifar(name, place), text=text)
+        for kind, place, name, text in kinds
+    ]
+
+
+def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _run_targets(folder: Path) -> list[Target]:
+    """What the reports and sweeps read."""
+    run = make_run(folder / "whole", "pfl-r-17")
+    parts = ("config.yaml", "metrics.jsonl", "results.json", "privacy.json")
+    sweeps = [path.read_bytes() for path in SWEEPS.values()]
+    return [
+        *(
+            Target(f"report, {name}", [(run / name).read_bytes()], as_part_of_run(run, name), text=True)
+            for name in parts
+        ),
+        Target("sweep", sweeps, read_sweep_file, ".yaml", text=True),
+    ]
+
+
 def targets(folder: Path) -> list[Target]:
     """All of them; seeds are made in ``folder``."""
-    rows = records(24)
+    rows = records(12)
     parquet = write_parquet(folder / "parquet", rows, shards=1)
     files = write_files(folder / "files", rows)
 
@@ -174,12 +281,13 @@ def targets(folder: Path) -> list[Target]:
     network = build_backbone(
         "squeezenet1_1", 3, norm="group", init="paper", weights=None, generator=generator
     )
-    small = {name: tensor[..., :1].clone() for name, tensor in network.state_dict().items()}
-    torch.save(small, folder / "w.pth")
+    torch.save(network.state_dict(), folder / "w.pth")
+    save_file(network.state_dict(), folder / "w.safetensors")
+    weights = [(folder / name).read_bytes() for name in ("w.pth", "w.safetensors")]
     vocabulary = {"labels": sorted({n for one in rows for n in one.labels}), "fine_grained_labels": {"a": 1}}
     configs = [path.read_bytes() for path in sorted(FLAIR.directory.glob("*.yaml"))]
     words = [
-        "--config=fl-r-17",
+        "--config=pfl-r-17",
         "--seed",
         "1",
         "--local.learning_rate=0.1",
@@ -200,18 +308,26 @@ def targets(folder: Path) -> list[Target]:
 
     metadata = (files / "labels_and_metadata.json").read_bytes()
     tar = [(folder / "a.tar").read_bytes()]
+    rows_of = [next(parquet.rglob("*.parquet")).read_bytes()]
     return [
         Target("hdf5, validated", native, validated, ".hdf5", same=True),
         Target("hdf5, read", native, read_probed, ".hdf5"),
         Target("hdf5 of predecessors", foreign, validated, ".hdf5"),
         Target("hdf5 of predecessors, read", foreign, read_probed, ".hdf5"),
-        Target("parquet", [next(parquet.rglob("*.parquet")).read_bytes()], as_source("t.parquet")),
+        Target("parquet", rows_of, as_source("t.parquet", storages=("jpeg", "raw"))),
         Target("tar.gz", [(folder / "a.tar.gz").read_bytes()], as_source("a.tar.gz", listed), same=True),
         Target("tar", tar, as_source("a.tar", listed)),
         Target("metadata", [metadata], as_source("labels_and_metadata.json", unpacked), text=True),
         Target("jpeg", _images(), read_jpeg),
         Target("label mapping", [json.dumps(vocabulary).encode()], read_vocabulary, ".json", text=True),
         Target("config", configs, lambda path: parse([f"--config={path}"]), ".yaml", text=True),
+        Target(
+            "config, vision",
+            [path.read_bytes() for path in sorted(VISION.directory.glob("*.yaml"))],
+            lambda path: VISION.parse([f"--config={path}"]),
+            ".yaml",
+            text=True,
+        ),
         Target("command line", ["\n".join(words).encode()], read_words, text=True),
         Target(
             "checkpoint",
@@ -220,10 +336,8 @@ def targets(folder: Path) -> list[Target]:
             ".safetensors",
             same=True,
         ),
-        Target(
-            "weights .safetensors", [(folder / "c.safetensors").read_bytes()], read_weights, ".safetensors"
-        ),
-        Target("weights .pth", [(folder / "w.pth").read_bytes()], read_weights, ".pth"),
+        Target("weights .pth", weights[:1], read_weights, ".pth"),
+        Target("weights .safetensors", weights[1:], read_weights, ".safetensors"),
         Target(
             "results.json",
             [json.dumps({"a": [1, {"b": 2}]}).encode()],
@@ -231,4 +345,6 @@ def targets(folder: Path) -> list[Target]:
             ".json",
             text=True,
         ),
+        *_run_targets(folder),
+        *_cifar_targets(folder / "cifar-sound"),
     ]

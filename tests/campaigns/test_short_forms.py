@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+
+import pytest
+
+from tests.campaigns.fuzz import Tally
+from tests.campaigns.fuzz import campaign as fuzz
 
 
 def campaign(name: str, *argv: str) -> str:
@@ -18,9 +24,28 @@ def test_killed_runs_equal_the_run_never_killed() -> None:
     said = campaign("kill_training", "--kills=5", "--rounds=6", "--kind=pfl")
     assert said.startswith("pfl: 5 kills over ")
     assert "each equal to the run never killed" in said
+    (phases,) = re.findall("at work on: (.*)", said)
+    assert sum(int(phase.rpartition(" ")[2]) for phase in phases.split(", ")) == 5
+
+
+@pytest.mark.slow
+def test_killed_runs_of_two_workers_equal_the_run_never_killed() -> None:
+    said = campaign("kill_workers", "--kills=2", "--rounds=4", "--kind=momentum")
+    assert said.startswith("momentum, 2 workers: 2 kills over ")
+    assert "each equal to the run never killed" in said
 
 
 def test_killed_preprocessing_makes_the_same_file() -> None:
     said = campaign("kill_preprocessing", "--kills=6", "--images=150", "--kind=archives")
     assert said.startswith("archives: 6 kills over ")
     assert "each with the content of the file made in one go" in said
+
+
+def test_damaged_inputs_are_refused_in_one_line_or_read_rightly() -> None:
+    """Three to each reader; another seed than the long campaign's."""
+    tally = Tally(seed=1)
+    fuzz(tally, 63)
+    assert tally.findings == []
+    assert len(tally.counts) >= 21
+    assert {count.total() for count in tally.counts.values()} == {3}
+    assert tally.peak < 2 << 30

@@ -24,9 +24,12 @@ class NumberedStore:
         self.reads += 1
         digits = np.stack([rows // 65536, rows // 256 % 256, rows % 256], axis=-1).astype(np.uint8)
         images = np.broadcast_to(digits[:, None, None, :], (len(rows), self.side, self.side, 3)).copy()
+        return images, self.targets(rows)
+
+    def targets(self, rows: IntArray) -> ByteArray:
         targets = np.zeros((len(rows), self.num_labels), np.uint8)
         targets[np.arange(len(rows)), rows % self.num_labels] = 1
-        return images, targets
+        return targets
 
 
 def rows_of(images: npt.NDArray[np.uint8]) -> IntArray:

@@ -38,12 +38,15 @@ class Store:
             np.uint8
         )
         own = np.where(np.arange(16) >= 7, 1 - bright, bright)
-        self.targets = np.stack([bright, own], 1).astype(np.uint8)
+        self.labels = np.stack([bright, own], 1).astype(np.uint8)
         self.asked: list[list[int]] = []
 
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
         self.asked.append(np.asarray(rows).tolist())
-        return self.images[rows], self.targets[rows]
+        return self.images[rows], self.targets(rows)
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        return self.labels[rows]
 
 
 def network() -> ImageClassifier:
@@ -90,7 +93,7 @@ def test_fine_tuning_sees_only_its_own_part_of_a_users_images() -> None:
     assert sorted(held_nine + trained_nine) == list(range(7, 16))
     assert told.users == ["six", "nine"]  # the user with one image is left out
     assert told.trained_on.tolist() == [len(trained_six), len(trained_nine)]
-    np.testing.assert_array_equal(told.targets, store.targets[[*held_six, *held_nine]])
+    np.testing.assert_array_equal(told.targets, store.labels[[*held_six, *held_nine]])
 
 
 def test_fine_tuning_leaves_the_model_and_helps_a_user_who_differs() -> None:

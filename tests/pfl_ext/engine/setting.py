@@ -61,6 +61,9 @@ class NoisyStore:
                 targets[i] = targets_for(self.objective, 1, torch.Generator().manual_seed(row))[0].numpy()
         return images, targets
 
+    def targets(self, rows: Any) -> Any:
+        return self.read(rows)[1]
+
 
 def small_backbone(seed: int = 0) -> nn.Sequential:
     """Every kind of layer that the tape knows, with and without bias, strides, groups and few positions."""
@@ -108,6 +111,12 @@ class Setting:
     amp: torch.dtype | None = None
     rounds: int = 1
     objective: ObjectiveName = "multi_label"
+    store: Any = None
+    reweight: Any = None
+    sampler: Any = "fixed"
+    cohort: int | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
@@ -120,7 +129,14 @@ class Setting:
             return torch.optim.SGD(parameters, lr=lr)
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
-        data = FederatedImageDataset(NoisyStore(self.sizes, self.objective), self.sampling, seed=3)
+        data = FederatedImageDataset(
+            self.store or NoisyStore(self.sizes, self.objective),
+            self.sampling,
+            seed=3,
+            sampler=self.sampler,
+            reweight=self.reweight,
+        )
+        cohort_size = self.cohort or len(self.sizes)
         backend = CentrallyEvaluatedBackend(
             data,
             CentralEvaluation(NoisyStore([2])),
@@ -129,7 +145,7 @@ class Setting:
             engine=CohortEngine(module, **options) if engine else None,
         )
         algorithm: Any = FederatedAveraging() if self.mu is None else FedProx()
-        common = (100, 100, len(self.sizes), 1)
+        common = (100, 100, cohort_size, 1)
         params = NNAlgorithmParams(*common) if self.mu is None else FedProxParams(*common, mu=self.mu)
         train = NNTrainHyperParams(
             local_num_epochs=self.sampling.num_epochs,
@@ -143,7 +159,7 @@ class Setting:
                 context = CentralContext(
                     current_central_iteration=round_number,
                     do_evaluation=False,
-                    cohort_size=len(self.sizes),
+                    cohort_size=cohort_size,
                     population=Population.TRAIN,
                     model_train_params=train,
                     model_eval_params=None,

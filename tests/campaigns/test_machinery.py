@@ -1,0 +1,110 @@
+"""The campaigns see what they are meant to see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair.config import parse
+from pfl_ext import checkpoint
+from tests.campaigns import fuzz, kill_training, kill_workers
+from tests.campaigns.lives import START, After, At, Phases, found, live
+from tests.campaigns.readers import Target
+
+
+def endless(_: Path) -> object:
+    while True:
+        time.sleep(1)
+
+
+def crash(_: Path) -> object:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def two_lines(_: Path) -> object:
+    print("error: one", file=sys.stderr)
+    raise ValueError("two")
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "defect": (lambda path: dict[Path, object]()[path], "KeyError"),
+    "greed": (lambda _: bytearray(3 << 30), "asks for more than 2 GB"),
+    "misreading": (lambda path: path.read_bytes(), "read as"),
+    "endless": (endless, "hang"),
+    "crash": (crash, "crash"),
+    "two lines": (two_lines, "exit code 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_way_to_fail_is_a_finding_and_the_batch_goes_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fuzz, "SECONDS", 1.0)
+    read, what = BAD[name]
+    sound = [b"0123456789" * 20]
+    target = Target(name, sound, read, same=name == "misreading")
+    tally = fuzz.Tally(seed=3)
+    for first in (0, 1):
+        told, peak = fuzz.batch(target, [first], tally.seed, tmp_path)
+        tally.add(target, told, peak, 1.0)
+    assert tally.counts[name] == {"finding": 2}
+    assert all(what in told for _, _, told in tally.findings)
+    assert tally.done[name] == 2
+
+
+def test_a_tally_goes_on_from_its_file(tmp_path: Path) -> None:
+    tally = fuzz.Tally(seed=3)
+    target = Target("t", [b"x"], len)  # type: ignore[arg-type]
+    tally.add(target, [(0, "read", ""), (1, "finding", "why")], 10, 2.0)
+    checkpoint.write_json(tmp_path / "state.json", vars(tally))
+    assert fuzz.Tally.read(tmp_path / "state.json", 3) == tally
+    with pytest.raises(ValueError, match="is of --seed 3"):
+        fuzz.Tally.read(tmp_path / "state.json", 4)
+
+
+def test_the_dead_are_counted_with_what_they_were_at(tmp_path: Path) -> None:
+    names = {"outer": ("pfl_ext.checkpoint:write_json",), "inner": ("pfl_ext.checkpoint:write_bytes",)}
+    phases = Phases(names)
+
+    def work() -> int:
+        checkpoint.write_json(tmp_path / "a.json", {})
+        time.sleep(60)
+        return 0
+
+    def died(death: After | At) -> str:
+        assert live(work, death, tmp_path / "log", phases) is None
+        return phases.last
+
+    assert died(At("pfl_ext.checkpoint:write_json", 1, before=True)) == START
+    assert died(At("json:dumps", 1, before=False)) == "outer"
+    assert died(At("os:replace", 1, before=True)) == "inner"
+    assert not (tmp_path / "a.json").exists()
+    assert died(At("os:replace", 1, before=False)) == "inner"
+    assert (tmp_path / "a.json").exists()
+    assert died(After(0.5)) == START
+
+
+def test_every_place_and_phase_is_a_function() -> None:
+    places = [place for places in kill_training.PLACES.values() for place in places]
+    places += [*kill_workers.OF_ANY_WORKER, *kill_workers.OF_WORKER_0]
+    places += [place for phase in kill_workers.AT_WORK.values() for place in phase]
+    for place in places:
+        owner, name = found(place)
+        assert callable(getattr(owner, name)), place
+
+
+def test_the_kinds_are_what_they_are_called() -> None:
+    momentum = parse(kill_training.KINDS["momentum"]).config
+    assert (momentum.server.optimizer, momentum.server.momentum) == ("sgd", 0.9)
+    assert momentum.privacy is not None
+    assert momentum.privacy.mechanism == "adaptive"
+    paper = parse(kill_training.KINDS["pfl"]).config
+    assert (paper.server.optimizer, paper.privacy and paper.privacy.mechanism) == ("adam", "adaptive")

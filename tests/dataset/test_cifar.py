@@ -1,0 +1,249 @@
+"""CIFAR from every source it is had from, with its splits: one file, the same data; and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset import cifar_preprocess
+from dataset.cifar import Cifar
+from dataset.command_line import run
+from dataset.flair.hdf5 import FlairFile
+from dataset.flair.validate import validate
+from dataset.single_label import SingleLabelTask
+from tests.dataset.drawn import add_member
+from tests.dataset.faulty_server import serving
+from tests.dataset.made_cifar import (
+    CIFAR10,
+    CIFAR100,
+    SIZES,
+    class_of,
+    pixels,
+    write_binary,
+    write_parquet,
+    write_splits,
+)
+
+
+def make(spec: Cifar, output: Path, *arguments: str | Path) -> int:
+    return run(partial(cifar_preprocess.main, spec), ["--output_file", str(output), *map(str, arguments)])
+
+
+def assert_holds(path: Path, spec: Cifar, dealt: dict[str, dict[str, list[int]]]) -> None:
+    """Every image with its own class and pixels, and every user of every partition with its own images."""
+    validate(path)
+    with FlairFile(path) as file:
+        for split, count in SIZES.items():
+            store = SingleLabelTask(file).split(split)
+            images, targets = store.read(np.arange(count))
+            np.testing.assert_array_equal(images, [pixels(split, row) for row in range(count)])
+            assert store.classes.tolist() == [class_of(spec, row) for row in range(count)]
+            assert (targets.argmax(1) == store.classes).all()
+        assert SingleLabelTask(file).label_names == spec.classes
+        assert SingleLabelTask(file).partition_names == tuple(dealt)
+        for name, users in dealt.items():
+            store = SingleLabelTask(file, name).split("train")
+            assert list(store.user_ids) == sorted(users, key=int)
+            for user, start, stop in zip(store.user_ids, store.user_offsets, store.user_offsets[1:]):
+                assert store.file_rows[start:stop].tolist() == sorted(users[user])
+
+
+@pytest.mark.parametrize("spec", [CIFAR10, CIFAR100], ids=["cifar10", "cifar100"])
+def test_every_source_gives_the_same_file(
+    tmp_path: Path, spec: Cifar, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dealt = write_splits(spec, tmp_path / "parquet")
+    write_parquet(spec, tmp_path / "parquet")
+    write_parquet(spec, tmp_path / "webp", "WEBP", lossless=True)
+    write_splits(spec, tmp_path / "webp", zipped=True)
+    found = [write_binary(spec, tmp_path / "tar"), spec]
+    with tarfile.open(tmp_path / "tar" / spec.archive) as archive:
+        archive.extractall(tmp_path / "loose", filter="data")
+    csvs, prints = tmp_path / "parquet", set[str]()
+    with serving(tmp_path / "served") as server:
+        write_splits(spec, server.root, zipped=True)
+        shutil.copy(tmp_path / "tar" / spec.archive, server.root)
+        monkeypatch.setattr(cifar_preprocess, "SPLITS_BASE", server.url)
+        sources: list[tuple[Path | str, tuple[str | Path, ...]]] = [
+            (csvs, ()),
+            (tmp_path / "webp", ()),
+            (tmp_path / "tar", ("--splits", csvs)),
+        ]
+        sources += [(tmp_path / "tar", ()), (tmp_path / "loose", ("--splits", csvs)), (server.url, ())]
+        for number, (source, more) in enumerate(sources):
+            output = tmp_path / f"{number}.hdf5"
+            assert make(found[0], output, "--source", source, *more) == 0
+            assert_holds(output, spec, dealt)
+            with FlairFile(output) as file:
+                prints.add(file.fingerprint)
+            assert not output.with_name(output.name + ".download").exists()
+    assert len(prints) == 1
+    assert capsys.readouterr().err.count("is complete") == len(sources)
+
+
+def test_our_own_partitions_stand_beside_the_official_ones(tmp_path: Path) -> None:
+    write_parquet(CIFAR10, tmp_path / "in")
+    more = ["--alphas", "0.3, 10", "--seed", "7", "--clients", "5", "--images_per_client", "12"]
+    assert make(CIFAR10, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", "none", *more) == 0
+    with FlairFile(tmp_path / "f.hdf5") as file:
+        task = SingleLabelTask(file, "dirichlet-0.3-seed-7")
+        assert task.partition_names == ("dirichlet-0.3-seed-7", "dirichlet-10-seed-7")
+        assert np.diff(task.split("train").user_offsets).tolist() == [12] * 5
+
+
+def flipped(folder: Path, spec: Cifar) -> None:
+    whole = bytearray((folder / spec.archive).read_bytes())
+    whole[len(whole) // 2] ^= 1
+    (folder / spec.archive).write_bytes(whole)
+
+
+def cut(folder: Path, spec: Cifar) -> None:
+    whole = (folder / spec.archive).read_bytes()
+    (folder / spec.archive).write_bytes(whole[: len(whole) // 2])
+
+
+def loose_and_cut(folder: Path, spec: Cifar) -> None:
+    (folder / spec.archive).unlink()
+    (folder / "data_batch_1.bin").write_bytes(b"\0" * 5000)
+
+
+def one_missing(folder: Path, spec: Cifar) -> None:
+    (folder / spec.archive).unlink()
+    (folder / "data_batch_1.bin").write_bytes(b"\0" * 3073)
+
+
+def class_too_large(folder: Path, spec: Cifar) -> None:
+    (folder / spec.archive).unlink()
+    for member in (*spec.members["train"], *spec.members["test"]):
+        (folder / member).write_bytes(b"\x0a" + b"\0" * 3072)
+
+
+def nothing_there(folder: Path, spec: Cifar) -> None:
+    (folder / spec.archive).unlink()
+    (folder / "cifar-10-python.tar.gz").touch()
+
+
+def lossy(folder: Path, spec: Cifar) -> None:
+    write_parquet(spec, folder, "WEBP", quality=80)
+
+
+def jpegs(folder: Path, spec: Cifar) -> None:
+    write_parquet(spec, folder, "JPEG")
+
+
+def no_parquet(folder: Path, spec: Cifar) -> None:
+    write_parquet(spec, folder)
+    (folder / "test-00000-of-00001.parquet").write_bytes(b"PAR1nonsense")
+
+
+def other_column(folder: Path, spec: Cifar) -> None:
+    write_parquet(CIFAR100, folder)
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (flipped, r"cifar-10-binary\.tar\.gz is damaged \(MD5 .*delete it"),
+        (cut, r"cifar-10-binary\.tar\.gz is damaged \(MD5 .*delete it"),
+        (loose_and_cut, r"data_batch_1\.bin has 5,000 bytes, no multiple of 3073"),
+        (one_missing, r"lacks data_batch_2\.bin"),
+        (class_too_large, r"image 0 of train in .* has class 10, but there are 10; is this cifar10\?"),
+        (nothing_there, r"neither \*\.parquet nor cifar-10-binary\.tar\.gz .*pickles"),
+        (lossy, r"image 0 cannot be used \(it is a lossy WebP\)"),
+        (jpegs, r"image 0 cannot be used"),
+        (no_parquet, r"test-00000-of-00001\.parquet cannot be read as parquet"),
+        (other_column, r"it has no column 'label'"),
+    ],
+)
+def test_images_that_cannot_be_used_are_named_in_one_line(
+    tmp_path: Path, damage: Callable[[Path, Cifar], None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = write_binary(CIFAR10, tmp_path / "in")
+    damage(tmp_path / "in", spec)
+    assert make(spec, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", "none") == 2
+    line = capsys.readouterr().err
+    assert re.search(said, line)
+    assert (line.startswith("error: "), line.count("\n")) == (True, 1)
+    assert not (tmp_path / "f.hdf5").exists()
+
+
+def test_splits_that_do_not_fit_the_images_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(CIFAR10, tmp_path / "in")
+
+    def refused(splits: Path) -> str:
+        code = make(CIFAR10, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", splits)
+        line = capsys.readouterr().err
+        assert (code, line.startswith("error: "), line.count("\n")) == (2, True, 1)
+        return line
+
+    folder = tmp_path / "csv"
+    write_splits(CIFAR10, folder)
+    listed = folder / "federated_train_alpha_0.00.csv"
+    text = listed.read_text()
+    listed.write_text(text.replace("9,59,3\n", "9,59,4\n"))
+    assert "image 59 has class 4, but its class is 3: these splits are of other images" in refused(folder)
+    listed.write_text(text.replace("9,59,3\n", "9,60,3\n"))
+    assert "image 60, which this data set does not have" in refused(folder)
+    old = tmp_path / "cifar10.zip"
+    with zipfile.ZipFile(old, "w") as archive:
+        archive.writestr("federated_train_alpha_0.00.csv", text)
+    assert "cifar10.zip is version 1.0 of the splits" in refused(old)
+    (tmp_path / "empty").mkdir()
+    assert "holds no federated_train*.csv" in refused(tmp_path / "empty")
+    assert "neither a folder, a zip archive nor an address" in refused(tmp_path / "nowhere")
+    broken = tmp_path / "cifar10_v1.1.zip"
+    broken.write_bytes(b"PK\x03\x04 and no more")
+    assert "cifar10_v1.1.zip is damaged" in refused(broken)
+
+
+def test_an_archive_that_climbs_out_writes_nothing_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Members are read by the last part of their name and never unpacked."""
+    write_parquet(CIFAR10, tmp_path / "in")
+    with zipfile.ZipFile(tmp_path / "splits.zip", "w") as archive:
+        archive.writestr("../../federated_train_alpha_0.00.csv", "user_id,image_id,class\n0,0,0\n")
+    assert (
+        make(CIFAR10, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", tmp_path / "splits.zip")
+        == 0
+    )
+    with FlairFile(tmp_path / "f.hdf5") as file:
+        assert SingleLabelTask(file).partition_names == ("alpha-0.00",)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "splits.zip", "f.hdf5"}
+    spec = write_binary(CIFAR10, tmp_path / "tar")
+    with tarfile.open(tmp_path / "tar" / spec.archive, "w:gz") as archive:
+        add_member(archive, "/etc/data_batch_1.bin", b"")
+    assert make(spec, tmp_path / "g.hdf5", "--source", tmp_path / "tar", "--splits", "none") == 2
+    assert "is damaged (MD5" in capsys.readouterr().err
+
+
+def test_options_that_cannot_be_are_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(CIFAR10, tmp_path / "in")
+    source = ["--source", str(tmp_path / "in"), "--splits", "none"]
+    (tmp_path / "there.hdf5").touch()
+    for arguments, said in [
+        (["--alphas", "much"], "--alphas is 'much'; give numbers"),
+        (
+            ["--alphas", "-1", "--clients", "2", "--images_per_client", "3"],
+            "alpha is -1.0; give a number from 0 on",
+        ),
+        (["--alphas", "1"], "100 clients of 500 images cannot be had of 60 images"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--source", str(tmp_path / "no")], "is neither a folder nor an address"),
+    ]:
+        assert make(CIFAR10, tmp_path / "f.hdf5", *source, *arguments) == 2
+        assert said in capsys.readouterr().err
+    assert make(CIFAR10, tmp_path / "there.hdf5", *source) == 2
+    assert "exists; give --overwrite" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Our sampler against the paper's rules, its edge cases, and Google's published splits."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset.dirichlet import _draw_q, _rounded, dirichlet_partition
+from dataset.partition_statistics import distances
+
+CIFAR10 = np.repeat(np.arange(10), 5000)
+CIFAR100 = np.repeat(np.arange(100), 500)
+SEEDS = 24
+
+
+def golden(classes: npt.NDArray[np.int64], alpha: float, seed: int) -> tuple[float, float]:
+    """Mean EMD and mean number of classes of 100 clients of 500 images."""
+    dealt = dirichlet_partition(classes, alpha, seed)
+    distance, held = distances(classes[dealt.rows], np.repeat(np.arange(100), 500), 100)
+    return float(distance.mean()), float(held.mean())
+
+
+@pytest.mark.parametrize(
+    "classes, alpha, emd, held",
+    [
+        (CIFAR10, 0, 1.800, 1),
+        (CIFAR10, 0.05, 1.752, 1.32),
+        (CIFAR10, 0.1, 1.743, 1.54),
+        (CIFAR10, 0.2, 1.688, 2.19),
+        (CIFAR10, 0.5, 1.562, 3.57),
+        (CIFAR10, 1, 1.439, 4.78),
+        (CIFAR10, 10, 0.763, 9.28),
+        (CIFAR10, 100, 0.255, 9.9),
+        (CIFAR100, 0, 1.980, 1),
+        (CIFAR100, 1000, 0.264, 98.8),
+    ],
+)
+def test_google_published_a_draw_of_this_sampler(
+    classes: npt.NDArray[np.int64], alpha: float, emd: float, held: float
+) -> None:
+    """Within three standard deviations of one draw, and half a unit of the table's last digit."""
+    drawn = np.array([golden(classes, alpha, seed) for seed in range(SEEDS if classes is CIFAR10 else 6)])
+    mean, deviation = drawn.mean(0), drawn.std(0, ddof=1)
+    assert abs(mean[0] - emd) <= 3 * deviation[0] + 0.0005
+    assert abs(mean[1] - held) <= 3 * deviation[1] + 0.005
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=2, max_size=8).filter(lambda sizes: sum(sizes) >= 30),
+    alpha=st.sampled_from([0.0, 1e-300, 0.01, 1.0, 1e6]),
+    seed=st.integers(0, 2**32),
+    images=st.integers(1, 10),
+)
+def test_every_client_gets_its_images_and_no_image_is_dealt_twice(
+    sizes: list[int], alpha: float, seed: int, images: int
+) -> None:
+    """However many classes run out, and up to the very last image."""
+    classes = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    clients = len(classes) // images
+    dealt = dirichlet_partition(classes, alpha, seed, clients, images)
+    assert len(np.unique(dealt.rows)) == len(dealt.rows) == clients * images
+    assert np.diff(dealt.offsets).tolist() == [images] * clients
+    again = dirichlet_partition(classes, alpha, seed, clients, images)
+    np.testing.assert_array_equal(again.rows, dealt.rows)
+
+
+def test_seeds_give_other_images_and_other_classes() -> None:
+    first, second = (dirichlet_partition(CIFAR10, 1.0, seed) for seed in (0, 1))
+    assert not np.array_equal(CIFAR10[first.rows], CIFAR10[second.rows])
+    calm = [dirichlet_partition(CIFAR10, 1e12, seed) for seed in (0, 1)]
+    assert np.bincount(CIFAR10[calm[0].rows[:500]]).tolist() == [50] * 10  # alpha -> infinity is the prior
+    assert len(np.intersect1d(calm[0].rows[:500], calm[1].rows[:500])) < 30
+
+
+def test_without_mass_on_what_is_left_a_client_draws_anew_among_it() -> None:
+    """alpha = 0 on classes of 30, 20 and 10 images: six clients of ten, one class each."""
+    classes = np.repeat(np.arange(3), (30, 20, 10))
+    for seed in range(20):
+        dealt = dirichlet_partition(classes, 0.0, seed, 6, 10)
+        held = [set(classes[dealt.rows[start : start + 10]].tolist()) for start in range(0, 60, 10)]
+        assert [len(one) for one in held] == [1] * 6
+    firsts = [int(classes[dirichlet_partition(classes, 0.0, seed, 1, 10).rows[0]]) for seed in range(1000)]
+    assert np.abs(np.bincount(firsts) / 1000 - [1 / 2, 1 / 3, 1 / 6]).max() < 0.06  # class y with chance p(y)
+
+
+def test_alpha_is_the_sum_of_the_parameters_and_the_prior_is_the_datas() -> None:
+    """Dir(alpha p): mean p, variance p (1 - p) / (alpha + 1)."""
+    prior = np.array([0.6, 0.3, 0.1, 0.0])
+    rng = np.random.default_rng(0)
+    drawn = np.array([_draw_q(rng, prior * 7, 4.0) for _ in range(4000)])
+    np.testing.assert_allclose(drawn.mean(0), prior, atol=0.015)
+    np.testing.assert_allclose(drawn.var(0), prior * (1 - prior) / 5, atol=0.004)
+    np.testing.assert_allclose(drawn.sum(1), 1)
+
+
+def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:
+    assert _rounded(np.array([1.2, 2.7, 0.4, 0.7])).tolist() == [1, 3, 0, 1]
+    assert _rounded(np.array([2.5, 2.5])).tolist() == [3, 2]
+    assert _rounded(np.array([3.0, 0.0])).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize(
+    "alpha, clients, images, said",
+    [
+        (-0.1, 10, 10, "alpha is -0.1; give a number from 0 on"),
+        (float("nan"), 10, 10, "alpha is nan"),
+        (float("inf"), 10, 10, "alpha is inf"),
+        (1.0, 101, 500, "101 clients of 500 images cannot be had of 50,000 images"),
+        (1.0, 0, 500, "0 clients of 500"),
+    ],
+)
+def test_what_cannot_be_dealt_is_said(alpha: float, clients: int, images: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dirichlet_partition(CIFAR10, alpha, 0, clients, images)
