@@ -4,8 +4,8 @@
 
 The public lists are TensorFlow Federated's: one CSV for User-120k and Geo-{100, 300, 1k, 3k, 10k, 30k}, which
 become the partitions ``user-120k``, ``geo-100``, ...; the file's own users are the authors of User-120k.
-Google's CSVs (``federated_train_user_120k.csv``, ...) are read as well, as ``--splits`` folder or zip archive.
-The archives have over 200 GB; one lies on the disk at a time, beside the 156,000 images that are kept of them.
+Google's CSVs (``federated_train_user_120k.csv``, ...) are read as well, as ``--splits`` folder or zip file.
+The archives have over 200 GB; one lies on the disk at a time, beside the 156,000 images that are kept.
 ``--coordinates`` adds the partitions ``s2-N`` by S2 cells (`dataset.geo`).
 """
 

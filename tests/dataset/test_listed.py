@@ -96,7 +96,7 @@ def test_inaturalist_has_all_its_partitions_beside_the_authors(
     tmp_path: Path, server: FaultyServer, google: bool
 ) -> None:
     spec = served(INATURALIST, server.root, server.url, inaturalist_csvs())
-    more = ["--splits", write_csvs(tmp_path / "csv", google_inaturalist_csvs())] if google else []
+    more = ["--splits", str(write_csvs(tmp_path / "csv", google_inaturalist_csvs()))] if google else []
     output = tmp_path / "f.hdf5"
     assert make(spec, output, *more) == 0
     validate(output)
@@ -179,8 +179,7 @@ def test_a_download_goes_on_archive_by_archive_on_a_bad_day(
 ) -> None:
     """Each command ends in one line; what was kept of an archive is never fetched again."""
     spec = served(LANDMARKS["160k"], server.root, server.url, landmark_csvs())
-    real = remote_shard
-    monkeypatch.setattr(listed_preprocess, "remote_shard", lambda *rest: real(*rest, QUICK))
+    monkeypatch.setattr(listed_preprocess, "remote_shard", partial(remote_shard, patience=QUICK))
     first, second, third = (one.path for one in spec.archives)
     server.faults = {first: ["short"], second: ["short", 404], third: ["flipped"]}
     output = tmp_path / "f.hdf5"
@@ -228,9 +227,9 @@ def test_coordinates_give_partitions_by_cells(tmp_path: Path, server: FaultyServ
             sizes = np.diff(store.user_offsets)
             assert sizes.sum() == 30  # images without a place are in no cell
             assert sizes.tolist() == [10, 10, 10] if name == "s2-10" else sizes.max() <= 5
-            towns = [town[train.image_ids[int(row)]] for row in store.file_rows]
+            seen = [town[train.image_ids[int(row)]] for row in store.file_rows]
             for start, stop in zip(store.user_offsets, store.user_offsets[1:]):
-                assert len(set(towns[start:stop])) == 1
+                assert len(set(seen[start:stop])) == 1
 
 
 def test_only_what_is_wanted_is_kept_of_an_archive(tmp_path: Path) -> None:
