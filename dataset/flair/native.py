@@ -29,7 +29,7 @@ PARTITIONS = "partitions"
 PARTITION_COLUMNS = ("offsets", "rows", "user_ids")
 PARTITION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_label_mapping"}
-REMAKE = "make it again with python -m dataset.flair.download_preprocess"
+REMAKE = "make it again with its data set's download_preprocess command"
 
 TYPES = {
     "user_offsets": "<i8",
@@ -104,7 +104,7 @@ class IdColumn(Sequence[str]):
 def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
     """An HDF5 file, whose library's complaints become one ValueError that names the file."""
     if not Path(path).is_file():
-        raise ValueError(f"no file {path}; make one with python -m dataset.flair.download_preprocess")
+        raise ValueError(f"no file {path}; make one with python -m dataset.NAME.download_preprocess")
     try:
         with h5py.File(path, mode) as file:
             yield file

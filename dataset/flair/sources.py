@@ -280,7 +280,7 @@ class ArchiveSource:
         """The listed images of a part, each with how to read it; None if it is nowhere."""
         _, row_of = self.listed()
         if part < len(self.archives):
-            return ((name, read) for name, read in _tar(self.archives[part].fetch()) if name in row_of)
+            return ((name, read) for name, read in tar_images(self.archives[part].fetch()) if name in row_of)
         if self.files is not None and part == len(self.archives):
             return _jpegs(self._found())
         return ((name, None) for name, row in row_of.items() if not self._seen[row])
@@ -329,7 +329,7 @@ class BoundedHeader(tarfile.TarInfo):
         return found
 
 
-def _tar(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+def tar_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """The JPEGs of an archive, in its order; each must be read before the next is asked for."""
     with archive_errors(path), ExitStack() as stack:
         stream: IO[bytes] = stack.enter_context(open(path, "rb"))

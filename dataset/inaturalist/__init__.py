@@ -1,0 +1,1 @@
+"""iNaturalist-User-120k and -Geo (Hsu, Qi and Brown, Section 4.1)."""

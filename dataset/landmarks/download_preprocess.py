@@ -1,0 +1,59 @@
+"""Download Google Landmarks' images by author, or take local copies, and make one HDF5 file.
+
+    python -m dataset.landmarks.download_preprocess --output_file F [--subset 160k|23k] [--source PLACE]
+
+``160k`` is Landmarks-User-160k (2,028 landmarks, 1,262 users), ``23k`` TensorFlow's gld23k (203, 233).
+The file's own users are the authors. Both lie scattered in the 500 archives of GLD-v2's training set, about
+500 GB; one lies on the disk at a time, beside the images that are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dataset import listed_preprocess
+from dataset.command_line import run
+from dataset.listed import Archive, ListedSet
+
+ARCHIVES = tuple(
+    Archive(f"train/images_{number:03d}.tar", md5_path=f"md5sum/train/md5.images_{number:03d}.txt")
+    for number in range(500)
+)
+LICENCE = "Google Landmarks v2: CC licences and public domain, each image its own (train_attribution.csv)"
+LANDMARKS = {
+    "160k": ListedSet(
+        name="landmarks",
+        title="Landmarks-User-160k or gld23k",
+        splits_base="http://storage.googleapis.com/gresearch/federated-vision-datasets/",
+        splits=(Archive("landmarks-user-160k.zip", "53c36bd7d5fc12f927af2820b7e4a57c"),),
+        images_base="https://s3.amazonaws.com/google-landmark/",
+        archives=ARCHIVES,
+        natural="users",
+        mean_image_bytes=130_000,
+        licence=LICENCE,
+    ),
+    "23k": ListedSet(
+        name="landmarks",
+        title="Landmarks-User-160k or gld23k",
+        splits_base="https://storage.googleapis.com/tff-datasets-public/",
+        splits=(
+            Archive("mini_gld_train_split.csv", "9fd62cf79a67046fdd673d3a0ac52841"),
+            Archive("mini_gld_test.csv", "298e9d19d66357236f66fe8e22920933"),
+        ),
+        images_base="https://s3.amazonaws.com/google-landmark/",
+        archives=ARCHIVES,
+        natural="users",
+        mean_image_bytes=130_000,
+        licence=LICENCE,
+    ),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    listed_preprocess.main(LANDMARKS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
