@@ -56,18 +56,21 @@ def draw(results: Tree, title: str, folder: Path) -> None:
     )
 
 
-def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
-    """The rows of the final table: val, test, test of the last model, and the paper's where it has one."""
+def final_rows(results: Tree, compared: bool = True) -> dict[str, Mapping[str, float]]:
+    """The rows of the final table: val, test, test of the last model, and the paper's where it has one.
+
+    ``compared``: whether the run is of the kind that the paper's row is; local privacy is not.
+    """
     rows = {"val, best model": results["val"], "test, best model": results["test"]}
     rows["test, last model"] = results["last"]["test"]
-    paper_row = paper.row(results["setting"])
+    paper_row = paper.row(results["setting"]) if compared else None
     return rows | ({"test, FLAIR paper": paper_row} if paper_row else {})
 
 
-def show(results: Tree) -> None:
+def show(results: Tree, compared: bool = True) -> None:
     """The table of results beside the paper's row."""
     prevalence = list(results["prevalence"].values())
-    print(paper.results_table(final_rows(results)))
+    print(paper.results_table(final_rows(results, compared)))
     print(
         f"mean label prevalence on test (the C-AP of guessing): {100 * sum(prevalence) / len(prevalence):.1f}"
     )

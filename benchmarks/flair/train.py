@@ -69,8 +69,8 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         headline=("C-AP", "O-AP"),
         results=partial(results.class_scores, config, task),
         draw=results.draw,
-        rows=results.final_rows,
-        show=results.show,
+        rows=partial(results.final_rows, compared=config.local_privacy is None),
+        show=partial(results.show, compared=config.local_privacy is None),
     )
 
 

@@ -188,7 +188,9 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
     assert len(told["by_round"]["signal-to-noise ratio"]) == 3
     assert told["by_round"]["users"] == [4, 4, 4]
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
-    assert f"privacy: LOCAL, {mechanism}, epsilon 4 of each update" in capsys.readouterr().err
+    screen = capsys.readouterr()
+    assert f"privacy: LOCAL, {mechanism}, epsilon 4 of each update" in screen.err
+    assert "FLAIR paper" not in screen.out, "the paper has no such row"
 
 
 @pytest.mark.parametrize(
