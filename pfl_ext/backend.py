@@ -30,8 +30,9 @@ from pfl_ext.distributed import begin_work
 from pfl_ext.engine.cohort import CohortEngine, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset
-from pfl_ext.privacy import TALLY, PrivateMean
+from pfl_ext.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
+from pfl_ext.privacy import TALLY, NoisyMean, PrivateMean
 from pfl_ext.randomness import seed32
 
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
@@ -40,14 +41,18 @@ OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 class _OneByOne:
     """A pfl algorithm's local training done by the engine, for postprocessors that must see each user."""
 
-    def __init__(self, engine: CohortEngine, how: LocalTraining) -> None:
-        self._engine, self._how = engine, how
+    def __init__(self, engine: CohortEngine, how: LocalTraining, normaliser: Normaliser | None) -> None:
+        self._engine, self._how, self._normaliser = engine, how, normaliser
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: Any, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """As pfl's algorithms do it."""
-        return MappedVectorStatistics(self._engine.train_alone(user_dataset, self._how)), Metrics()
+        counted = StepCounter(user_dataset)
+        update = MappedVectorStatistics(self._engine.train_alone(counted, self._how))
+        if self._normaliser is not None:
+            update = self._normaliser.statistics(update, counted.num_steps)
+        return update, Metrics()
 
 
 class CentrallyEvaluatedBackend(SimulatedBackend):
@@ -102,11 +107,17 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             central_context, do_evaluation=False, seed=seed32(self._seed, "central noise", round_number)
         )
         algorithm = training_algorithm
+        form = normaliser(model, context) if isinstance(algorithm, FedNova) else None
+        if form is not None and any(isinstance(p, NoisyMean) for p in self._postprocessors):
+            raise ValueError(
+                "FedNova divides updates by their steps, for which private training has no bound: choose "
+                "algorithm fedavg or fedprox"
+            )
         how = self._local_training(algorithm, model, context)
         if self._engine is not None and isinstance(how, LocalTraining):
             if self._only_norms_matter():
-                return self._finish(context, *self._train_cohort(self._engine, how, context))
-            algorithm = _OneByOne(self._engine, how)
+                return self._finish(context, *self._train_cohort(self._engine, how, context, form))
+            algorithm = _OneByOne(self._engine, how, form)
         gathered: tuple[Any, Metrics] = await super().async_gather_results(
             model, algorithm, central_context=context
         )
@@ -133,19 +144,29 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         )
 
     def _train_cohort(
-        self, engine: CohortEngine, how: LocalTraining, context: CentralContext
+        self, engine: CohortEngine, how: LocalTraining, context: CentralContext, form: Normaliser | None
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
         by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
         private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
         if private is not None and by_images:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
-        tasks, workers = engine.tasks(self._images.members(context.cohort_size), how), get_ops().distributed
+        tasks = engine.tasks(self._images.members(context.cohort_size), how, private)
+        workers = get_ops().distributed
         mine = dealt(tasks, workers.world_size)[workers.global_rank]
-        done = engine.train(
-            self._images, mine, how, (lambda n: float(n)) if by_images else (lambda n: 1.0), private
-        )
-        stats = MappedVectorStatistics(dict(done.update), weight=done.weight)
+
+        def weight(member: Member) -> float:
+            return float(member.num_images) if by_images else 1.0
+
+        def coefficient(member: Member) -> float:
+            return weight(member) * (1.0 if form is None else form.scale(member.num_steps))
+
+        done = engine.train(self._images, mine, how, coefficient, private)
+        members = [member for task in mine for member in task.members]
+        stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
+        if form is not None:
+            steps = sum(weight(m) * form.effective_steps(m.num_steps) for m in members)
+            stats[STEPS] = torch.tensor([steps], device=next(iter(done.update.values())).device)
         if private is not None:
             stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
         population = context.population

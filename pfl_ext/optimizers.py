@@ -23,13 +23,20 @@ class PerVariableClippedSGD(torch.optim.SGD):
 
     The local optimiser of the paper's code (Keras' ``clipnorm``: each variable by itself, where pfl's
     ``local_max_grad_norm`` bounds the norm of all gradients together). Gradients are scaled in place, and
-    no norm is ever read back from the device.
+    no norm is ever read back from the device. Weight decay is added after clipping.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, max_norm: float, momentum: float = 0.0):
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        max_norm: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ):
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm} and must be positive; leave clipping out for none")
-        super().__init__(params, lr=lr, momentum=momentum, foreach=True)
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
         self.max_norm = max_norm
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Crop = Literal["crop", "resized"]
+Crop = Literal["crop", "padded", "resized"]
 Flip = Literal["none", "horizontal", "both"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -28,6 +28,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 RESIZED_SCALE = (0.08, 1.0)  # share of the image's area
 RESIZED_RATIO = (3 / 4, 4 / 3)  # width : height
 RESIZED_TRIES = 10
+PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixels for CIFAR's 32
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -38,6 +39,8 @@ def draw_boxes(
     """Draw one box and two flips for each of ``n`` square images, independently.
 
     ``crop="crop"``: a random square of ``input_size`` pixels (the FLAIR paper; Keras RandomCrop).
+    ``crop="padded"``: such a square of the image with a black border of an eighth of its side, as is usual
+    for CIFAR (He et al. 2016, Section 4.2; torchvision's RandomCrop with padding 4); boxes reach outside.
     ``crop="resized"``: area 0.08-1 of the image and ratio 3/4-4/3, the distribution of torchvision's
     RandomResizedCrop with its ten tries and its fallback, the whole image (pfl-research's benchmark).
     ``flip="both"``: left-right and, independently, upside-down, each with probability 1/2.
@@ -51,8 +54,9 @@ def draw_boxes(
     if flip not in get_args(Flip):
         raise ValueError(f"flip must be one of {', '.join(get_args(Flip))}, not {flip!r}")
     u = rng.random((n, 4 + 2 * RESIZED_TRIES))
-    if crop == "crop":
-        if input_size > image_size:
+    border = image_size // PADDED_SHARE if crop == "padded" else 0
+    if crop != "resized":
+        if input_size > image_size + 2 * border:
             raise ValueError(
                 f"input_size {input_size} is larger than the images ({image_size} pixels), so nothing can be "
                 "cropped; lower input_size or use crop: resized"
@@ -61,8 +65,8 @@ def draw_boxes(
     else:
         height, width = _resized_shapes(u[:, 4:], image_size)
     boxes = np.zeros((n, 6), np.float32)
-    boxes[:, 0] = np.floor(u[:, 0] * (image_size - height + 1))
-    boxes[:, 1] = np.floor(u[:, 1] * (image_size - width + 1))
+    boxes[:, 0] = np.floor(u[:, 0] * (image_size + 2 * border - height + 1)) - border
+    boxes[:, 1] = np.floor(u[:, 1] * (image_size + 2 * border - width + 1)) - border
     boxes[:, 2], boxes[:, 3] = height, width
     boxes[:, 4] = (u[:, 2] < 0.5) & (flip != "none")
     boxes[:, 5] = (u[:, 3] < 0.5) & (flip == "both")
@@ -117,7 +121,12 @@ def _gather(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
     rows = top + torch.where(flip_v > 0, input_size - 1 - steps, steps)  # [B, S]
     columns = left + torch.where(flip_h > 0, input_size - 1 - steps, steps)
     batch = torch.arange(len(images), device=images.device)[:, None, None]
-    pixels = images[batch, rows[:, :, None], columns[:, None, :]]  # [B, S, S, 3]
+    height, width = images.shape[1:3]
+    near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+    pixels = images[batch, near_rows[:, :, None], near_columns[:, None, :]]  # [B, S, S, 3]
+    inside = (near_rows == rows)[:, :, None] & (near_columns == columns)[:, None, :]
+    if images.device.type != "cpu" or not bool(inside.all()):
+        pixels = pixels * inside[..., None]
     return pixels.permute(0, 3, 1, 2).to(torch.float32).div_(255)
 
 
@@ -149,7 +158,8 @@ def _triangle_weights(start: Tensor, length: Tensor, flip: Tensor, size: int, ou
     distance = (pixels + 0.5 - scale * (steps + 0.5)).abs() / scale.clamp(min=1)
     inside = (pixels >= 0) & (pixels < length)
     weights = (1 - distance).clamp_(min=0) * inside
-    return weights / weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.where(total > 0, 1.0)  # 0 where a padded box has no pixel
 
 
 def resize(images: Tensor, input_size: int) -> Tensor:

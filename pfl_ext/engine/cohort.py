@@ -103,7 +103,6 @@ class CohortSum:
     """What a worker's share of a cohort sends, added up."""
 
     update: dict[str, Tensor]  # by variable; views that the next round overwrites
-    weight: float
     num_users: int
     num_images: int
     tally: Tensor | None  # [n]
@@ -127,19 +126,28 @@ class CohortEngine:
         prefetch: int = 8,
         reader_threads: int = 1,
     ) -> None:
-        self._trimmed = Trimmed(model)
-        model = self._trimmed.model
-        self._layout = Layout.of(model)
         if lanes is None:
-            lanes = torch.get_num_threads() if self._layout.device.type == "cpu" else GPU_LANES
-        start = self._layout.gather(model)
-        self._trimmed.refresh()
-        self.lanes = [Lane(model, self._layout, start, accumulate) for _ in range(lanes)]
-        self._model, self._prefetch, self._readers = model, prefetch, reader_threads
+            lanes = torch.get_num_threads() if model.mean.device.type == "cpu" else GPU_LANES
+        self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
+        self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
+        self._build(Trimmed(model))
+
+    def _build(self, trimmed: Trimmed) -> None:
+        self._trimmed = trimmed
+        self._model = model = trimmed.model
+        self._layout = Layout.of(model)
+        start = self._layout.gather(model)
+        trimmed.refresh()
+        self.lanes = [Lane(model, self._layout, start, self._accumulate) for _ in range(self._num_lanes)]
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
         self._fusable = fusable(model, self.lanes[0].net)
+
+    def _prepare(self, how: LocalTraining) -> None:
+        """Weight decay changes weights that no image reaches: then none may be left out."""
+        if how.weight_decay and self._trimmed.model is not self._central:
+            self._build(Trimmed(self._central, whole=True))
 
     def close(self) -> None:
         """Stop the lanes' threads."""
@@ -147,12 +155,19 @@ class CohortEngine:
             self._pool.shutdown()
             self._pool = None
 
-    def tasks(self, members: Sequence[Member], how: LocalTraining) -> list[Task]:
+    def tasks(
+        self, members: Sequence[Member], how: LocalTraining, scaling: Scaling | None = None
+    ) -> list[Task]:
         """A whole cohort's tasks, of which each worker then takes its part (`dealt`).
 
         The same on every worker, so nothing here may depend on a device's free memory: see `_fitting`.
         """
-        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fusable)
+        self._prepare(how)
+        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(how, scaling))
+
+    def _fuses(self, how: LocalTraining, scaling: Scaling | None) -> bool:
+        """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known."""
+        return self._fusable and not (how.weight_decay and scaling is not None)
 
     def _fitting(self, tasks: Sequence[Task], how: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
@@ -166,10 +181,11 @@ class CohortEngine:
         dataset: FederatedImageDataset,
         tasks: Sequence[Task],
         how: LocalTraining,
-        weight_of: Callable[[int], float],
+        weight_of: Callable[[Member], float],
         scaling: Scaling | None,
     ) -> CohortSum:
-        """Train the users of these tasks and add up ``weight_of(images) * scale * update`` of each."""
+        """Train the users of these tasks and add up ``weight_of(member) * scale * update`` of each."""
+        self._prepare(how)
         members = [member for task in tasks for member in task.members]
         own = self._fitting(tasks, how)
         self._trimmed.refresh()
@@ -190,7 +206,6 @@ class CohortEngine:
         tallies = [tally for lane in self.lanes for tally in lane.sums.tally]
         return CohortSum(
             self._trimmed.expand(first.sums.views),
-            sum(weight_of(m.num_images) for m in members),
             len(members),
             sum(m.num_images for m in members),
             torch.stack(tallies).sum(0) if tallies else None,
@@ -200,9 +215,9 @@ class CohortEngine:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
         self._rehearsed.add(how)
         for lane in self.lanes:
-            lane.rehearse(how, sample, alone=not self._fusable)
+            lane.rehearse(how, sample, alone=not self._fuses(how, scaling))
         lane = self.lanes[0]
-        while self._fusable:
+        while self._fuses(how, scaling):
             each = -(-self._max_images[how] // MAX_USERS)
             images, targets, boxes = (t[:1].repeat_interleave(each, 0) for t in sample)
             group = [(images, targets, boxes)] * MAX_USERS
@@ -247,7 +262,7 @@ class CohortEngine:
         tasks: Sequence[Task],
         dataset: FederatedImageDataset,
         how: LocalTraining,
-        weight_of: Callable[[int], float],
+        weight_of: Callable[[Member], float],
         scaling: Scaling | None,
     ) -> None:
         """Train these one after another."""
@@ -265,17 +280,19 @@ class CohortEngine:
         users = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
         with lane.working():
             for task in tasks:
-                weights = [weight_of(m.num_images) for m in task.members]
+                weights = [weight_of(m) for m in task.members]
                 own = list(islice(users, len(task.members)))
                 if task.together:
                     firsts = [batch for (batch,) in own]
                     train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
+                    lane.decay(sum(weights), how, scaling)
                 else:
                     lane.train(own[0], how)
                     lane.add(weights[0], scaling)
 
     def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""
+        self._prepare(how)
         lane = self.lanes[0]
         self._trimmed.refresh()
         lane.train(batches(dataset, how), how)

@@ -9,7 +9,7 @@ Letters: B images of a batch, H and W their stored size, K labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,12 @@ class _Recorded:
 class StepGraphs:
     """The recordings of one lane, by size, by place (first step or later) and by what a step does.
 
-    ``changed``: the vector that a step writes to; recording leaves it as it was.
+    ``changed`` gives the vectors that a step writes to; recording leaves them as they were.
     """
 
-    def __init__(self, device: torch.device, num_labels: int, changed: Tensor) -> None:
+    def __init__(
+        self, device: torch.device, num_labels: int, changed: Callable[[], Sequence[Tensor]]
+    ) -> None:
         self._device, self._num_labels, self._changed = device, num_labels, changed
         self._recorded: dict[tuple[int, bool, LocalTraining], _Recorded] = {}
         self._pool: Any = None
@@ -86,9 +88,11 @@ class StepGraphs:
             def call() -> None:
                 step(how, first, *static)
 
-            before = self._changed.clone()
+            vectors = self._changed()
+            before = [vector.clone() for vector in vectors]
             replay = self._capture(call) if self._device.type == "cuda" else call
-            self._changed.copy_(before)
+            for vector, old in zip(vectors, before):
+                vector.copy_(old)
             self._recorded[key] = _Recorded(*static, replay=replay)
         return self._recorded[key]
 

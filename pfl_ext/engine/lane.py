@@ -33,6 +33,8 @@ class Lane:
     ) -> None:
         self.layout, self._start = layout, start
         self._local = layout.zeros()  # weights, then the update
+        self._velocity: Tensor | None = None  # of momentum
+        self._velocities: list[Tensor] = []
         self._central, self._module = central, copy.deepcopy(central)
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
@@ -42,7 +44,16 @@ class Lane:
         self.net = TapedNetwork(central.backbone, central.objective)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs = StepGraphs(layout.device, central.num_labels, self._local) if on_gpu else None
+        self._graphs = StepGraphs(layout.device, central.num_labels, self._written) if on_gpu else None
+
+    def _written(self) -> list[Tensor]:
+        """What a step writes to."""
+        return [self._local] if self._velocity is None else [self._local, self._velocity]
+
+    def _prepare(self, how: LocalTraining) -> None:
+        if how.momentum and self._velocity is None:
+            self._velocity = self.layout.zeros()
+            self._velocities = self.layout.views(self._velocity)
 
     def clear(self) -> None:
         """Before a round."""
@@ -67,6 +78,7 @@ class Lane:
 
     def train(self, batches: Iterable[Batch], how: LocalTraining) -> None:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
+        self._prepare(how)
         first = True
         for images, targets, boxes in batches:
             targets, shares = self._central.objective.settled(targets)
@@ -82,6 +94,7 @@ class Lane:
         """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
         if self._graphs is None:
             return
+        self._prepare(how)
         sizes = sorted({padded(n) for n in range(1, how.batch_size + 1)})
         steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
         with self.working():
@@ -107,11 +120,28 @@ class Lane:
                 difference = torch._foreach_sub(self._weights, self._starts)
                 torch._foreach_add_(gradients, difference, alpha=how.mu)
             clip_gradients(gradients, how)
+            if how.weight_decay:
+                torch._foreach_add_(
+                    gradients, self._starts if first else self._weights, alpha=how.weight_decay
+                )
+            if how.momentum and first:
+                torch._foreach_copy_(self._velocities, gradients)
+            elif how.momentum:
+                torch._foreach_mul_(self._velocities, how.momentum)
+                torch._foreach_add_(self._velocities, gradients)
+                gradients = self._velocities
             if first:
                 for own, start, gradient in zip(self._weights, self._starts, gradients):
                     torch.sub(start, gradient, alpha=how.learning_rate, out=own)
             else:
                 torch._foreach_sub_(self._weights, gradients, alpha=how.learning_rate)
+
+    @torch.no_grad()
+    def decay(self, weight: float, how: LocalTraining, scaling: Scaling | None) -> None:
+        """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
+        if how.weight_decay:
+            assert scaling is None, "their norms are not known"
+            self.sums.vector.add_(self._start, alpha=-how.learning_rate * how.weight_decay * weight)
 
     @torch.no_grad()
     def add(self, weight: float, scaling: Scaling | None) -> None:

@@ -15,6 +15,7 @@ from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from pfl_ext.fednova import FedNova
 from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
 
 LocalClipping = Literal["none", "variable", "global"]
@@ -22,11 +23,13 @@ LocalClipping = Literal["none", "variable", "global"]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local SGD of FedAvg and FedProx as the engine knows it.
+    """Local SGD of FedAvg, FedProx and FedNova as the engine knows it.
 
     ``clipping``: of a step's gradient; "variable": each variable's norm is at most ``max_norm`` (Keras'
     clipnorm, the FLAIR paper's), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
     FedProx's weight of ``|w - w_central|^2 / 2`` (Li et al. 2020). ``amp``: type of autocast, or None.
+    ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
+    ``v <- momentum v + g``, ``w <- w - lr v``, with v anew for each user.
     """
 
     learning_rate: float
@@ -36,6 +39,8 @@ class LocalTraining:
     max_norm: float
     mu: float
     amp: torch.dtype | None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The precision that forward runs in."""
@@ -46,15 +51,15 @@ class LocalTraining:
 
 def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
     """What the engine has to do in this round; or why it cannot, in a few words."""
-    if type(algorithm) not in (FederatedAveraging, FedProx):
+    if type(algorithm) not in (FederatedAveraging, FedProx, FedNova):
         return f"algorithm {type(algorithm).__name__}"
     params = context.model_train_params
     optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
     if type(optimizer) not in (torch.optim.SGD, PerVariableClippedSGD):
         return f"local optimiser {type(optimizer).__name__}"
     group = optimizer.param_groups[0]
-    if any(group[key] for key in ("momentum", "weight_decay", "nesterov", "maximize", "dampening")):
-        return "SGD with momentum or weight decay"
+    if any(group[key] for key in ("nesterov", "maximize", "dampening")):
+        return "SGD with Nesterov's momentum, dampening or ascent"
     if model.grad_scaler is not None or params.grad_accumulation_steps != 1 or params.get("local_num_steps"):
         return "gradient scaling, accumulation or a number of local steps"
     clipping: LocalClipping = "none"
@@ -65,7 +70,8 @@ def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext)
             return "two kinds of local clipping at once"
     elif params.local_max_grad_norm is not None:
         clipping, max_norm = "global", float(params.local_max_grad_norm)
-    mu = float(get_param_value(context.algorithm_params.mu)) if isinstance(algorithm, FedProx) else 0.0
+    proximal = isinstance(algorithm, (FedProx, FedNova))
+    mu = float(get_param_value(context.algorithm_params.mu)) if proximal else 0.0
     amp = model.amp_context.fast_dtype if model.amp_context is not None else None
     return LocalTraining(
         float(get_param_value(params.local_learning_rate)),
@@ -75,6 +81,8 @@ def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext)
         max_norm,
         mu,
         amp,
+        float(group["momentum"]),
+        float(group["weight_decay"]),
     )
 
 

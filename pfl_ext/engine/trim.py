@@ -1,9 +1,10 @@
 """Convolutions without the taps of their kernels that only ever meet padding.
 
 On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
-zeros and have no gradient, so local training never changes them. With images of 32 pixels, where ResNet-18's
-last stage works on single pixels, those are two thirds of its weights. Local training of the network without
-them is the same; only the server's model, which noise and other inputs reach, keeps them.
+zeros and have no gradient, so local training without weight decay never changes them. With images of 32
+pixels, where ResNet-18's last stage works on single pixels, those are two thirds of its weights. Local
+training of the network without them is the same; only the server's model, which noise and other inputs
+reach, keeps them.
 
 Letters: k taps of a kernel along one side.
 """
@@ -37,12 +38,13 @@ class Trimmed:
     """A copy of a classifier for local training whose convolutions have live taps alone.
 
     ``model`` is the classifier itself where all are live; then `refresh` and `expand` do nothing.
+    :param whole: keep dead taps too.
     """
 
-    def __init__(self, central: ImageClassifier) -> None:
+    def __init__(self, central: ImageClassifier, whole: bool = False) -> None:
         self._central = central
         self._sides: dict[str, Sides] = {}
-        convolutions = _trimmable(central)
+        convolutions = {} if whole else _trimmable(central)
         if not convolutions:
             self.model = central
             return

@@ -86,6 +86,18 @@ def test_both_ways_of_an_exact_crop_give_the_stored_pixels(exact: bool) -> None:
     assert (out * 255 - (out * 255).round()).abs().max() < 1e-4, "pixels are not mixed"
 
 
+@pytest.mark.parametrize("exact", [True, False, None])
+def test_a_padded_crop_is_that_of_the_image_with_a_black_border(exact: bool | None) -> None:
+    images, boxes = made_images(60, 32), draw_boxes(rng(2), 60, 32, 32, "padded", "both")
+    out = augment(images, torch.from_numpy(boxes), 32, exact=exact)
+    for image, box, result in zip(images, boxes, out):
+        bordered = torch.nn.functional.pad(image, (0, 0, 4, 4, 4, 4))
+        expected = reference(bordered, box + np.array([4, 4, 0, 0, 0, 0], np.float32), 32)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+    for corner in (boxes[:, 0], boxes[:, 1]):
+        assert set(corner.tolist()) == set(range(-4, 5)), "every position, edges included"
+
+
 def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_float32() -> None:
     images, boxes = made_images(4, 40), torch.from_numpy(draw_boxes(rng(), 4, 40, 32, "crop", "both"))
     resized = torch.from_numpy(draw_boxes(rng(), 4, 40, 32, "resized", "both"))
@@ -197,7 +209,7 @@ def test_the_whole_image_is_the_fallback_where_no_try_fits(monkeypatch: pytest.M
     assert (boxes == [0, 0, 64, 64, 0, 0]).all()
 
 
-@pytest.mark.parametrize("crop", ["crop", "resized"])
+@pytest.mark.parametrize("crop", ["crop", "padded", "resized"])
 def test_a_box_depends_on_the_generator_and_its_place_only(crop: Crop) -> None:
     many = draw_boxes(rng(), 10, 64, 32, crop, "both")
     assert np.array_equal(many[:4], draw_boxes(rng(), 4, 64, 32, crop, "both"))
@@ -210,7 +222,7 @@ def test_a_box_depends_on_the_generator_and_its_place_only(crop: Crop) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="input_size 65 is larger than the images"):
         draw_boxes(rng(), 1, 64, 65, "crop", "none")
-    with pytest.raises(ValueError, match="crop must be one of crop, resized"):
+    with pytest.raises(ValueError, match="crop must be one of crop, padded, resized"):
         draw_boxes(rng(), 1, 64, 32, "random", "none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="flip must be one of none, horizontal, both"):
         draw_boxes(rng(), 1, 64, 32, "crop", "vertical")  # type: ignore[arg-type]

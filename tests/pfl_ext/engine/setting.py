@@ -24,6 +24,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.fednova import FedNova, FedNovaParams
 from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD
@@ -117,16 +118,18 @@ class Setting:
     cohort: int | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
+    nova: bool = False
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
         module = ImageClassifier(self.backbone(), input_size=10, exact_crops=True, objective=self.objective)
         variable = self.clipping == "variable"
+        more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
 
         def local(parameters: Any, lr: float) -> torch.optim.Optimizer:
             if variable:
-                return PerVariableClippedSGD(parameters, lr=lr, max_norm=self.max_norm)
-            return torch.optim.SGD(parameters, lr=lr)
+                return PerVariableClippedSGD(parameters, lr=lr, max_norm=self.max_norm, **more)
+            return torch.optim.SGD(parameters, lr=lr, **more)
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
         data = FederatedImageDataset(
@@ -145,8 +148,12 @@ class Setting:
             engine=CohortEngine(module, **options) if engine else None,
         )
         algorithm: Any = FederatedAveraging() if self.mu is None else FedProx()
+        if self.nova:
+            algorithm = FedNova()
         common = (100, 100, cohort_size, 1)
         params = NNAlgorithmParams(*common) if self.mu is None else FedProxParams(*common, mu=self.mu)
+        if self.nova:
+            params = FedNovaParams(*common, mu=self.mu or 0.0)
         train = NNTrainHyperParams(
             local_num_epochs=self.sampling.num_epochs,
             local_learning_rate=self.learning_rate,

@@ -43,6 +43,9 @@ SAMPLINGS = st.builds(
     by_images=st.booleans(),
     lanes=st.integers(1, 3),
     objective=st.sampled_from(list(OBJECTIVES)),
+    momentum=st.sampled_from([0.0, 0.6]),
+    weight_decay=st.sampled_from([0.0, 0.05]),
+    nova=st.booleans(),
 )
 def test_a_cohorts_sum_is_that_of_pfls_loop(
     sizes: list[int],
@@ -52,11 +55,14 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     by_images: bool,
     lanes: int,
     objective: ObjectiveName,
+    momentum: float,
+    weight_decay: float,
+    nova: bool,
 ) -> None:
     how, bound = clipping
-    setting = Setting(
-        sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images, objective=objective
-    )
+    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images)
+    setting.objective, setting.nova = objective, nova
+    setting.momentum, setting.weight_decay = momentum, weight_decay
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
     assert distance(ours, theirs) < 1e-5

@@ -96,8 +96,8 @@ def test_padding_a_batch_changes_no_step(size: int) -> None:
     targets = targets_for(objective, size, draw)
     boxes = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
     (plain, module), (graphed, _) = lane_of(), lane_of()
-    how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None)
-    graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._local)
+    how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
+    graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._written)
     batch = (images, targets, boxes)
     short = (images[:1], targets[:1], boxes[:1])
     for lane in (plain, graphed):
