@@ -164,7 +164,10 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
 
-        need = estimate + largest(spec, place)
+        need = 0
+        if not all((folder / shard.name).is_file() for shard in shards):
+            have = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            need = max(estimate + largest(spec, place) - have, 0)
         return ArchiveSource(
             listing, shards, None, len(ids), estimate, told, need, discard, read_listing=lambda _: table
         )
