@@ -34,6 +34,7 @@ from pfl_ext.federated_dataset import (
     Sampler,
 )
 from pfl_ext.fedir import ImportanceWeights
+from pfl_ext.fednova import FedNova, FedNovaParams
 from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
@@ -141,7 +142,7 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
 def algorithm_and_params(
     config: TrainingConfig, module: ImageClassifier, num_users: int
 ) -> tuple[Any, NNAlgorithmParams]:
-    """FedAvg (with the server's optimiser: FedOpt), FedProx or SCAFFOLD, as pfl has them.
+    """FedAvg (with the server's optimiser: FedOpt), FedProx or SCAFFOLD, as pfl has them; or FedNova.
 
     :raises ValueError: when SCAFFOLD's per-user state would exceed ``federated.max_state_gb``.
     """
@@ -153,7 +154,9 @@ def algorithm_and_params(
         "val_cohort_size": 1,  # any: the backend scores the central split instead of a cohort
     }
     if federated.algorithm == "fedprox":
-        return FedProx(), FedProxParams(**common, mu=federated.mu)
+        return FedProx(), FedProxParams(**common, mu=0.01 if federated.mu is None else federated.mu)
+    if federated.algorithm == "fednova":
+        return FedNova(), FedNovaParams(**common, mu=federated.mu or 0.0)
     if federated.algorithm == "scaffold":
         if current() is not None:
             raise ValueError(

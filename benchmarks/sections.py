@@ -43,7 +43,7 @@ class ModelConfig:
 class AugmentConfig:
     """Training transform, drawn anew for each image."""
 
-    crop: Literal["crop", "resized"] = "crop"
+    crop: Literal["crop", "padded", "resized"] = "crop"
     flip: Literal["none", "horizontal", "both"] = "both"
 
 
@@ -99,8 +99,8 @@ class FederatedConfig:
     max_importance: PositiveFloat | None = None
     """Greatest weight that FedIR gives; None: any."""
     weighting: Literal["images", "users"] = "images"
-    mu: NonNegativeFloat = 0.01
-    """FedProx's proximal weight, and FedNova's."""
+    mu: NonNegativeFloat | None = None
+    """Weight of the proximal term; None: 0.01 for FedProx, 0 for FedNova."""
     max_state_gb: PositiveFloat = 16.0
     """SCAFFOLD keeps a copy of the model for every user; above this it refuses to start."""
 

@@ -123,6 +123,8 @@ def _check_privacy(config: TrainingConfig) -> None:
         raise ValueError(f"{section} accounts for uniform cohorts: set federated.sampling to uniform")
     if config.federated.weighting != "users":
         raise ValueError("private training weights every user alike: set federated.weighting to users")
+    if config.federated.algorithm == "fednova":
+        raise ValueError(f"fednova scales updates that {section} bounds: set federated.algorithm to fedavg")
     if config.federated.algorithm == "scaffold":
         raise ValueError(f"scaffold keeps state of each user on the server, which {section} does not cover")
 
