@@ -89,7 +89,7 @@ def build_model(
         bottleneck=config.model.bottleneck,
         train=config.model.trained,
     )
-    exact = config.augment.crop == "crop"
+    exact = config.augment.crop != "resized"
     return ImageClassifier(
         backbone, input_size=config.model.input_size, exact_crops=exact, objective=objective
     )
