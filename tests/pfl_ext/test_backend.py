@@ -20,6 +20,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.metrics import MultiLabelScores
+from pfl_ext.optimizers import make_server_optimizer
 from tests.pfl_ext.stores import NumberedStore
 
 WHOLE = LocalSampling(num_epochs=1, batch_size=64, max_images=None, flip="none", input_size=8)
@@ -108,15 +109,21 @@ def test_updates_are_averaged_with_the_weights_asked_for(weighting: Any, shares:
     )
 
 
-def test_the_server_optimizer_sees_minus_the_mean_update() -> None:
-    """FedAvgM: v <- 0.9 v + g over two rounds with the whole population each time."""
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_the_server_optimizer_sees_minus_the_mean_update(beta: float) -> None:
+    """FedAvgM (Hsu et al. 2020, 5.1): v <- beta v + g, x <- x - lr v, no (1 - beta); with beta 0 FedAvg."""
     store = NumberedStore([4])
     weight = Linear().weight.detach().double()
     velocity = torch.zeros_like(weight)
-    for _ in range(2):
-        velocity = 0.9 * velocity + 0.5 * gradient(weight, *store.read(np.arange(4)))
+    for _ in range(3):
+        velocity = beta * velocity + 0.5 * gradient(weight, *store.read(np.arange(4)))
         weight = weight - 0.3 * velocity
-    got = train(store, cohort=1, rounds=2, server=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9))
+    got = train(
+        store,
+        cohort=1,
+        rounds=3,
+        server=lambda p: make_server_optimizer(p, name="sgd", learning_rate=0.3, momentum=beta),
+    )
     torch.testing.assert_close(got, weight.float(), rtol=0, atol=1e-6)
 
 
@@ -181,3 +188,16 @@ def test_global_random_state_does_not_matter() -> None:
         torch.manual_seed(seed)
         results.append(train(NumberedStore([5, 3, 40]), rounds=3, cohort=2))
     assert torch.equal(*results)
+
+
+def test_with_beta_0_fedavgm_is_fedavg_to_the_bit() -> None:
+    store = NumberedStore([5, 3, 40])
+    plain = train(store, rounds=3, cohort=2, server=lambda p: torch.optim.SGD(p, lr=1.0))
+    momentum = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.0}
+    assert torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
+    momentum["momentum"] = 0.9
+    assert not torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
+
+
+def server(parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
+    return make_server_optimizer(parameters, **options)

@@ -24,7 +24,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.fednova import FedNova, FedNovaParams
+from pfl_ext.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD
@@ -182,8 +182,11 @@ class Setting:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Of two sums of updates, relative to the second."""
+    """Of two sums of updates, relative to the second; FedNova's count of steps must be the same."""
     assert ours.keys() == theirs.keys()
-    gap = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in theirs)
-    size = sum(float(theirs[n].double().square().sum()) for n in theirs)
+    names = [n for n in theirs if n != STEPS]
+    if STEPS in theirs:
+        torch.testing.assert_close(ours[STEPS], theirs[STEPS])
+    gap = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in names)
+    size = sum(float(theirs[n].double().square().sum()) for n in names)
     return float((gap / max(size, 1e-30)) ** 0.5)
