@@ -75,6 +75,11 @@ class FinishedRun:
     curve: Curve
 
     @property
+    def place(self) -> tuple[str, str]:
+        """Setting and partition."""
+        return str(self.results["setting"]), str(self.config["data"]["partition"] or "users")
+
+    @property
     def variant(self) -> str:
         """What seeds of the same experiment share: everything but the seed."""
         return json.dumps([{**self.config, "seed": None}, self.results["data_sha256"]], sort_keys=True)

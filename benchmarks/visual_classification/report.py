@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runs import find_runs
-from benchmarks.settings import arguments
+from benchmarks.settings import Tree, arguments, dotted
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.curves import FinishedRun, read_run
 from dataset.command_line import run as run_command
@@ -33,6 +33,8 @@ class Row:
     """The seeds of one experiment."""
 
     name: str
+    label: str
+    """The name, and what tells it from other rows of the same setting and partition."""
     partition: str
     runs: tuple[FinishedRun, ...]
     centralised: float | None
@@ -59,7 +61,7 @@ class Row:
             reached.append(f"{np.mean(known):.0f}" if known and len(known) == len(found) else "-")
         seeds = ", ".join(str(run.results["seed"]) for run in self.runs)
         return [
-            self.name,
+            self.label,
             self.partition,
             seeds,
             str(self.runs[0].results["rounds"]),
@@ -97,20 +99,26 @@ def make_rows(runs: Sequence[FinishedRun]) -> list[Row]:
     for run in runs:
         if run.config["mode"] == "centralised":
             central[str(run.results["data_sha256"])].append(float(run.results["last"]["test"]["accuracy"]))
+    firsts = [next(iter(group.values())) for group in groups.values()]
     rows = []
-    for group in groups.values():
+    for group, first in zip(groups.values(), firsts):
         seeds = tuple(group[seed] for seed in sorted(group))
-        setting = str(seeds[0].results["setting"])
-        own = central.get(str(seeds[0].results["data_sha256"]))
-        rows.append(
-            Row(
-                setting,
-                str(seeds[0].config["data"]["partition"] or "users"),
-                seeds,
-                float(np.mean(own)) if own else None,
-            )
-        )
-    return sorted(rows, key=lambda row: (row.name, row.partition))
+        rivals = [other.config for other in firsts if other.place == first.place]
+        own = central.get(str(first.results["data_sha256"]))
+        name, partition = first.place
+        label = ", ".join([name, *differences(first.config, rivals)])
+        rows.append(Row(name, label, partition, seeds, float(np.mean(own)) if own else None))
+    return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
+
+
+def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
+    """``key value`` of each field in which configs of the same setting and partition differ; but the seed."""
+    leaves, others = dotted(config), [dotted(rival) for rival in rivals]
+    return [
+        f"{key} {value}"
+        for key, value in leaves.items()
+        if key != "seed" and any(other.get(key) != value for other in others)
+    ]
 
 
 def paper_cells(name: str, rounds: Sequence[int], batches: Sequence[int]) -> list[str] | None:

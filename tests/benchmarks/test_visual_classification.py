@@ -162,6 +162,13 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
+    base: Tree = {"seed": 0, "local": {"learning_rate": 0.1, "num_epochs": 1}}
+    other: Tree = {"seed": 1, "local": {"learning_rate": 0.2, "num_epochs": 1}}
+    assert report.differences(base, [base, other]) == ["local.learning_rate 0.1"]
+    assert report.differences(base, [base, {**base, "seed": 7}]) == []
+
+
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("setting: x\n")
     assert run_command(report.main, [str(tmp_path)]) == 2
