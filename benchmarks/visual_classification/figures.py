@@ -93,12 +93,13 @@ def learning_curves(rows: Sequence[Row], over: str) -> Figure:
         if level:
             axes.axhline(level, color=GREY, linestyle="--", linewidth=1, label="centralised")
         unit = "communication rounds" if over == "rounds" else "local batches of the largest users"
-        axes.set(title=partition, xlabel=unit, ylim=(0, None))
+        axes.set(title=partition, xlabel=unit)
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel("accuracy (%)")
+    grid[0, 0].set_ylim(bottom=0)  # of all panels, once they have all their curves
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
     }
