@@ -90,7 +90,7 @@ PLACES = {
     ),
     "evaluation": (
         "benchmarks.recorder:Recorder.evaluated",
-        "pfl_ext.evaluation:CentralEvaluation._one_batch",
+        "pfl_ext.evaluation:CentralEvaluation._share",
         "pfl_ext.evaluation:CentralEvaluation._metrics",
     ),
     "reduction": (

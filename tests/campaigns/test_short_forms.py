@@ -30,8 +30,8 @@ def test_killed_runs_equal_the_run_never_killed() -> None:
 
 @pytest.mark.slow
 def test_killed_runs_of_two_workers_equal_the_run_never_killed() -> None:
-    said = campaign("kill_workers", "--kills=2", "--rounds=4", "--kind=momentum")
-    assert said.startswith("momentum, 2 workers: 2 kills over ")
+    said = campaign("kill_workers", "--kills=1", "--rounds=4", "--kind=fl")
+    assert said.startswith("fl, 2 workers: 1 kills over ")
     assert "each equal to the run never killed" in said
 
 
