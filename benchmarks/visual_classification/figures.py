@@ -7,7 +7,7 @@ relative to centralised training against the partition's distance from identical
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -68,10 +68,14 @@ def _saved(figure: Figure, stem: Path) -> list[Path]:
     return paths
 
 
-def _styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each name."""
+def _styles(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Colour, marker and line for each name; the eighth begins anew, dashed."""
     return {
-        name: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
+        name: {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3],
+        }
         for i, name in enumerate(sorted(set(names)))
     }
 
@@ -84,11 +88,12 @@ def learning_curves(rows: Sequence[Row], over: str) -> Figure:
     styles = _styles([row.label for row in rows])
     columns = min(len(panels), 4)
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(4.2 * columns, 5), 3.4 * lines + 0.6), layout="constrained")
+    width = max(4.2 * columns, 7)
+    figure = Figure(figsize=(width, 3.4 * lines + 1), layout="constrained")
     grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
     for axes, (partition, members) in zip(grid.flat, panels.items()):
         for row in members:
-            _curve(axes, row, over, *styles[row.label])
+            _curve(axes, row, over, styles[row.label])
         level = members[0].centralised
         if level:
             axes.axhline(level, color=GREY, linestyle="--", linewidth=1, label="centralised")
@@ -107,24 +112,22 @@ def learning_curves(rows: Sequence[Row], over: str) -> Figure:
         entries.values(),
         entries.keys(),
         loc="outside lower center",
-        ncols=min(len(entries), 4),
+        ncols=max(1, int(width / 2.6)),
         frameon=False,
     )
     return figure
 
 
-def _curve(axes: Axes, row: Row, over: str, colour: str, marker: str) -> None:
+def _curve(axes: Axes, row: Row, over: str, style: Mapping[str, str]) -> None:
     """Seeds are averaged at the places that the first one was scored at."""
     places = getattr(row.runs[0].curve, over).astype(np.float64)
     values = np.array(
         [np.interp(places, getattr(run.curve, over), run.curve.accuracy) for run in row.runs], np.float64
     )
     every = max(1, len(places) // 8)
-    axes.plot(
-        places, values.mean(0), color=colour, marker=marker, markersize=4, markevery=every, label=row.label
-    )
+    axes.plot(places, values.mean(0), **style, markersize=4, markevery=every, label=row.label)  # type: ignore[arg-type]
     if len(values) > 1:
-        axes.fill_between(places, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(places, values.min(0), values.max(0), color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _emd(row: Row) -> float | None:
@@ -150,18 +153,17 @@ def accuracy_against_emd(rows: Sequence[Row]) -> Figure:
         best = np.array([run.curve.best for run in row.runs], np.float64)
         methods[name].append((_emd(row) or 0.0, 100 * best / row.centralised))
     for name, points in methods.items():
-        colour, marker = styles[name]
         points.sort(key=lambda point: point[0])
         axes.plot(
             [emd for emd, _ in points],
             [values.mean() for _, values in points],
-            color=colour,
-            marker=marker,
+            **styles[name],  # type: ignore[arg-type]
             label=name,
         )
         for emd, values in points:
             if len(values) > 1:
-                axes.plot([emd] * len(values), values, marker, color=colour, alpha=0.4, markersize=3)
+                points_style = {**styles[name], "linestyle": ""}
+                axes.plot([emd] * len(values), values, **points_style, alpha=0.4, markersize=3)  # type: ignore[arg-type]
     axes.axhline(100, color=GREY, linestyle="--", linewidth=1)
     axes.text(0.02, 99, "centralised", color=GREY, va="top", transform=axes.get_yaxis_transform())
     axes.set(
