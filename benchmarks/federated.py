@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,10 +121,9 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     clip = config.local.max_grad_norm if config.local.clip_by == "variable" else None
 
     def local_optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
-        if clip is None:
-            decay = config.local.weight_decay
-            return torch.optim.SGD(parameters, lr=lr, momentum=config.local.momentum, weight_decay=decay)
-        return PerVariableClippedSGD(parameters, lr=lr, max_norm=clip)
+        kind = torch.optim.SGD if clip is None else partial(PerVariableClippedSGD, max_norm=clip)
+        local = config.local
+        return kind(parameters, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay)
 
     optimizer = make_server_optimizer(
         [p for p in module.parameters() if p.requires_grad],

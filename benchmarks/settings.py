@@ -146,16 +146,6 @@ def check_training(config: TrainingConfig) -> None:
             "lower it"
         )
     _check_privacy(config)
-    local = config.local
-    if (
-        (local.momentum or local.weight_decay)
-        and local.clip_by == "variable"
-        and local.max_grad_norm is not None
-    ):
-        raise ValueError(
-            "local.momentum and local.weight_decay do not go with clipping variable by variable: set "
-            "local.clip_by to global, or local.max_grad_norm to none"
-        )
     if config.federated.algorithm == "scaffold":
         if config.local.straddle:
             raise ValueError(

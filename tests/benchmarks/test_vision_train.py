@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import main as flair_main
 from benchmarks.settings import Tree
 from benchmarks.visual_classification.train import main
 from dataset.command_line import run
@@ -92,8 +94,9 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
         ["--recipe=fednova"],
         ["--recipe=fedprox", "--federated.mu=1"],
         ["--local.momentum=0.5", "--recipe=fednova"],
+        ["--local.momentum=0.5", "--local.max_grad_norm=0.5", "--local.clip_by=variable"],
     ],
-    ids=["fedavgm", "fedvc", "fedir", "fednova", "fedprox", "fednova-momentum"],
+    ids=["fedavgm", "fedvc", "fedir", "fednova", "fedprox", "fednova-momentum", "clipped-momentum"],
 )
 def test_both_engines_train_the_same(train: Train, words: list[str]) -> None:
     fast = weights(train(*words, name="fast"))
@@ -129,3 +132,31 @@ def test_an_unknown_partition_is_refused_in_one_line(
     assert error.startswith("error: ")
     assert "alpha-9" in error
     assert error.count("\n") == 1
+
+
+def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) -> None:
+    """Our form of FedIR for several labels an image, in both engines."""
+    found = {}
+    for name, words in {
+        "plain": [],
+        "fast": ["--federated.reweight=fedir", "--federated.max_importance=10"],
+        "stock": ["--federated.reweight=fedir", "--federated.max_importance=10", "--runtime.engine=stock"],
+    }.items():
+        directory = tmp_path / name
+        argv = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *words]
+        assert run(flair_main, [*argv, "--server.optimizer=sgd", "--server.learning_rate=1"]) == 0
+        found[name] = weights(directory)
+    moved = np.linalg.norm(found["fast"] - found["plain"])
+    assert np.linalg.norm(found["fast"] - found["stock"]) <= 0.01 * moved
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--federated.algorithm=fednova"], "set federated.algorithm to fedavg"),
+        (["--federated.sampling=proportional"], "set federated.sampling to uniform"),
+    ],
+)
+def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(["--config=pfl-r-17", *words])
