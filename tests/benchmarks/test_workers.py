@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.flair import train as train_module
 from benchmarks.flair.train import main
 from benchmarks.recorder import MODEL
 from dataset.command_line import run as run_command
@@ -186,7 +185,7 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
 def test_what_several_workers_cannot_do_is_refused(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_module, "current", lambda: "others")
+    monkeypatch.setattr("benchmarks.experiment.current", lambda: "others")
     train("--config=c-r-17", code=2)
     assert "centralised training runs in one process" in error_line(capsys)
     monkeypatch.undo()
