@@ -88,9 +88,11 @@ def importance_weights(
     if config.federated.reweight == "none":
         return None
     assert objective != "multi_label"
-    targets = store.targets(np.arange(int(store.user_offsets[-1])))
-    counts, most = targets.sum(0, dtype=np.int64), config.federated.max_importance
-    return ImportanceWeights.of_counts(counts, len(targets), cap=most, kind=objective)
+    num_images = int(store.user_offsets[-1])
+    blocks = [np.arange(i, min(i + 8192, num_images)) for i in range(0, num_images, 8192)]
+    counts = np.sum([store.targets(rows).sum(0, dtype=np.int64) for rows in blocks], axis=0)
+    most = config.federated.max_importance
+    return ImportanceWeights.of_counts(counts, num_images, cap=most, kind=objective)
 
 
 def training_data(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -24,6 +24,7 @@ from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.ledger import Ledger
+from benchmarks.sections import BestBy
 from benchmarks.settings import AnyRun, Tree, digest, read_yaml
 from benchmarks.tracking import Tracking
 from dataset.signals import Held
@@ -147,6 +148,11 @@ class Recorder:
         """Take note of val at ``step``; keep the model if it is the best so far."""
         self._val = columns(metrics)
         by = self.run.config.evaluation.best_by
+        if by != "last" and by not in self._val:
+            scored = ", ".join(name for name in get_args(BestBy) if name == "last" or name in self._val)
+            raise ValueError(
+                f"evaluation.best_by is {by}, which this task does not score: choose one of {scored}"
+            )
         score = -float(step) if by == "last" else self._val["loss"] if by == "loss" else -self._val[by]
         if score < self.best.score:
             weights = model.pytorch_model.state_dict()

@@ -12,6 +12,7 @@ from pfl_ext.privacy_accounting import PrivacyConfig
 from pfl_ext.privacy_local import LocalPrivacyConfig
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+BestBy = Literal["loss", "C-AP", "accuracy", "last"]
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -128,7 +129,7 @@ class EvaluationConfig:
 
     every_rounds: PositiveInt = 10
     every_epochs: PositiveInt = 1
-    best_by: Literal["loss", "C-AP", "accuracy", "last"] = "loss"
+    best_by: BestBy = "loss"
     """``last``: no choice is made; the last model is the result."""
     per_user: bool = False
     """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""

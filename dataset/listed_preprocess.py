@@ -22,7 +22,7 @@ import pyarrow as pa
 from dataset.assignments import NOBODY, deal, partition_of
 from dataset.atomic import write_bytes
 from dataset.flair.arguments import OneLineParser
-from dataset.flair.download_preprocess import Options, check_disk, preprocess
+from dataset.flair.download_preprocess import Options, check_disk, checked_output, preprocess
 from dataset.flair.index import DatasetIndex, PartitionIndex
 from dataset.flair.sources import ArchiveSource, Shard, nothing
 from dataset.geo import geo_partition, leaf_ids, read_coordinates
@@ -75,14 +75,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     """Lists, images, partitions, file."""
     given = _arguments(specs, argv)
     spec = specs[given.subset] if len(specs) > 1 else next(iter(specs.values()))
-    output: Path = given.output_file
-    if output.is_dir():
-        raise ValueError(f"--output_file {output} is a folder; give the name of a file")
-    if output.exists() and not given.overwrite:
-        raise ValueError(f"{output} exists; give --overwrite to replace it")
-    for name in ("image_size", "workers"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
+    output = checked_output(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
     lists = read_lists(_splits(spec, given, folder))
     table = lists.table(spec.natural)

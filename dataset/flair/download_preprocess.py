@@ -427,9 +427,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    given = _arguments(argv)
+def checked_output(given: argparse.Namespace) -> Path:
+    """``--output_file`` of a preprocessing command, whose other plain arguments are checked, too.
+
+    :raises ValueError: one line that names the argument.
+    """
     output: Path = given.output_file
     if output.is_dir():
         raise ValueError(f"--output_file {output} is a folder; give the name of a file")
@@ -438,6 +440,13 @@ def main(argv: Sequence[str]) -> None:
     for name in ("image_size", "workers"):
         if getattr(given, name) < 1:
             raise ValueError(f"--{name} must be at least 1")
+    return output
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    given = _arguments(argv)
+    output = checked_output(given)
     options = Options(
         output,
         given.storage,

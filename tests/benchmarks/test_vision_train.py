@@ -160,3 +160,14 @@ def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) ->
 def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         parse(["--config=pfl-r-17", *words])
+
+
+@pytest.mark.parametrize("by, choices", [("C-AP", "loss, accuracy, last")])
+def test_the_best_is_not_chosen_by_what_is_not_scored(
+    train: Train, capsys: pytest.CaptureFixture[str], by: str, choices: str
+) -> None:
+    train(f"--evaluation.best_by={by}", code=2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        error == f"error: evaluation.best_by is {by}, which this task does not score: choose one of {choices}"
+    )
