@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
@@ -108,6 +109,14 @@ class CohortSum:
     tally: Tensor | None  # [n]
 
 
+def _loaded() -> CpuKernels | None:
+    try:
+        return CpuKernels()
+    except Unavailable as reason:
+        print(f"convolutions are torch's own, which are slower: {reason}", file=sys.stderr)
+        return None
+
+
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
@@ -115,6 +124,8 @@ class CohortEngine:
         None: as many as torch has threads, or ``GPU_LANES``.
     :param accumulate: type of the sums over users.
     :param prefetch: users read ahead of need, by each lane.
+    :param cpu_kernels: on a CPU, in float32, convolutions and norms by `cpu_kernels`; where these
+        cannot be compiled, by torch, with a line on the screen.
     """
 
     def __init__(
@@ -125,16 +136,20 @@ class CohortEngine:
         accumulate: torch.dtype = torch.float32,
         prefetch: int = 8,
         reader_threads: int = 1,
+        cpu_kernels: bool = True,
     ) -> None:
+        on_cpu = model.mean.device.type == "cpu"
         if lanes is None:
-            lanes = torch.get_num_threads() if model.mean.device.type == "cpu" else GPU_LANES
+            lanes = torch.get_num_threads() if on_cpu else GPU_LANES
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._build(Trimmed(model))
+        self._kernels = _loaded() if on_cpu and cpu_kernels else None
+        self._build(whole=False, amp=False)
 
-    def _build(self, trimmed: Trimmed) -> None:
-        self._trimmed = trimmed
+    def _build(self, whole: bool, amp: bool) -> None:
+        self._built = (whole, amp)
+        self._trimmed = trimmed = Trimmed(self._central, whole, None if amp else self._kernels)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
         start = self._layout.gather(model)
@@ -146,8 +161,9 @@ class CohortEngine:
 
     def _prepare(self, how: LocalTraining) -> None:
         """Weight decay changes weights that no image reaches: then none may be left out."""
-        if how.weight_decay and self._trimmed.model is not self._central:
-            self._build(Trimmed(self._central, whole=True))
+        wanted = (how.weight_decay > 0, how.amp is not None)
+        if wanted != self._built:
+            self._build(*wanted)
 
     def close(self) -> None:
         """Stop the lanes' threads."""

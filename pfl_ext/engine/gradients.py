@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pfl_ext.engine.cpu_layers import Convolution
 from pfl_ext.engine.norms import squared_norm, squared_norms
 
 PASS = 100
@@ -115,7 +117,8 @@ class Weight(Gradient):
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return e.reshape(-1, e.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        return convolution_backward(layer, x, e, (False, True))[1]
+        made: Tensor = convolution_backward(layer, x, e, (False, True))[1]
+        return made
 
     def norm_bounds(self) -> Tensor | None:
         """``sum over a user's positions t of |x_t| |e_t|``, x_t being what the kernel meets there."""
@@ -204,8 +207,10 @@ class Weight(Gradient):
 
 def convolution_backward(
     layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, Any]:
     """Gradients of a convolution's input and weights, of which only those ``wanted`` are tensors."""
+    if isinstance(layer, Convolution) and layer.takes(x) and e.dtype == x.dtype:
+        return layer.gradients(x, e, wanted)
     out = torch.ops.aten.convolution_backward(
         e,
         x.to(e.dtype),

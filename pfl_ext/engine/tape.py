@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.engine.cpu_layers import GroupNorm
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
 from pfl_ext.models import FrozenStatisticsBatchNorm2d
 from pfl_ext.objectives import Objective
@@ -85,11 +86,13 @@ def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Ta
 def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
         x = x.float()  # as autocast has it there
-    n, c = x.shape[:2]
-    size = x[0, 0].numel()
-    out, mean, rstd = torch.native_group_norm(
-        x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
-    )
+    if isinstance(layer, GroupNorm) and layer.takes(x):
+        out, mean, rstd = layer.kernels.group_norm(x, layer.weight, layer.bias, layer.num_groups, layer.eps)
+    else:
+        (n, c), size = x.shape[:2], x[0, 0].numel()
+        out, mean, rstd = torch.native_group_norm(
+            x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
+        )
     ctx.save_for_backward(x, mean, rstd)
     normal: Tensor = out
     return normal
@@ -97,21 +100,21 @@ def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
 
 def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -> Tensor:
     x, mean, rstd = ctx.saved_tensors
-    n, c = x.shape[:2]
-    size = x[0, 0].numel()
-    e = e.to(x.dtype).contiguous(memory_format=_format(x))
-    mask = [True, False, False]
-    dx = torch.ops.aten.native_group_norm_backward(
-        e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, mask
-    )[0]
-    sums, products = e.float().flatten(2).sum(2), _products(e, x)
-    wide = c // layer.num_groups
-    centre = mean.float().repeat_interleave(wide, 1)
-    scale = rstd.float().repeat_interleave(wide, 1)
-    tape.put(layer, "weight", Explicit(tape.users.sums((products - centre * sums) * scale)))
-    tape.put(layer, "bias", Explicit(tape.users.sums(sums)))
-    gradient: Tensor = dx
-    return gradient
+    if isinstance(layer, GroupNorm) and layer.takes(x):
+        dx, scale, shift = layer.kernels.group_norm_backward(x, e, layer.weight, mean, rstd)
+    else:
+        (n, c), size = x.shape[:2], x[0, 0].numel()
+        e = e.to(x.dtype).contiguous(memory_format=_format(x))
+        mask = [True, False, False]
+        dx = torch.ops.aten.native_group_norm_backward(
+            e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, mask
+        )[0]
+        shift, wide = e.float().flatten(2).sum(2), c // layer.num_groups
+        centre, factor = (t.float().repeat_interleave(wide, 1) for t in (mean, rstd))
+        scale = (_products(e, x) - centre * shift) * factor
+    tape.put(layer, "weight", Explicit(tape.users.sums(scale)))
+    tape.put(layer, "bias", Explicit(tape.users.sums(shift)))
+    return dx
 
 
 def _frozen_backward(ctx: Any, e: Tensor, layer: FrozenStatisticsBatchNorm2d, tape: Tape) -> Tensor | None:

@@ -1,4 +1,7 @@
-"""Convolutions without the taps of their kernels that only ever meet padding.
+"""The network that users train: the central one, or a copy of it in the form that is fastest to train.
+
+The copy has its memory and its layers as the device likes them (channels last on a GPU, and on a CPU with
+`cpu_layers`), and convolutions without the taps of their kernels that only ever meet padding.
 
 On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
 zeros and have no gradient, so local training without weight decay never changes them. With images of 32
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.engine.cpu_kernels import CpuKernels
+from pfl_ext.engine.cpu_layers import suits, take_over
 from pfl_ext.models import ImageClassifier, memory_format
 
 Sides = tuple[slice, slice]
@@ -35,17 +40,22 @@ def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) 
 
 
 class Trimmed:
-    """A copy of a classifier for local training whose convolutions have live taps alone.
+    """A copy of a classifier for local training, whose convolutions have live taps alone.
 
-    ``model`` is the classifier itself where all are live; then `refresh` and `expand` do nothing.
+    ``model`` is the classifier where a copy would gain nothing: `refresh` and `expand` do nothing then.
     :param whole: keep dead taps too.
+    :param kernels: what does the layers that it can do, on a CPU.
     """
 
-    def __init__(self, central: ImageClassifier, whole: bool = False) -> None:
+    def __init__(
+        self, central: ImageClassifier, whole: bool = False, kernels: CpuKernels | None = None
+    ) -> None:
         self._central = central
         self._sides: dict[str, Sides] = {}
         convolutions = {} if whole else _trimmable(central)
-        if not convolutions:
+        suited = kernels is not None and suits(central.backbone)
+        last = suited or central.mean.device.type == "cuda"
+        if not convolutions and not last:
             self.model = central
             return
         self.model = copy.deepcopy(central)
@@ -54,12 +64,16 @@ class Trimmed:
             assert isinstance(layer, nn.Conv2d)
             self._sides[f"{name}.weight"] = sides
             self.model.set_submodule(name, _cut(layer, sides))
+        if last:
+            self.model.to(memory_format=torch.channels_last)
+        if kernels is not None and suited:
+            take_over(self.model.backbone, kernels)
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the central weights."""
-        if self._sides:
+        if self.model is not self._central:
             theirs = self._central.state_dict()
             for name, tensor in self.model.state_dict().items():
                 tensor.copy_(self._live(name, theirs[name]))

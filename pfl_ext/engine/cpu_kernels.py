@@ -1,0 +1,223 @@
+"""Convolutions and norms for training on a CPU, compiled on the machine where they run.
+
+`cpu_kernels.cpp` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into
+the user's cache folder, under a name that holds the fingerprint of the source and of the processor.
+
+Shape letters: N images, C channels in, K channels out, H and W positions, G groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+CHANNELS = 32
+"""Channels must be a multiple of this."""
+TOLERANCE = 1e-4  # of a compiled layer beside torch's, when it is loaded
+PRODUCT, WEIGHTS = 1.4, 900.0
+"""Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
+transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
+SIGNATURES = {  # pointers, whole numbers (threads and sizes), others
+    "conv3x3": (3, 6, 0),
+    "conv3x3_backward": (5, 6, 0),
+    "convolve": (3, 11, 0),
+    "convolve_backward": (5, 11, 0),
+    "group_norm": (6, 5, 1),
+    "group_norm_backward": (8, 5, 0),
+}
+
+
+class Unavailable(Exception):
+    """The reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A convolution's kernel ``high x wide``, its stride, and the padding above and to the left."""
+
+    high: int
+    wide: int
+    stride: int
+    top: int
+    left: int
+
+    def pays(self, n: int, height: int, width: int) -> bool:
+        """Whether Winograd's way is the faster one: of shapes alone, so that no result depends on a clock."""
+        if (self.high, self.wide, self.stride, self.top, self.left) != (3, 3, 1, 1, 1):
+            return False
+        tiles = n * -(-height // 4) * -(-width // 4)
+        return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
+
+    def output(self, height: int, width: int) -> tuple[int, int]:
+        """Positions down and across."""
+        return (
+            (height + 2 * self.top - self.high) // self.stride + 1,
+            (width + 2 * self.left - self.wide) // self.stride + 1,
+        )
+
+
+class CpuKernels:
+    """The compiled functions on float32 tensors in channels-last memory.
+
+    Each uses as many threads as torch has in the calling thread.
+    :raises Unavailable: where they cannot be compiled, or compute something else than torch.
+    """
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(str(compiled()))
+        self._functions: dict[str, Any] = {}
+        for name, (pointers, sizes, numbers) in SIGNATURES.items():
+            function = library[name]
+            function.argtypes = [
+                *[ctypes.c_void_p] * pointers,
+                *[ctypes.c_long] * sizes,
+                *[ctypes.c_double] * numbers,
+            ]
+            function.restype = None
+            self._functions[name] = function
+        _check(self)
+
+    def __deepcopy__(self, memo: Any) -> CpuKernels:
+        return self  # networks that hold it are copied
+
+    def _call(self, name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+        pointers = (None if t is None else t.data_ptr() for t in tensors)
+        self._functions[name](*pointers, torch.get_num_threads(), *numbers)
+
+    def convolution(self, x: Tensor, weight: Tensor, form: Form) -> Tensor:
+        """``[N, C, H, W]`` by ``[K, C, high, wide]`` -> ``[N, K, H', W']``."""
+        x, weight = _last(x), _last(weight)
+        (n, c, h, w), k = x.shape, len(weight)
+        out = torch.empty((n, k, *form.output(h, w)), memory_format=torch.channels_last)
+        if form.pays(n, h, w):
+            self._call("conv3x3", (x, weight, out), n, h, w, c, k)
+        else:
+            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
+        return out
+
+    def convolution_backward(
+        self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
+        x, e, weight = _last(x), _last(e), _last(weight)
+        (n, c, h, w), k = x.shape, len(weight)
+        dx = torch.empty_like(x) if wanted[0] else None
+        dw = torch.empty_like(weight) if wanted[1] else None
+        if form.pays(n, h, w):
+            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
+        else:
+            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
+        return dx, dw
+
+    def group_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``."""
+        x = _last(x)
+        (n, c, h, w), out = x.shape, torch.empty_like(x)
+        mean, rstd = torch.empty(n, groups), torch.empty(n, groups)
+        self._call("group_norm", (x, weight, bias, out, mean, rstd), n, h * w, c, groups, eps)
+        return out, mean, rstd
+
+    def group_norm_backward(
+        self, x: Tensor, e: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of ``x``, and each image's of the scale and of the shift ``[N, C]``."""
+        x, e = _last(x), _last(e)
+        (n, c, h, w), dx = x.shape, torch.empty_like(x)
+        scale, shift = torch.empty(n, c), torch.empty(n, c)
+        tensors = (x, e, weight, mean, rstd, dx, shift, scale)
+        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1])
+        return dx, scale, shift
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.detach().contiguous(memory_format=torch.channels_last)
+
+
+def compiled() -> Path:
+    """The shared library for this machine, compiled unless it is there.
+
+    :raises Unavailable: without a compiler, or if it fails.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None:
+        raise Unavailable("no C++ compiler (g++ or clang++) was found")
+    identity = "\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()])
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
+    path = folder / f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            made = Path(place) / path.name
+            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
+            done = _run([*command, THREADED])
+            if done.returncode:
+                done = _run(command)
+            if done.returncode:
+                lines = [line for line in done.stderr.splitlines() if "error" in line]
+                raise Unavailable(f"{compiler} failed: {(lines or ['no reason given'])[0][:200]}")
+            os.replace(made, path)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"{compiler} could not be used ({error})") from error
+    return path
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    kept = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    return platform.machine() + "".join(dict.fromkeys(kept))
+
+
+def _check(kernels: CpuKernels) -> None:
+    """A compiler's mistake must not become a result."""
+    steps = torch.arange(2 * CHANNELS * 14 * 28 * 2, dtype=torch.float32)
+    x, e = torch.sin(steps * 0.37).view(2, 2, CHANNELS, 14, 28).unbind()
+    weight = torch.sin(torch.arange(CHANNELS**2 * 9) * 0.73).view(CHANNELS, CHANNELS, 3, 3)
+    scale = weight[0, :, 0, 0].contiguous()
+    found: list[Any] = []
+    expected: list[Tensor] = []
+    for form in (Form(3, 3, 1, 1, 1), Form(3, 3, 2, 1, 1)):
+        error = e[:, :, :: form.stride, :: form.stride]
+        found += [kernels.convolution(x, weight, form)]
+        found += kernels.convolution_backward(x, error, weight, form, (True, True))
+        with torch.enable_grad():
+            leaves = [t.clone().requires_grad_() for t in (x, weight)]
+            y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
+            expected += [y, *torch.autograd.grad(y, leaves, error)]
+    normal, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5)
+    dx, dscale, dshift = kernels.group_norm_backward(x, e, scale, mean, rstd)
+    found += [normal, dx, dscale.sum(0), dshift.sum(0)]
+    with torch.enable_grad():
+        leaves = [t.clone().requires_grad_() for t in (x, scale, scale)]
+        y = F.group_norm(leaves[0], 4, leaves[1], leaves[2])
+        expected += [y, *torch.autograd.grad(y, leaves, e)]
+    for ours, theirs in zip(found, expected):
+        if not (ours - theirs).norm() <= TOLERANCE * theirs.norm():
+            raise Unavailable("what the compiler made of them does not compute what torch computes")
