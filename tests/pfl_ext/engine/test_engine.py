@@ -60,7 +60,8 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     nova: bool,
 ) -> None:
     how, bound = clipping
-    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=0.2, by_images=by_images)
+    rate = 0.05 if how == "none" else 0.2  # larger ones magnify rounding from step to step
+    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=rate, by_images=by_images)
     setting.objective, setting.nova = objective, nova
     setting.momentum, setting.weight_decay = momentum, weight_decay
     theirs, weight, metrics = setting.run(engine=False)
