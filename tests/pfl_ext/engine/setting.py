@@ -190,3 +190,8 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     gap = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in names)
     size = sum(float(theirs[n].double().square().sum()) for n in names)
     return float((gap / max(size, 1e-30)) ** 0.5)
+
+
+def norm(tensors: dict[str, Tensor]) -> float:
+    """Of all of them together, without FedNova's count of steps."""
+    return sum(float(t.double().square().sum()) for name, t in tensors.items() if name != STEPS) ** 0.5

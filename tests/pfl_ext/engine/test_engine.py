@@ -20,7 +20,7 @@ from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import OBJECTIVES, ObjectiveName
 from pfl_ext.privacy import TALLY, metric_name, private_mean
 from pfl_ext.privacy_accounting import PrivacyConfig
-from tests.pfl_ext.engine.setting import LABELS, Setting, distance, small_backbone
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, norm, small_backbone
 
 SAMPLINGS = st.builds(
     LocalSampling,
@@ -66,8 +66,10 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     setting.momentum, setting.weight_decay = momentum, weight_decay
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
-    assert distance(ours, theirs) < 1e-5
     assert our_weight == weight
+    # pfl subtracts weights after training from weights before: a rounding of their size, not of the update's
+    rounding = 2**-24 * weight * norm(dict(setting.backbone().named_parameters())) / norm(theirs)
+    assert distance(ours, theirs) < 1e-5 + rounding
     told = {str(name): str(value) for name, value in our_metrics}
     assert {k: told[k] for k in told if "learning" not in k} == {str(n): str(v) for n, v in metrics}
 
