@@ -201,6 +201,9 @@ class Runtime:
     precision: Literal["fp32", "bf16"] = "fp32"
     engine: Literal["fast", "stock"] = "fast"
     """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
+    cpu_kernels: bool = True
+    """Of the fast engine on a CPU: convolutions and norms compiled at the first start, about twice as fast as
+    torch's, used where there is no C++ compiler. In float32 for bf16 too, unless the CPU has AMX."""
     lanes: PositiveInt | None = None
     """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
     threads: PositiveInt | None = None

@@ -93,6 +93,11 @@ class CpuKernels:
             self._functions[name] = function
         _check(self)
 
+    @property
+    def tiles(self) -> bool:
+        """Whether the processor multiplies matrices of bfloat16 by tiles (AMX), which torch then uses."""
+        return "amx_bf16" in _processor().split()
+
     def __deepcopy__(self, memo: Any) -> CpuKernels:
         return self  # networks that hold it are copied
 

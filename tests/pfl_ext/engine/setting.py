@@ -194,4 +194,5 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def norm(tensors: dict[str, Tensor]) -> float:
     """Of all of them together, without FedNova's count of steps."""
-    return sum(float(t.double().square().sum()) for name, t in tensors.items() if name != STEPS) ** 0.5
+    squares = sum(float(t.detach().double().square().sum()) for name, t in tensors.items() if name != STEPS)
+    return float(squares**0.5)

@@ -1,0 +1,352 @@
+"""The compiled layers compute what torch's compute."""
+
+from __future__ import annotations
+
+import copy
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pfl_ext.engine import cpu_kernels
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu_kernels import CpuKernels, Form, Unavailable
+from pfl_ext.engine.cpu_layers import Convolution, GroupNorm, suits, take_over
+from pfl_ext.models import ImageClassifier, build_backbone
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, norm, small_backbone
+
+try:
+    KERNELS: CpuKernels | None = CpuKernels()
+except Unavailable:
+    KERNELS = None
+compiled = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many torch threads afterwards as before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def relative(ours: Tensor | None, theirs: Tensor) -> float:
+    assert ours is not None
+    assert ours.shape == theirs.shape
+    theirs = theirs.detach()
+    return float((ours.detach().double() - theirs).norm() / theirs.norm().clamp(min=1e-30))
+
+
+@compiled
+@pytest.mark.parametrize("winograd", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 5),
+    height=st.integers(1, 13),
+    width=st.integers(1, 13),
+    channels=st.sampled_from([(32, 32), (32, 96), (64, 32)]),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.integers(1, 3),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    count=st.sampled_from([1, 2]),
+)
+def test_a_convolution_and_its_gradients_are_torchs(
+    winograd: bool,
+    n: int,
+    height: int,
+    width: int,
+    channels: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: int,
+    padding: tuple[int, int],
+    count: int,
+) -> None:
+    assert KERNELS is not None
+    if winograd:
+        kernel, stride, padding = (3, 3), 1, (1, 1)
+    kernel = (min(kernel[0], height + 2 * padding[0]), min(kernel[1], width + 2 * padding[1]))
+    form = Form(*kernel, stride, *padding)
+    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
+    x = torch.randn(n, channels[0], height, width, generator=draw)
+    weight = torch.randn(channels[1], channels[0], *kernel, generator=draw)
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = F.conv2d(leaves[0], leaves[1], stride=stride, padding=padding)
+    e = torch.randn(y.shape, generator=draw)
+    dx, dw = torch.autograd.grad(y, leaves, e.double())
+    before, threads = cpu_kernels.WEIGHTS, torch.get_num_threads()
+    cpu_kernels.WEIGHTS = -1e12 if winograd else 1e12
+    torch.set_num_threads(count)
+    try:
+        assert relative(KERNELS.convolution(x, weight, form), y) < 1e-5
+        ours = KERNELS.convolution_backward(x, e, weight, form, (True, True))
+        assert relative(ours[0], dx) < 1e-5
+        assert relative(ours[1], dw) < 1e-5
+        only_x = KERNELS.convolution_backward(x, e, weight, form, (True, False))
+        only_w = KERNELS.convolution_backward(x, e, weight, form, (False, True))
+    finally:
+        cpu_kernels.WEIGHTS = before
+        torch.set_num_threads(threads)
+    assert only_x[1] is None
+    assert only_w[0] is None
+    assert only_x[0] is not None
+    assert torch.equal(only_x[0], ours[0])  # type: ignore[arg-type]
+    assert only_w[1] is not None
+    assert torch.equal(only_w[1], ours[1])  # type: ignore[arg-type]
+
+
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 4),
+    side=st.integers(1, 12),
+    form=st.sampled_from([(32, 1), (32, 32), (64, 8), (96, 32)]),
+    offset=st.sampled_from([0.0, 3.0, 100.0]),
+)
+def test_a_group_norm_and_its_gradients_are_torchs(
+    n: int, side: int, form: tuple[int, int], offset: float
+) -> None:
+    assert KERNELS is not None
+    channels, groups = form
+    assume(channels // groups * side**2 > 1)  # torch refuses a lone number
+    draw = torch.Generator().manual_seed(n + side)
+    x = torch.randn(n, channels, side, side, generator=draw) + offset
+    weight, bias = torch.randn(2, channels, generator=draw).unbind()
+    e = torch.randn(x.shape, generator=draw)
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    y = F.group_norm(leaves[0], groups, leaves[1], leaves[2])
+    dx, dw, db = torch.autograd.grad(y, leaves, e.double())
+    out, mean, rstd = KERNELS.group_norm(x, weight, bias, groups, 1e-5)
+    ours = KERNELS.group_norm_backward(x, e, weight, mean, rstd)
+    margin = 1e-5 if offset < 10 else 1e-4  # the mean is kept in float32
+    assert relative(out, y) < margin
+    assert relative(ours[2].sum(0), db) < 1e-5
+    assert relative(ours[0], dx) < 10 * margin
+    assert relative(ours[1].sum(0), dw) < margin
+
+
+@compiled
+def test_winograd_is_taken_where_it_has_less_to_do() -> None:
+    plain = Form(3, 3, 1, 1, 1)
+    assert plain.pays(16, 56, 56)
+    assert plain.pays(16, 7, 7)
+    assert not plain.pays(1, 7, 7), "the weights' transforms are most of the work"
+    assert not plain.pays(64, 2, 2), "three quarters of a tile are outside"
+    assert not Form(3, 3, 2, 1, 1).pays(16, 56, 56)
+    assert not Form(1, 1, 1, 0, 0).pays(16, 56, 56)
+
+
+def resnet(norm: str) -> nn.Module:
+    draw = torch.Generator().manual_seed(5)
+    return build_backbone("resnet18", 17, norm=norm, weights=None, init="paper", generator=draw)  # type: ignore[arg-type]
+
+
+@compiled
+@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
+def test_a_network_taken_over_computes_the_same(norm: str) -> None:
+    theirs = resnet(norm)
+    ours = copy.deepcopy(theirs).to(memory_format=torch.channels_last)
+    assert suits(ours)
+    assert KERNELS is not None
+    take_over(ours, KERNELS)
+    kinds = [type(layer) for layer in ours.modules()]
+    assert kinds.count(Convolution) == 19, "all but the first, which has three channels"
+    assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
+    x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+    found = []
+    for network in (ours, theirs):
+        logits = network(x)
+        found.append([logits, *torch.autograd.grad(logits.square().mean(), list(network.parameters()))])
+    for mine, other in zip(*found):
+        assert relative(mine, other.double()) < 2e-5
+    assert copy.deepcopy(ours).layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
+
+
+def test_layers_that_are_not_plain_stay_torchs() -> None:
+    odd = nn.Sequential(
+        nn.Conv2d(32, 32, 3, groups=2),
+        nn.Conv2d(32, 32, 3, dilation=2),
+        nn.Conv2d(32, 32, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(32, 32, 3, padding="same"),
+        nn.Conv2d(32, 32, 3, stride=(1, 2)),
+        nn.Conv2d(24, 32, 3),
+        nn.Conv2d(32, 24, 3),
+    )
+    before = [type(layer) for layer in odd]
+    assert not suits(odd)
+    take_over(odd, object())  # type: ignore[arg-type]
+    assert [type(layer) for layer in odd] == before
+
+
+def wide_backbone() -> nn.Module:
+    """With layers that are compiled: with and without bias, with strides, taped, trimmed and not."""
+    torch_generator = torch.Generator().manual_seed(2)
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1, bias=False),
+        nn.GroupNorm(8, 32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 32, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, LABELS),
+    )
+    with torch.no_grad():
+        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
+            for parameter in layer.parameters():
+                mean = 1.0 if isinstance(layer, nn.GroupNorm) else 0.0
+                parameter.normal_(mean, 0.1, generator=torch_generator)
+    return net
+
+
+@compiled
+@pytest.mark.parametrize("winograd", [True, False])
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.6}, {"weight_decay": 0.05}, {"mu": 0.3}], ids=str)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
+    lanes: int, more: dict[str, float], winograd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
+    calls: list[str] = []
+    call = CpuKernels._call
+
+    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
+        calls.append(name)
+        call(self, name, *rest)
+
+    monkeypatch.setattr(CpuKernels, "_call", counted)
+    setting = Setting([1, 2, 9, 5, 20], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
+    for name, value in more.items():
+        setattr(setting, name, value)
+    theirs, ours = setting.run(False)[0], setting.run(True, lanes=lanes)[0]
+    size = sum(setting.sizes)
+    rounding = 2**-24 * size * norm(dict(wide_backbone().named_parameters())) / norm(theirs)
+    assert distance(ours, theirs) < 1e-5 + rounding
+    assert ("conv3x3_backward" in calls) == winograd
+    assert "convolve_backward" in calls
+    assert "group_norm_backward" in calls
+    without = setting.run(True, lanes=lanes, cpu_kernels=False)[0]
+    assert 0 < distance(without, theirs) < 1e-5 + rounding
+
+
+@compiled
+def test_the_same_round_is_bitwise_the_same_again() -> None:
+    setting = Setting([3, 12, 7], backbone=wide_backbone)
+    first, second = (setting.run(True, lanes=2)[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@compiled
+@pytest.mark.parametrize("tiles", [False, True])
+def test_bf16_is_for_processors_that_multiply_by_tiles(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuKernels, "tiles", tiles)
+    setting = Setting([1, 6, 9], backbone=wide_backbone)
+    exact = setting.run(True)[0]
+    setting.amp = torch.bfloat16
+    assert (distance(setting.run(True)[0], exact) > 1e-4) == tiles
+    setting.backbone = small_backbone  # nothing in it is compiled
+    without = setting.run(True)[0]
+    setting.amp = None
+    assert distance(without, setting.run(True)[0]) > 1e-4
+
+
+def engine() -> CohortEngine:
+    return CohortEngine(ImageClassifier(wide_backbone(), input_size=10), lanes=1)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder with nothing in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_without_a_compiler_torchs_layers_are_used(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "no C++ compiler" in told
+    setting = Setting([3, 7], backbone=wide_backbone)
+    assert distance(setting.run(True)[0], setting.run(False)[0]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'x.cpp:1: error: unknown type vec' >&2; exit 1", "unknown type vec"),
+        ("exit 3", "no reason given"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted(
+    script: str,
+    words: str,
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = empty_cache / "fake-compiler"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CXX", str(fake))
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert words in told
+    assert "fake-compiler" in told
+
+
+@compiled
+def test_the_library_is_compiled_once_and_again_for_another_source(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    run = cpu_kernels._run
+
+    def counted(command: Any) -> Any:
+        runs.append(command)
+        return run(command)
+
+    monkeypatch.setattr(cpu_kernels, "_run", counted)
+    first = cpu_kernels.compiled()
+    assert cpu_kernels.compiled() == first
+    assert len(runs) == 1
+    assert list(first.parent.iterdir()) == [first], "nothing is left behind"
+    monkeypatch.setattr(cpu_kernels, "FLAGS", (*cpu_kernels.FLAGS, "-DOTHER"))
+    assert cpu_kernels.compiled() != first
+    assert len(runs) == 2
+
+
+@compiled
+def test_a_library_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "TOLERANCE", 0.0)
+    with pytest.raises(Unavailable, match="does not compute what torch computes"):
+        CpuKernels()
+
+
+@compiled
+def test_numbers_that_are_not_finite_stay_so(threads: None) -> None:
+    assert KERNELS is not None
+    torch.set_num_threads(1)
+    x = torch.zeros(2, 32, 8, 8)
+    x[0, 0, 3, 3] = float("nan")
+    weight = torch.ones(32, 32, 3, 3)
+    for form in (Form(3, 3, 1, 1, 1), Form(3, 3, 2, 1, 1)):
+        out = KERNELS.convolution(x, weight, form)
+        assert out[0].isnan().any()
+        assert out[1].isfinite().all(), "one image's numbers do not reach another"
