@@ -11,6 +11,7 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.recorder import Recorder
 from benchmarks.settings import AnyRun
+from pfl_ext.engine.cpu_layers import kernels_for, take_over
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import ImageStore
 from pfl_ext.models import ImageClassifier
@@ -21,7 +22,15 @@ from pfl_ext.transforms import draw_boxes
 
 
 def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
-    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one."""
+    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one.
+
+    On a CPU its layers become those of `pfl_ext.engine.cpu_layers`.
+    """
+    runtime = run.runtime
+    kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
+    half = runtime.precision == "bf16" and (kernels is None or kernels.tiles)
+    if kernels is not None and not half:
+        take_over(module.backbone, kernels)
     central = run.config.centralised
     optimizer = make_server_optimizer(
         [p for p in module.parameters() if p.requires_grad],
@@ -33,8 +42,8 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
         adam_form="keras",
         momentum=central.momentum,
     )
-    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=precision)
+    amp = torch.bfloat16 if half else None
+    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp)
 
 
 def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int) -> float:

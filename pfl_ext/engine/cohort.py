@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
-from pfl_ext.engine.cpu_layers import suits
+from pfl_ext.engine.cpu_layers import kernels_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
@@ -110,14 +109,6 @@ class CohortSum:
     tally: Tensor | None  # [n]
 
 
-def _loaded() -> CpuKernels | None:
-    try:
-        return CpuKernels()
-    except Unavailable as reason:
-        print(f"convolutions are torch's own, which are slower: {reason}", file=sys.stderr)
-        return None
-
-
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
@@ -139,13 +130,12 @@ class CohortEngine:
         reader_threads: int = 1,
         cpu_kernels: bool = True,
     ) -> None:
-        on_cpu = model.mean.device.type == "cpu"
         if lanes is None:
-            lanes = torch.get_num_threads() if on_cpu else GPU_LANES
+            lanes = torch.get_num_threads() if model.mean.device.type == "cpu" else GPU_LANES
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._kernels = _loaded() if on_cpu and cpu_kernels else None
+        self._kernels = kernels_for(model) if cpu_kernels else None
         self._build(whole=False, amp=False)
 
     def _build(self, whole: bool, amp: bool) -> None:
@@ -166,8 +156,7 @@ class CohortEngine:
         Weight decay changes weights that no image reaches: then none may be left out. And on a CPU without
         matrix tiles the compiled layers are faster in float32 than torch's in bfloat16.
         """
-        tiles = self._kernels is None or self._kernels.tiles or not suits(self._central.backbone)
-        if how.amp is not None and not tiles:
+        if how.amp is not None and self._kernels is not None and not self._kernels.tiles:
             how = replace(how, amp=None)
         wanted = (how.weight_decay > 0, how.amp is not None)
         if wanted != self._built:

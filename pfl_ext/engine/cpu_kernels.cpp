@@ -340,12 +340,14 @@ template <int R> static void meet(const Meetings& m, long row, long taps, const 
     bool any = false;
     for (int i = 0; i < R; i++) a[i] = at[i] < 0 ? zeros : from + long(at[i]) * depth, any |= at[i] >= 0;
     const float* b = panel + tap * depth * WIDE;
-    for (long r = 0; any && r < depth; r++, b += WIDE) {
-      vec b0 = load(b), b1 = load(b + L);
+    for (long r = 0; any && r < depth; r += 2, b += 2 * WIDE) {  // two: fewer addresses to load
+      vec b0 = load(b), b1 = load(b + L), b2 = load(b + WIDE), b3 = load(b + WIDE + L);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) {
-        vec one = a[i][r] - vec{};
+        const float* from = a[i] + r;
+        vec one = from[0] - vec{}, two = from[1] - vec{};
         sum[i][0] += one * b0, sum[i][1] += one * b1;
+        sum[i][0] += two * b2, sum[i][1] += two * b3;
       }
     }
   }
@@ -428,28 +430,31 @@ static void direct_backward(const float* x, const float* e, const float* w, floa
   if (dw) {
     const Meetings m(o, false);
     std::vector<int> es, xs;
-    for (long tap = 0; tap < taps; tap++) {
-      es.clear(), xs.clear();
-      for (long row = 0; row < m.rows; row++) {
-        const int at = m.at[tap * m.rows + row];
-        if (at >= 0) es.push_back(m.own[row]), xs.push_back(at);
-      }
-      const long pairs = long(es.size());
-      for (long first = 0; first == 0 || first < pairs; first += 256) {
-        const long count = std::min(256L, pairs - first);
-        const int *a = es.data() + first, *b = xs.data() + first;
-        for (long i = 0; i < k; i += 8)
-          for (long c0 = 0; c0 < c; c0 += WIDE) {
-            float* to = dw + (i * taps + tap) * c + c0;
+    const long some = std::max(256L, (1L << 18) / (c + k));  // rows that stay in the cache for all taps
+    for (long begin = 0; begin < m.rows; begin += some)
+      for (long tap = 0; tap < taps; tap++) {
+        es.clear(), xs.clear();
+        for (long row = begin; row < std::min(begin + some, m.rows); row++) {
+          const int at = m.at[tap * m.rows + row];
+          if (at >= 0) es.push_back(m.own[row]), xs.push_back(at);
+        }
+        const long pairs = long(es.size());
+        for (long first = 0; first == 0 || first < pairs; first += 256) {
+          const long count = std::min(256L, pairs - first);
+          const bool add = begin > 0 || first > 0;
+          const int *a = es.data() + first, *b = xs.data() + first;
+          for (long i = 0; i < k; i += 8)
+            for (long c0 = 0; c0 < c; c0 += WIDE) {
+              float* to = dw + (i * taps + tap) * c + c0;
 #if defined(__AVX512F__)
-            pair_up<8>(a, b, count, e + i, k, x + c0, c, to, taps * c, first > 0);
+              pair_up<8>(a, b, count, e + i, k, x + c0, c, to, taps * c, add);
 #else
-            pair_up<4>(a, b, count, e + i, k, x + c0, c, to, taps * c, first > 0);
-            pair_up<4>(a, b, count, e + i + 4, k, x + c0, c, to + 4 * taps * c, taps * c, first > 0);
+              pair_up<4>(a, b, count, e + i, k, x + c0, c, to, taps * c, add);
+              pair_up<4>(a, b, count, e + i + 4, k, x + c0, c, to + 4 * taps * c, taps * c, add);
 #endif
-          }
+            }
+        }
       }
-    }
   }
 }
 

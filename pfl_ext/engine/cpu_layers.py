@@ -5,12 +5,14 @@ Shape letters: N images, C channels in, K channels out, H and W positions.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu_kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu_kernels import CHANNELS, CpuKernels, Form, Unavailable
+from pfl_ext.models import ImageClassifier
 
 
 class Convolution(nn.Conv2d):
@@ -93,13 +95,21 @@ class _Normalise(torch.autograd.Function):
         return dx, scale.sum(0), shift.sum(0), None
 
 
-def suits(network: nn.Module) -> bool:
-    """Whether ``network`` has convolutions that `CpuKernels` can do."""
-    return any(_kind(layer) is Convolution for layer in network.modules())
+def kernels_for(model: ImageClassifier) -> CpuKernels | None:
+    """What does this network's convolutions faster; None on a GPU, where there are none that it can do, or,
+    with a line on the screen, where it cannot be compiled."""
+    if model.mean.device.type != "cpu" or Convolution not in map(_kind, model.backbone.modules()):
+        return None
+    try:
+        return CpuKernels()
+    except Unavailable as reason:
+        print(f"convolutions are torch's own, which are slower: {reason}", file=sys.stderr)
+        return None
 
 
 def take_over(network: nn.Module, kernels: CpuKernels) -> None:
-    """Make every layer of ``network`` that `CpuKernels` can do one of this module's, in place."""
+    """Make every layer of ``network`` that `CpuKernels` can do one of these, in channels-last memory."""
+    network.to(memory_format=torch.channels_last)
     for layer in network.modules():
         kind = _kind(layer)
         if kind is not None:
@@ -112,5 +122,6 @@ def _kind(layer: nn.Module) -> type[Convolution | GroupNorm] | None:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return None
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
+    small = max(layer.kernel_size) <= 3  # with larger ones torch was the faster
     even = layer.in_channels % CHANNELS == 0 and layer.out_channels % CHANNELS == 0
-    return Convolution if plain and even else None
+    return Convolution if plain and small and even else None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu_kernels import CpuKernels
-from pfl_ext.engine.cpu_layers import suits, take_over
+from pfl_ext.engine.cpu_layers import take_over
 from pfl_ext.models import ImageClassifier, memory_format
 
 Sides = tuple[slice, slice]
@@ -53,9 +53,8 @@ class Trimmed:
         self._central = central
         self._sides: dict[str, Sides] = {}
         convolutions = {} if whole else _trimmable(central)
-        suited = kernels is not None and suits(central.backbone)
-        last = suited or central.mean.device.type == "cuda"
-        if not convolutions and not last:
+        on_gpu = central.mean.device.type == "cuda"
+        if not convolutions and kernels is None and not on_gpu:
             self.model = central
             return
         self.model = copy.deepcopy(central)
@@ -64,10 +63,10 @@ class Trimmed:
             assert isinstance(layer, nn.Conv2d)
             self._sides[f"{name}.weight"] = sides
             self.model.set_submodule(name, _cut(layer, sides))
-        if last:
-            self.model.to(memory_format=torch.channels_last)
-        if kernels is not None and suited:
+        if kernels is not None:
             take_over(self.model.backbone, kernels)
+        elif on_gpu:
+            self.model.to(memory_format=torch.channels_last)
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_cpu_kernels
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.command_line import run as run_command
@@ -54,3 +55,14 @@ def test_bad_input_ends_in_one_line(words: list[str], capsys: pytest.CaptureFixt
     assert error.startswith("error: ")
     assert words[0] in error
     assert error.count("\n") == 1
+
+
+def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_cpu_kernels.main(["--pixels", "32", "--images", "1", "--repeats", "1"])
+    steps, rows = capsys.readouterr().out.split("\n\n")[1:]
+    assert steps.splitlines()[2].startswith("| 32, 1 | ")
+    layers = [row.split(" | ") for row in rows.strip().splitlines()[2:]]
+    assert sum(int(row[2]) for row in layers) == 19, "every convolution but the first"
+    assert all(float(number) > 0 for row in layers for number in row[5].strip(" |").split(" + "))
+    with pytest.raises(ValueError, match="at least 32"):
+        bench_cpu_kernels.main(["--pixels", "16"])
