@@ -20,6 +20,7 @@ from benchmarks.flair.train import main
 from benchmarks.settings import Tree
 from dataset.command_line import run
 from pfl_ext.checkpoint import load
+from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
 from pfl_ext.metrics import COLUMNS
 from tests.benchmarks.conftest import SMALL, Train
 
@@ -35,6 +36,13 @@ def lines(directory: Path) -> list[Tree]:
     """``metrics.jsonl`` without the times."""
     read = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read]
+
+
+def compiled_kernels() -> CpuKernels | None:
+    try:
+        return CpuKernels()
+    except Unavailable:
+        return None
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -144,6 +152,21 @@ def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
     other = train("--runtime.prefetch=0", "--runtime.reader_threads=1", "--runtime.cache_gb=0", name="other")
     assert results(one)["model_sha256"] == results(other)["model_sha256"]
     assert lines(one) == lines(other)
+
+
+@pytest.mark.parametrize("config", ["fl-r-17", "c-r-17"])
+def test_compiled_layers_learn_what_torchs_learn(config: str, train: Train) -> None:
+    compiled = train(f"--config={config}", name="compiled")
+    torchs = train(f"--config={config}", "--runtime.cpu_kernels=false", name="torchs")
+    half = train(f"--config={config}", "--runtime.precision=bf16", name="half")
+    for ours, theirs in zip(lines(compiled), lines(torchs), strict=True):
+        for name in ours.keys() & {"loss", "train_loss"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-3)
+    assert results(compiled)["val"]["C-AP"] == pytest.approx(results(torchs)["val"]["C-AP"], abs=0.5)
+    kernels = compiled_kernels()
+    if kernels is not None:
+        assert results(compiled)["model_sha256"] != results(torchs)["model_sha256"]
+        assert kernels.tiles or results(half)["model_sha256"] == results(compiled)["model_sha256"]
 
 
 def test_the_seed_changes_the_run(train: Train) -> None:
