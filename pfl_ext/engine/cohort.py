@@ -158,7 +158,7 @@ class CohortEngine:
         """
         if how.amp is not None and self._kernels is not None and not self._kernels.tiles:
             how = replace(how, amp=None)
-        wanted = (how.weight_decay > 0, how.amp is not None)
+        wanted = (self._built[0] or how.weight_decay > 0, how.amp is not None)
         if wanted != self._built:
             self._build(*wanted)
         return how
