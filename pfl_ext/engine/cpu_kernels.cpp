@@ -128,8 +128,8 @@ struct Shape {
   long n, h, w, c, k, down, across, tiles, block;  // block: tiles at a time
   Shape(long n, long h, long w, long c, long k)
       : n(n), h(h), w(w), c(c), k(k), down((h + 3) / 4), across((w + 3) / 4), tiles(n * down * across) {
-    // Few channels: what is between the transforms stays in the cache. Many: the weights' transforms pay.
-    long most = c + k <= 256 ? 48 : c + k <= 512 ? 256 : 128, parts = (tiles + most - 1) / most;
+    // What is between the transforms should stay in the cache; with many channels the weights' transforms must pay.
+    long most = c + k <= 512 ? 64 : 128, parts = (tiles + most - 1) / most;
     block = ((tiles + parts - 1) / parts + 3) / 4 * 4;
   }
   bool whole() const { return block >= tiles; }
