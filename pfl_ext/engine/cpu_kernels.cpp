@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -153,7 +154,10 @@ static float* scratch(int which, size_t floats) {  // this thread's, kept for th
     if (mine.at) madvise(mine.at, bytes, MADV_HUGEPAGE);  // a tile is written to 36 places far apart
 #endif
     mine.size = mine.at ? floats : 0;
-    if (!mine.at) abort();  // as torch's own allocator would end it
+    if (!mine.at) {
+      fprintf(stderr, "error: no memory for %zu MB of a convolution: use fewer --runtime.lanes\n", bytes >> 20);
+      abort();
+    }
   }
   return mine.at;
 }

@@ -165,7 +165,10 @@ def compiled() -> Path:
     if compiler is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
     identity = "\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
+    except RuntimeError as error:
+        raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
     path = folder / f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path

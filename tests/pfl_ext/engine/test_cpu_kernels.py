@@ -312,6 +312,23 @@ def test_a_compiler_that_fails_is_quoted(
 
 
 @compiled
+@pytest.mark.parametrize("place", ["a file", "nowhere"])
+def test_without_a_place_to_keep_them_torchs_layers_are_used(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "a file" else "")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert ("could not be used" if place == "a file" else "set XDG_CACHE_HOME") in told
+
+
+@compiled
 def test_the_library_is_compiled_once_and_again_for_another_source(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
