@@ -80,7 +80,13 @@ class CpuKernels:
     """
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(compiled()))
+        path = compiled()
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unavailable(
+                f"{path} cannot be loaded ({error}); set XDG_CACHE_HOME to another place"
+            ) from error
         self._functions: dict[str, Any] = {}
         for name, (pointers, sizes, numbers) in SIGNATURES.items():
             function = library[name]

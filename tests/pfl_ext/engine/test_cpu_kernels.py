@@ -349,6 +349,18 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
     assert len(runs) == 2
 
 
+def test_a_library_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_text("no library")
+    monkeypatch.setattr(cpu_kernels, "compiled", lambda: damaged)
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "damaged.so cannot be loaded" in told
+
+
 @compiled
 def test_a_library_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "TOLERANCE", 0.0)
