@@ -1,7 +1,7 @@
 """Convolutions and norms for training on a CPU, compiled on the machine where they run.
 
-`cpu_kernels.cpp` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into
-the user's cache folder, under a name that holds the fingerprint of the source and of the processor.
+`cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's cache
+folder, under a name that holds the fingerprint of the sources and of the processor.
 
 Shape letters: N images, C channels in, K channels out, H and W positions, G groups.
 """
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = Path(__file__).parent / "cpu"
 THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 CHANNELS = 32
@@ -170,7 +170,8 @@ def compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
-    identity = "\n".join([SOURCE.read_text(), compiler, *FLAGS, _processor()])
+    texts = (path.read_text() for path in sorted(SOURCES.iterdir()))
+    identity = "\n".join([*texts, compiler, *FLAGS, _processor()])
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
     except RuntimeError as error:
@@ -182,7 +183,7 @@ def compiled() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             made = Path(place) / path.name
-            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
             done = _run([*command, THREADED])
             if done.returncode:
                 done = _run(command)

@@ -349,6 +349,18 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
     assert len(runs) == 2
 
 
+@compiled
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ("-msse4.2",)], ids=str)
+def test_narrower_vectors_compute_the_same(
+    flags: tuple[str, ...], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not {flag[2:].replace(".", "_") for flag in flags} <= set(cpu_kernels._processor().split()):
+        pytest.skip("this processor has other vectors")
+    kept = [flag for flag in cpu_kernels.FLAGS if flag != "-march=native"]
+    monkeypatch.setattr(cpu_kernels, "FLAGS", (*kept, *flags))
+    CpuKernels()  # which compares every function with torch's
+
+
 def test_a_library_that_cannot_be_loaded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

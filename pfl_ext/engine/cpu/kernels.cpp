@@ -1,0 +1,69 @@
+// Layers of convolutional networks on a CPU, in float32 and channels-last memory: what torch's are slow at. Each
+// works over the n images on so many threads; torch has loaded the OpenMP library, whose threads are shared with
+// its own.
+
+#include "direct.h"
+#include "group_norm.h"
+#include "winograd.h"
+
+template <class Work> static void split(long n, long threads, Work work) {
+  const long parts = std::max(1L, std::min(n, threads));
+#pragma omp parallel for num_threads(parts) schedule(static, 1) if (parts > 1)
+  for (long part = 0; part < parts; part++) work(n * part / parts, n * (part + 1) / parts, part);
+}
+// Each part but the first has a dw of its own, to be added.
+template <class Work> static void split_sum(long n, long threads, float* dw, long size, Work work) {
+  const long parts = std::max(1L, std::min(n, threads));
+  std::vector<float> others(dw ? (parts - 1) * size : 0);
+  split(n, threads, [&](long first, long last, long part) {
+    work(first, last, !dw || part == 0 ? dw : others.data() + (part - 1) * size);
+  });
+  for (long part = 1; dw && part < parts; part++)
+    for (long i = 0; i < size; i++) dw[i] += others[(part - 1) * size + i];
+}
+
+extern "C" {
+
+void conv3x3(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k) {
+  split(n, threads, [&](long first, long last, long) {
+    winograd(x + first * h * width * c, w, y + first * h * width * k, last - first, h, width, c, k);
+  });
+}
+void conv3x3_backward(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long n,
+                      long h, long width, long c, long k) {
+  split_sum(n, threads, dw, 9 * c * k, [&](long first, long last, float* own) {
+    const long from = first * h * width;
+    winograd_backward(x + from * c, e + from * k, w, dx ? dx + from * c : dx, own, last - first, h, width, c, k);
+  });
+}
+void convolve(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k,
+              long high, long wide, long stride, long top, long left) {
+  split(n, threads, [&](long first, long last, long) {
+    const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
+    direct(x + first * h * width * c, w, y + first * o.down * o.across * k, o);
+  });
+}
+void convolve_backward(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long n,
+                       long h, long width, long c, long k, long high, long wide, long stride, long top, long left) {
+  split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
+    const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
+    const long from = first * h * width * c;
+    direct_backward(x + from, e + first * o.down * o.across * k, w, dx ? dx + from : dx, own, o);
+  });
+}
+void group_norm(const float* x, const float* scale, const float* shift, float* y, float* mean, float* rstd,
+                long threads, long n, long positions, long c, long g, double eps) {
+  split(n, threads, [&](long first, long last, long) {
+    const long from = first * positions * c;
+    normalise(x + from, scale, shift, y + from, mean + first * g, rstd + first * g, last - first, positions, c, g, eps);
+  });
+}
+void group_norm_backward(const float* x, const float* e, const float* scale, const float* mean, const float* rstd,
+                         float* dx, float* dshift, float* dscale, long threads, long n, long positions, long c, long g) {
+  split(n, threads, [&](long first, long last, long) {
+    const long from = first * positions * c;
+    normalise_backward(x + from, e + from, scale, mean + first * g, rstd + first * g, dx + from, dshift + first * c,
+                       dscale + first * c, last - first, positions, c, g);
+  });
+}
+}
