@@ -1,7 +1,7 @@
 """Convolutions and norms for training on a CPU, compiled on the machine where they run.
 
-`cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's cache
-folder, under a name that holds the fingerprint of the sources and of the processor.
+`cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's
+cache folder, under a name that holds the fingerprint of the sources and of the processor.
 
 Shape letters: N images, C channels in, K channels out, H and W positions, G groups.
 """
