@@ -8,7 +8,6 @@ repeats counts, so that other work on the machine does not.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.facts import commit, hardware
 from dataset.command_line import run as run_command
+from dataset.flair.arguments import OneLineParser
 from pfl_ext.engine.cpu_kernels import CpuKernels, Form, Unavailable
 from pfl_ext.engine.cpu_layers import Convolution, take_over
 from pfl_ext.models import build_backbone, memory_format
@@ -100,7 +100,7 @@ def step(network: nn.Module, images: int, pixels: int) -> Callable[[], object]:
 
 def main(argv: Sequence[str]) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_cpu_kernels", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.bench_cpu_kernels", description=__doc__)
     parser.add_argument("--pixels", type=int, nargs="+", default=[224, 64, 32])
     parser.add_argument("--images", type=int, nargs="+", default=[16, 3])
     parser.add_argument("--repeats", type=int, default=7)

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class CpuKernels:
             self._functions[name] = function
         _check(self)
 
-    @property
+    @cached_property
     def tiles(self) -> bool:
         """Whether the processor multiplies matrices of bfloat16 by tiles (AMX), which torch then uses."""
         return "amx_bf16" in _processor().split()
@@ -170,7 +171,7 @@ def compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
-    texts = (path.read_text() for path in sorted(SOURCES.iterdir()))
+    texts = (path.read_text() for path in sorted(SOURCES.glob("*.*")))
     identity = "\n".join([*texts, compiler, *FLAGS, _processor()])
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
