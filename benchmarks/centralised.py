@@ -27,6 +27,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     On a CPU its layers become those of `pfl_ext.engine.cpu_layers`.
     """
     runtime = run.runtime
+    module.to(get_default_device())
     kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
     half = runtime.precision == "bf16" and (kernels is None or kernels.tiles)
     if kernels is not None and not half:

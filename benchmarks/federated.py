@@ -191,6 +191,7 @@ def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype)
         accumulate=accumulate,
         prefetch=run.runtime.prefetch,
         reader_threads=run.runtime.reader_threads,
+        fuse=run.runtime.fuse,
         cpu_kernels=run.runtime.cpu_kernels,
     )
 

@@ -206,6 +206,8 @@ class Runtime:
     torch's, used where there is no C++ compiler. In float32 for bf16 too, unless the CPU has AMX."""
     lanes: PositiveInt | None = None
     """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
+    fuse: bool | None = None
+    """Of the fast engine: users with one local step in one pass; by default on a CPU, not on a GPU."""
     threads: PositiveInt | None = None
     """CPU threads of torch in one process; by default torch's own choice."""
     reader_threads: PositiveInt = 2

@@ -189,9 +189,8 @@ class FlatGaussianMechanism(GaussianMechanism):
         limit = float(get_param_value(self._clipping_bound)) * (1 - MARGIN) / math.sqrt(len(counts))
         over, finite = norms > limit, (norms <= LARGEST).all(1)
         scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
-        repeats = torch.tensor(counts, device=norms.device)
         return (
-            scales.repeat_interleave(repeats, 1, output_size=len(names)),
+            torch.cat([scale[:, None].expand(-1, n) for scale, n in zip(scales.unbind(1), counts)], 1),
             layers.sum(1).sqrt(),
             ~over.any(1),
             finite,

@@ -43,6 +43,8 @@ class Case:
     precision: str = "fp32"
     """Of the fast engine; stock is always fp32, as pfl's users run it."""
     private: bool = False
+    runtime: tuple[str, ...] = ()
+    """Further words for the fast engine."""
 
 
 CPU = [
@@ -59,11 +61,19 @@ CURVES = [
     *(Case(f"{p} pixels", p, cohort=10, users=300) for p in (32, 64, 128, 224)),
     *(Case(f"{k} labels", 32, labels=k) for k in (17, 1628)),
 ]
+FUSED = ("--runtime.fuse", "true")
 GPU = [
     Case("224 px, cohort of 200, fp32", 224, cohort=200),
     Case("224 px, cohort of 200, bf16, with evaluation", 224, cohort=200, val_users=500, precision="bf16"),
     Case("224 px, cohort of 200, bf16, private", 224, cohort=200, precision="bf16", private=True),
     Case("224 px, 1,628 labels, bf16", 224, labels=1628, cohort=200, precision="bf16"),
+    Case("224 px, bf16, users of one step together", 224, cohort=200, precision="bf16", runtime=FUSED),
+    *(
+        Case(
+            f"224 px, bf16, {n} lanes", 224, cohort=200, precision="bf16", runtime=("--runtime.lanes", str(n))
+        )
+        for n in (1, 4, 16, 32)
+    ),
 ]
 SETS = {"cpu": CPU, "curves": CURVES, "gpu": GPU, "all": CPU + CURVES + GPU}
 
@@ -100,7 +110,9 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
         simulated = PrivacyConfig(noise_cohort_size=5000, noise_population=41131, mechanism="gaussian")
         sides = Sides(
             parse([*common, *STOCK]),
-            parse([*common, "--runtime.engine", "fast", "--runtime.precision", case.precision]),
+            parse(
+                [*common, "--runtime.engine", "fast", "--runtime.precision", case.precision, *case.runtime]
+            ),
             opened,  # type: ignore[arg-type]
             "val" if case.val_users else None,
             simulated if case.private else None,

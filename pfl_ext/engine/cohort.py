@@ -10,7 +10,7 @@ Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,9 +24,9 @@ from pfl_ext.engine.cpu_layers import kernels_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
-from pfl_ext.engine.one_step import Batch, Scaling, train_one_step
+from pfl_ext.engine.one_step import Scaling, train_one_step
 from pfl_ext.engine.probe import fusable
-from pfl_ext.engine.training import LocalTraining, batches
+from pfl_ext.engine.training import Batch, LocalTraining, batches
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.models import ImageClassifier
@@ -37,7 +37,7 @@ MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
 STEP, FUSED = 5.0, 1.3
 """Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
-GPU_LANES = 8  # streams; to be measured on a card
+GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
 WIDE = 0.8
 """Speed of a step on all cores over that of as many steps side by side."""
 
@@ -60,7 +60,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes."""
+    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes.
+
+    A lane begins with its lightest, so that it need not wait long for the first to be read.
+    """
 
     wide: list[Task]
     lanes: list[list[Task]]
@@ -87,7 +90,7 @@ def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
 def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
     """The least predicted time. A user too heavy for one lane is trained on all cores."""
     tasks = sorted(tasks, key=lambda task: -task.work)
-    best, least = Plan([], dealt(tasks, num_lanes)), float("inf")
+    best, least = Plan([], []), float("inf")
     for count in range(len(tasks) + 1):
         if count and tasks[count - 1].together:
             break
@@ -95,7 +98,7 @@ def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
         time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
         time += max(sum(task.work for task in lane) for lane in lanes)
         if time < least:
-            best, least = Plan(tasks[:count], lanes), time
+            best, least = Plan(tasks[:count], [lane[::-1] for lane in lanes]), time
     return best
 
 
@@ -116,6 +119,8 @@ class CohortEngine:
         None: as many as torch has threads, or ``GPU_LANES``.
     :param accumulate: type of the sums over users.
     :param prefetch: users read ahead of need, by each lane.
+    :param fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought
+        to be faster with graphs for them too, as a pass without one is some thousand launches.
     :param cpu_kernels: on a CPU, in float32, convolutions and norms by `cpu_kernels`; where these
         cannot be compiled, by torch, with a line on the screen.
     """
@@ -128,10 +133,13 @@ class CohortEngine:
         accumulate: torch.dtype = torch.float32,
         prefetch: int = 8,
         reader_threads: int = 1,
+        fuse: bool | None = None,
         cpu_kernels: bool = True,
     ) -> None:
+        on_cpu = model.mean.device.type == "cpu"
         if lanes is None:
-            lanes = torch.get_num_threads() if model.mean.device.type == "cpu" else GPU_LANES
+            lanes = torch.get_num_threads() if on_cpu else GPU_LANES
+        self._fuse = on_cpu if fuse is None else fuse
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
@@ -148,7 +156,7 @@ class CohortEngine:
         self.lanes = [Lane(model, self._layout, start, self._accumulate) for _ in range(self._num_lanes)]
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
-        self._fusable = fusable(model, self.lanes[0].net)
+        self._fusable = self._fuse and fusable(model, self.lanes[0].net)
 
     def _prepare(self, how: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done.
@@ -203,8 +211,9 @@ class CohortEngine:
         members = [member for task in tasks for member in task.members]
         own = self._fitting(tasks, how)
         self._trimmed.refresh()
-        if self._layout.device.type == "cuda" and how not in self._rehearsed and members:
-            self._rehearse(next(batches(dataset.read(members[0]), how)), how, scaling)
+        if self._layout.device.type == "cuda" and how not in self._rehearsed:
+            for member in [m for m in members if m.num_images][:1]:
+                self._rehearse(next(self._batches(dataset.read(member), how)), how, scaling)
         while True:
             try:
                 self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling)
@@ -233,8 +242,7 @@ class CohortEngine:
         lane = self.lanes[0]
         while self._fuses(how, scaling):
             each = -(-self._max_images[how] // MAX_USERS)
-            images, targets, boxes = (t[:1].repeat_interleave(each, 0) for t in sample)
-            group = [(images, targets, boxes)] * MAX_USERS
+            group = [Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS
             try:
                 train_one_step(lane.net, self._model, group, [0.0] * MAX_USERS, how, scaling, lane.sums)
                 torch.cuda.synchronize(self._layout.device)
@@ -280,15 +288,9 @@ class CohortEngine:
         scaling: Scaling | None,
     ) -> None:
         """Train these one after another."""
-        pin = self._layout.device.type == "cuda"
 
         def read(member: Member) -> list[Batch]:
-            drawn = batches(dataset.read(member), how)
-            return (
-                [(a.pin_memory(), b.pin_memory(), c.pin_memory()) for a, b, c in drawn]
-                if pin
-                else list(drawn)
-            )
+            return list(self._batches(dataset.read(member), how))
 
         order = [member for task in tasks for member in task.members]
         users = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
@@ -304,10 +306,13 @@ class CohortEngine:
                     lane.train(own[0], how)
                     lane.add(weights[0], scaling)
 
+    def _batches(self, dataset: Any, how: LocalTraining) -> Iterator[Batch]:
+        return batches(dataset, how, self._central.objective, self._layout.device)
+
     def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""
         how = self._prepare(how)
         lane = self.lanes[0]
         self._trimmed.refresh()
-        lane.train(batches(dataset, how), how)
+        lane.train(self._batches(dataset, how), how)
         return self._trimmed.expand(lane.update())

@@ -63,7 +63,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 class _Convolve(torch.autograd.Function):

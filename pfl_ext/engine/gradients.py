@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu_layers import Convolution
 from pfl_ext.engine.norms import squared_norm, squared_norms
+from pfl_ext.engine.transfer import sent
 
 PASS = 100
 """Cost of writing a number of a user's gradient and reading it twice, in floating-point operations: below
@@ -41,8 +43,13 @@ class Users:
 
     def per_image(self, values: Tensor) -> Tensor:
         """``[U, ...]`` -> ``[B, ...]``."""
-        counts = torch.tensor([s.stop - s.start for s in self.spans], device=values.device)
-        return values.repeat_interleave(counts, 0, output_size=self.starts[-1])
+        return values[self._owners]
+
+    @cached_property
+    def _owners(self) -> Tensor:
+        """``[B]``: whose each image is."""
+        counts = torch.tensor([span.stop - span.start for span in self.spans])
+        return sent(torch.arange(len(self)).repeat_interleave(counts), self.device)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over each user's images: ``[B, ...]`` -> ``[U, ...]``."""
@@ -61,7 +68,7 @@ class Gradient:
         raise NotImplementedError
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """``total += sum_u coefficients[u] g_u``, ``[U]`` on the CPU."""
+        """``total += sum_u coefficients[u] g_u``, ``[U]``."""
         raise NotImplementedError
 
     def refuse(self, users: Sequence[int]) -> None:

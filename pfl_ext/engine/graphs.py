@@ -4,7 +4,7 @@ A graph is for one size of batch, so batches are padded to the next of a few siz
 which changes nothing since no layer mixes images. Not run on a GPU yet: none was lent where this was written;
 its bookkeeping is tested on a CPU, with steps called instead of replayed.
 
-Letters: B images of a batch, H and W their stored size, K labels.
+Letters: K labels.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_ext.engine.training import LocalTraining
+from pfl_ext.engine.training import Batch, LocalTraining
 
-Step = Callable[[LocalTraining, bool, Tensor, Tensor, Tensor, Tensor], None]
+Step = Callable[[LocalTraining, bool, Batch], None]
 WARM_UPS = 3  # eager steps before a recording, as torch's notes on CUDA graphs ask for
 
 
@@ -32,10 +32,7 @@ def padded(size: int) -> int:
 
 @dataclass
 class _Recorded:
-    images: Tensor  # uint8 [B, H, W, 3]
-    targets: Tensor  # [B, K]
-    boxes: Tensor  # [B, 6]
-    shares: Tensor  # [B]
+    batch: Batch  # on the device; what a replay reads
     replay: Callable[[], Any]
 
 
@@ -52,48 +49,38 @@ class StepGraphs:
         self._recorded: dict[tuple[int, bool, LocalTraining], _Recorded] = {}
         self._pool: Any = None
 
-    def run(
-        self,
-        step: Step,
-        how: LocalTraining,
-        first: bool,
-        images: Tensor,
-        targets: Tensor,
-        boxes: Tensor,
-        shares: Tensor,
-    ) -> None:
-        """``step`` on this batch (tensors on the CPU, best pinned)."""
-        n = len(images)
-        graph = self.prepared(step, how, first, padded(n), images[:1], boxes[:1])
-        held = (graph.images, graph.targets, graph.boxes, graph.shares)
-        graph.shares.zero_()
-        for ours, given in zip(held, (images, targets, boxes, shares)):
+    def run(self, step: Step, how: LocalTraining, first: bool, batch: Batch) -> None:
+        """``step`` on this batch (of the CPU, best pinned)."""
+        n = len(batch.images)
+        graph = self.prepared(step, how, first, padded(n), batch)
+        held = graph.batch
+        for ours, given in zip(held, batch):
             ours[:n].copy_(given, non_blocking=True)
-        graph.boxes[n:].copy_(graph.boxes[:1].expand(len(graph.boxes) - n, -1))  # any that lies in the image
+        if n < len(held.images):
+            held.shares[n:].zero_()
+            held.boxes[n:].copy_(held.boxes[:1].expand(len(held.boxes) - n, -1))  # any that lies in the image
         graph.replay()
 
-    def prepared(
-        self, step: Step, how: LocalTraining, first: bool, size: int, image: Tensor, box: Tensor
-    ) -> _Recorded:
-        """The recording for batches of ``size``, made now if there is none; one image and box as a sample."""
+    def prepared(self, step: Step, how: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
+        """The recording for batches of ``size``, made now if there is none; any batch as a sample."""
         key = (size, first, how)
         if key not in self._recorded:
-            static = (
-                image.to(self._device).repeat(size, 1, 1, 1),
+            static = Batch(
+                sample.images[:1].to(self._device).repeat(size, 1, 1, 1),
                 torch.zeros(size, self._num_labels, device=self._device),
-                box.to(self._device).repeat(size, 1),
+                sample.boxes[:1].to(self._device).repeat(size, 1),
                 torch.zeros(size, device=self._device),
             )
 
             def call() -> None:
-                step(how, first, *static)
+                step(how, first, static)
 
             vectors = self._changed()
             before = [vector.clone() for vector in vectors]
             replay = self._capture(call) if self._device.type == "cuda" else call
             for vector, old in zip(vectors, before):
                 vector.copy_(old)
-            self._recorded[key] = _Recorded(*static, replay=replay)
+            self._recorded[key] = _Recorded(static, replay)
         return self._recorded[key]
 
     def _capture(self, call: Callable[[], None]) -> Callable[[], None]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.layout import PIECE, Layout
 from pfl_ext.engine.norms import squared_norms_of
-from pfl_ext.engine.one_step import Batch, Scaling, Sums
+from pfl_ext.engine.one_step import Scaling, Sums
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.engine.training import LocalTraining, clip_gradients
+from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
+from pfl_ext.engine.transfer import sent
 from pfl_ext.models import ImageClassifier
 
 
@@ -45,6 +46,7 @@ class Lane:
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, central.num_labels, self._written) if on_gpu else None
+        self._sizes = sent(torch.tensor(layout.sizes), layout.device)
 
     def _written(self) -> list[Tensor]:
         """What a step writes to."""
@@ -80,12 +82,11 @@ class Lane:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
         self._prepare(how)
         first = True
-        for images, targets, boxes in batches:
-            targets, shares = self._central.objective.settled(targets)
+        for batch in batches:
             if self._graphs is None:
-                self._step(how, first, images, targets, boxes, shares)
+                self._step(how, first, batch)
             else:
-                self._graphs.run(self._step, how, first, images, targets, boxes, shares)
+                self._graphs.run(self._step, how, first, batch)
             first = False
         if first:  # no data, no update
             self._local.copy_(self._start)
@@ -99,22 +100,20 @@ class Lane:
         steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
         with self.working():
             for first, size in steps:
-                self._graphs.prepared(self._step, how, first, size, sample[0][:1], sample[2][:1])
+                self._graphs.prepared(self._step, how, first, size, sample)
         self.join()
 
-    def _step(
-        self, how: LocalTraining, first: bool, images: Tensor, targets: Tensor, boxes: Tensor, shares: Tensor
-    ) -> None:
-        """One SGD step on settled targets with ``shares`` ``[B]`` (0: padding), the first from the centre.
+    def _step(self, how: LocalTraining, first: bool, batch: Batch) -> None:
+        """One SGD step (an image whose share is 0 is padding), the first from the centre.
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
         module = self._central if first else self._module
         with torch.enable_grad():
             with how.autocast(self.layout.device):
-                logits = module(images, boxes)
-            losses = module.objective.image_losses(logits, targets)
-            gradients = list(torch.autograd.grad((losses * shares).sum(), trained(module)))
+                logits = module(batch.images, batch.boxes)
+            losses = module.objective.image_losses(logits, batch.targets)
+            gradients = list(torch.autograd.grad((losses * batch.shares).sum(), trained(module)))
         with torch.no_grad():
             if how.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
@@ -130,11 +129,15 @@ class Lane:
                 torch._foreach_mul_(self._velocities, how.momentum)
                 torch._foreach_add_(self._velocities, gradients)
                 gradients = self._velocities
-            if first:
+            if not first:
+                torch._foreach_sub_(self._weights, gradients, alpha=how.learning_rate)
+            elif self._stream is not None:  # few launches
+                torch._foreach_mul_(gradients, -how.learning_rate)
+                torch._foreach_add_(gradients, self._starts)
+                torch._foreach_copy_(self._weights, gradients)
+            else:
                 for own, start, gradient in zip(self._weights, self._starts, gradients):
                     torch.sub(start, gradient, alpha=how.learning_rate, out=own)
-            else:
-                torch._foreach_sub_(self._weights, gradients, alpha=how.learning_rate)
 
     @torch.no_grad()
     def decay(self, weight: float, how: LocalTraining, scaling: Scaling | None) -> None:
@@ -147,8 +150,9 @@ class Lane:
     def add(self, weight: float, scaling: Scaling | None) -> None:
         """Add the update of the user just trained, times ``weight`` and its scale, to the sum."""
         if scaling is None:
-            for first in range(0, len(self._local), PIECE):  # piece by piece: each stays in the cache
-                piece = slice(first, first + PIECE)
+            length = PIECE if self._stream is None else len(self._local)
+            for first in range(0, len(self._local), length):
+                piece = slice(first, first + length)
                 self.sums.vector[piece].add_(self._local[piece].sub_(self._start[piece]), alpha=weight)
             return
         self._local.sub_(self._start)
@@ -156,8 +160,7 @@ class Lane:
         scales, tally = scaling.user_scales(list(self.layout.names), norms[None])
         self.sums.tally.append(tally[0])
         if self._stream is not None:
-            sizes = torch.tensor(self.layout.sizes, device=norms.device)
-            wide = scales[0].float().repeat_interleave(sizes, output_size=len(self._local))
+            wide = scales[0].float().repeat_interleave(self._sizes, output_size=len(self._local))
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
             return
         for view, own, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):

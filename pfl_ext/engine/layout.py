@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-PIECE = 2**18  # numbers; a megabyte of float32, which stays in a core's cache between two passes over it
+PIECE = 2**18
+"""Numbers of a vector that a CPU's core takes up at once: a megabyte of float32 stays in its cache."""
 
 
 @dataclass(frozen=True)

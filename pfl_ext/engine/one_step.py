@@ -17,10 +17,9 @@ from torch import Tensor
 
 from pfl_ext.engine.gradients import Gradient, Users, Weight
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.engine.training import LocalTraining
+from pfl_ext.engine.training import Batch, LocalTraining
+from pfl_ext.engine.transfer import sent
 from pfl_ext.models import ImageClassifier
-
-Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Scaling(Protocol):
@@ -51,14 +50,15 @@ def train_one_step(
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
     device = model.mean.device
-    parts = [(images, *model.objective.settled(targets), boxes) for images, targets, boxes in batches]
-    images, targets, shares, boxes = (torch.cat(part).to(device, non_blocking=True) for part in zip(*parts))
-    sizes = [len(batch[0]) for batch in batches]
+    images, targets, boxes, shares = (
+        torch.cat([t.to(device, non_blocking=True) for t in parts]) for parts in zip(*batches)
+    )
+    sizes = [len(batch.images) for batch in batches]
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     users = Users(tuple(starts), device)
-    adding = _Adding(how, torch.tensor(weights, dtype=torch.float64, device=device), scaling, sums)
+    adding = _Adding(how, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
     at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
     net.run(
         model.prepare(images, boxes),

@@ -160,7 +160,8 @@ class TapedNetwork:
         for mine, theirs in zip(_tensors(self.backbone), _tensors(backbone)):
             mine.data = theirs.data
         self.tape: Tape | None = None
-        self._token = torch.zeros((), requires_grad=True)
+        device = next(backbone.parameters()).device
+        self._token = torch.zeros((), device=device, requires_grad=True)
         frozen = {name for name, layer in backbone.named_modules() if not _trained(layer)}
         for name, layer in self.backbone.named_modules():
             if isinstance(layer, KINDS) and name not in frozen:
@@ -168,7 +169,7 @@ class TapedNetwork:
                 layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
 
     def _forward(self, layer: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = _Layer.apply(self._token.to(x.device), x, layer, self)
+        out: Tensor = _Layer.apply(self._token, x, layer, self)
         return out
 
     def run(

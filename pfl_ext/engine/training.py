@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -15,7 +15,9 @@ from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from pfl_ext.engine.transfer import pinned
 from pfl_ext.fednova import FedNova
+from pfl_ext.objectives import Objective
 from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
 
 LocalClipping = Literal["none", "variable", "global"]
@@ -95,7 +97,18 @@ def clip_gradients(gradients: list[Tensor], how: LocalTraining) -> None:
         torch._foreach_mul_(gradients, (how.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-def batches(dataset: Any, how: LocalTraining) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """All of a user's batches in the order of its steps: images, targets, boxes on the CPU."""
+class Batch(NamedTuple):
+    """The B images of one step."""
+
+    images: Tensor  # uint8 [B, H, W, 3]
+    targets: Tensor  # [B, K], settled
+    boxes: Tensor  # [B, 6]
+    shares: Tensor  # [B], of the loss
+
+
+def batches(dataset: Any, how: LocalTraining, objective: Objective, device: torch.device) -> Iterator[Batch]:
+    """All of a user's batches in the order of its steps, on the CPU, ready for the device to fetch."""
     for _ in range(how.num_epochs):
-        yield from dataset.iter(how.batch_size)
+        for images, targets, boxes in dataset.iter(how.batch_size):
+            targets, shares = objective.settled(targets)
+            yield Batch(*(pinned(t, device) for t in (images, targets, boxes, shares)))

@@ -17,7 +17,7 @@ from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import activation_bytes, group_size
 from pfl_ext.engine.norms import squared_norm
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.engine.training import LocalTraining
+from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, live_taps
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
@@ -98,8 +98,12 @@ def test_padding_a_batch_changes_no_step(size: int) -> None:
     (plain, module), (graphed, _) = lane_of(), lane_of()
     how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
     graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._written)
-    batch = (images, targets, boxes)
-    short = (images[:1], targets[:1], boxes[:1])
+
+    def first(n: int) -> Batch:
+        settled, shares = module.objective.settled(targets[:n])
+        return Batch(images[:n], settled, boxes[:n], shares)
+
+    batch, short = first(size), first(1)
     for lane in (plain, graphed):
         lane.train([batch, short, batch], how)
     torch.testing.assert_close(graphed._local, plain._local, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,228 @@
+"""A GPU that is not there: its tensors lie in the CPU's memory, and what a real one would refuse is refused.
+
+* An operation on tensors of both devices raises, but for numbers of no dimensions, which the CPU may add.
+* What makes the CPU wait for the device (``item``, ``tolist``, ``cpu``, ``nonzero``; sending it what is
+  not in pinned memory) is counted, and raises while a graph is recorded.
+* A CUDA graph is a recording of operations and of the tensors they read and wrote. Its replay does just these
+  again, in the same memory: a value that Python computed is the recorded one, as on a card.
+
+Streams are not imitated: work is done at once, in the order in which it is asked for. Nor is autocast, whose
+operations run as they are on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("cuda:0")
+BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
+
+
+class OnCard(Tensor):
+    """A tensor of the card."""
+
+    def __new__(cls, values: Tensor) -> OnCard:
+        made: OnCard = torch.Tensor._make_subclass(cls, values)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        strangers = [t for t in given if not isinstance(t, OnCard) and t.ndim]
+        if strangers and name not in BETWEEN:
+            raise RuntimeError(
+                f"{name}: tensors on the card and on the CPU, {[tuple(t.shape) for t in strangers]}"
+            )
+        direct = name == "copy_" and (kwargs.get("non_blocking") or True in args[2:])
+        if name in WAITING or (strangers and not (direct and all(is_pinned(t) for t in strangers))):
+            _wait(name)
+        with torch._C._DisableTorchDispatch():
+            made = func(*args, **kwargs)
+        made = tree_map(lambda t: OnCard(t) if type(t) is Tensor else t, made)
+        if _STATE.recording is not None:
+            if strangers:
+                raise RuntimeError(f"{name}: a tensor of the CPU inside a graph")
+            _STATE.recording.append((func, args, kwargs, made))
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class _State:
+    def __init__(self) -> None:
+        self.recording: list[Any] | None = None
+        self.waits: Counter[str] = Counter()
+
+
+_STATE = _State()
+
+
+def _wait(name: str) -> None:
+    if _STATE.recording is not None:
+        raise RuntimeError(f"{name}: waits for the device while a graph is recorded")
+    _STATE.waits[name] += 1
+
+
+class _Calls(TorchFunctionMode):
+    """Sends what asks for the device to `OnCard`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("to", "cpu", "cuda", "numpy", "tolist") and isinstance(args[0], Tensor):
+            return self._moved(func, name, args, kwargs)
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "cuda":
+            kwargs["device"] = "cpu"
+            values = [t.detach() if type(t) is Tensor else t for t in args]
+            if name in ("tensor", "as_tensor"):
+                _wait(name)
+            learnt = kwargs.pop("requires_grad", False)
+            with torch._C.DisableTorchFunctionSubclass():
+                return OnCard(func(*values, **kwargs)).requires_grad_(learnt)
+        return func(*args, **kwargs)
+
+    def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        own, *others = args
+        here = isinstance(own, OnCard)
+        if name == "numpy" and here:
+            raise TypeError("numpy of a tensor on the card")
+        if name in ("numpy", "tolist"):
+            if here:
+                _wait(name)
+            return func(plain(own) if here else own, **kwargs)
+        device = kwargs.pop("device", None) or {"cpu": "cpu", "cuda": "cuda"}.get(name)
+        direct = kwargs.pop("non_blocking", False) and is_pinned(own)
+        for other in others:
+            if isinstance(other, (str, torch.device)):
+                device = other
+            elif isinstance(other, torch.dtype):
+                kwargs["dtype"] = other
+            elif isinstance(other, Tensor):
+                device, kwargs["dtype"] = other.device, other.dtype
+        there = here if device is None else torch.device(device).type == "cuda"
+        if here != there and not (there and direct):
+            _wait(name)
+        if there and not here:
+            own = _Sent.apply(own)
+        elif here and not there:
+            own = plain(own).clone()
+        return own.to(**kwargs) if kwargs else own
+
+
+class _Sent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return OnCard(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _wait("backward of to")
+        return plain(gradient).clone()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of the CPU."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+        made: Tensor = torch.Tensor._make_subclass(Tensor, tensor.detach())
+    return made
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    assert not isinstance(tensor, OnCard), "only memory of the CPU can be pinned"
+    copied: Any = tensor.clone()
+    copied.is_in_locked_pages = True
+    return copied  # type: ignore[no-any-return]
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether the card can take it over while the CPU goes on."""
+    return getattr(tensor, "is_in_locked_pages", False)
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for func, args, kwargs, made in self.calls:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(made), tree_leaves(again)):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        _STATE.waits["synchronize"] += 1
+
+    def wait_stream(self, other: _Stream) -> None:
+        assert isinstance(other, _Stream)
+
+
+@contextlib.contextmanager
+def _graph(graph: _Graph, **_: Any) -> Iterator[None]:
+    assert _STATE.recording is None
+    _STATE.recording = graph.calls
+    try:
+        yield
+    finally:
+        _STATE.recording = None
+
+
+@contextlib.contextmanager
+def card(free: int = 10**9) -> Iterator[Counter[str]]:
+    """Within, there is a card with so many bytes of free memory; yields how often what made the CPU wait."""
+    _STATE.waits = Counter()
+    makers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda _: None,
+        "get_device_name": lambda *_: "a card that is not there",
+        "is_bf16_supported": lambda *_: True,
+        "is_initialized": lambda: True,
+        "Stream": lambda *_: _Stream(),
+        "current_stream": lambda *_: _Stream(),
+        "stream": lambda _: _Calls(),
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (free, free),
+        "CUDAGraph": _Graph,
+        "graph": _graph,
+        "graph_pool_handle": lambda: (0, 0),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, maker in makers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, maker))
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays the same object
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
+        stack.enter_context(mock.patch.dict(os.environ, PFL_PYTORCH_DEVICE=str(DEVICE)))
+        stack.enter_context(_Calls())
+        yield _STATE.waits

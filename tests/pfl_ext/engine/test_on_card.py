@@ -1,0 +1,131 @@
+"""The path of a GPU, gone on one that is not there (`card`), whose results must be the CPU's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pfl_ext.engine.cohort as module
+from pfl_ext.privacy import private_mean
+from pfl_ext.privacy_accounting import PrivacyConfig
+from tests.card import DEVICE, OnCard, card, plain
+from tests.pfl_ext.engine.setting import Setting, distance
+
+SIZES = [1, 2, 3, 9, 13, 5, 1, 2]
+TRAININGS: dict[str, dict[str, Any]] = {
+    "paper's": {},
+    "pfl's": {"clipping": "global"},
+    "no clipping": {"clipping": "none"},
+    "momentum and decay": {"momentum": 0.9, "weight_decay": 0.01},
+    "FedProx": {"mu": 0.1},
+    "FedNova": {"nova": True},
+    "single label": {"objective": "single_label"},
+}
+
+
+def private(clipping: str = "flat") -> Any:
+    config = PrivacyConfig(
+        epsilon=50.0,
+        delta=1e-3,
+        mechanism="gaussian",
+        clipping=clipping,  # type: ignore[arg-type]
+        clipping_bound=0.27,
+        indicator_std_fraction=0.2,
+    )
+    return private_mean(config.calibrate(len(SIZES), len(SIZES), 5), noise_seed=4)
+
+
+def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
+    with card() as waits:
+        update, *_ = setting.run(True, **options)
+    assert all(isinstance(t, OnCard) for t in update.values())
+    return {name: plain(t) for name, t in update.items()}, waits
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_card_trains_as_a_cpu_does(name: str, fuse: bool) -> None:
+    setting = Setting(SIZES, rounds=2, **TRAININGS[name])
+    theirs, *_ = setting.run(True, lanes=1, cpu_kernels=False)
+    for lanes in (1, 3):
+        assert distance(on_card(setting, lanes=lanes, fuse=fuse)[0], theirs) < 1e-5
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_card_trains_privately_as_a_cpu_does(clipping: str, fuse: bool) -> None:
+    def setting() -> Setting:
+        return Setting(SIZES, rounds=2, by_images=False, more=[private(clipping)])
+
+    theirs, *_ = setting().run(True, lanes=1, cpu_kernels=False)
+    assert distance(on_card(setting(), lanes=2, fuse=fuse)[0], theirs) < 1e-5
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "private"])
+def test_nothing_waits_for_the_card_but_the_end_of_a_private_round(more: bool) -> None:
+    def waits(rounds: int, sizes: list[int]) -> Counter[str]:
+        setting = Setting(sizes, rounds=rounds, by_images=not more, more=[private()] if more else [])
+        return on_card(setting, lanes=1)[1]
+
+    a_round = [waits(3, sizes) - waits(2, sizes) for sizes in (SIZES, [9, 2, 9, 9, 1, 9, 3, 3])]
+    assert a_round[0] == a_round[1]
+    assert sum(a_round[0].values()) <= (4 if more else 0)
+
+
+def test_a_card_whose_memory_runs_out_trains_smaller_groups_to_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = Setting([2] * 12)
+    theirs, *_ = setting.run(True, lanes=1, cpu_kernels=False)
+    cohort: Any = module
+    real = cohort.train_one_step
+
+    def short(net: Any, model: Any, batches: Any, *others: Any) -> None:
+        if sum(len(batch.images) for batch in batches) > 70:
+            raise torch.OutOfMemoryError("made up")
+        real(net, model, batches, *others)
+
+    monkeypatch.setattr(cohort, "train_one_step", short)
+    assert distance(on_card(setting, lanes=1, fuse=True)[0], theirs) < 1e-5
+    said = capsys.readouterr().err
+    assert "groups of 128 images" in said
+    assert "groups of 64 images" in said
+    assert "groups of 32" not in said
+
+
+def test_the_card_refuses_what_a_card_refuses() -> None:
+    with card() as waits:
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match="on the card and on the CPU"):
+            x + torch.ones(3)
+        assert (x + torch.tensor(2.0)).tolist() == [3.0] * 3
+        assert waits == {"tolist": 1}
+        x.copy_(torch.zeros(3))
+        x.copy_(torch.ones(3).pin_memory(), non_blocking=True)
+        assert waits == {"tolist": 1, "copy_": 1}
+        with pytest.raises(TypeError):
+            x.numpy()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="waits for the device"):
+            float(x.sum())
+        layer = nn.Linear(3, 3).to("cuda")
+        assert layer.weight.device == DEVICE
+        assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_a_replay_does_what_was_recorded_on_what_is_there_now() -> None:
+    with card():
+        x, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
+        factor, graph = 3.0, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total.add_(x * factor)
+        factor = 100.0
+        total.zero_()
+        x.fill_(2.0)
+        graph.replay()
+        graph.replay()
+        assert total.tolist() == [12.0, 12.0]
