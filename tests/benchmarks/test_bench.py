@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.command_line import run as run_command
 from pfl_ext.engine import cohort
+from tests.card import card
 
 TINY = bench.Case("tiny", 32, cohort=4, users=12, val_users=2)
 
@@ -34,6 +36,24 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
     assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_card_is_measured_by_default_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        bench.SETS, "gpu", [replace(TINY, runtime=("--runtime.lanes=1", "--runtime.fuse=true"))]
+    )
+    output = tmp_path / "bench.json"
+    with card():
+        words = ["--rounds", "1", "--data_dir", str(tmp_path), "--output", str(output)]
+        assert run_command(bench.main, words) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    fast = result["fast"]
+    passes = fast["image_passes_per_s"]
+    assert fast["model_flop_utilisation"] == pytest.approx(passes * bench.RESNET18_FLOPS * 32**2 / 989e12)
+    assert result["peak_memory_gb"] == 1
+    assert result["deviation_of_the_models_first_move"] < 0.5
 
 
 def test_single_label_users_are_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
