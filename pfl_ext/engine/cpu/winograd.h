@@ -102,37 +102,66 @@ struct Shape {
 // Between the f planes of size floats: not at a power of two, where they would share a cache's sets.
 static long apart(long size) { return size + 16; }
 
-// The values at a tile of SIDE x SIDE that begins OFF before a multiple of 4; zeros outside the image.
-template <int SIDE, int OFF, class Each> static inline void at_tile(const Shape& s, long tile, Each each) {
-  long x = tile % s.across * 4 - OFF, y = tile / s.across % s.down * 4 - OFF, image = tile / s.across / s.down;
-  for (int i = 0; i < SIDE; i++)
-    for (int j = 0; j < SIDE; j++)
-      each(i * SIDE + j, y + i >= 0 && y + i < s.h && x + j >= 0 && x + j < s.w, (image * s.h + y + i) * s.w + x + j);
-}
+// A tile of SIDE x SIDE values that begins OFF before a multiple of 4: rows from[0] to before upto[0] and columns
+// from[1] to before upto[1] of it lie in the image.
+template <int SIDE, int OFF> struct Tile {
+  long at, from[2], upto[2];  // at: of its first value, in positions from the first image's
+  bool inside = true;
+  Tile(const Shape& s, long tile) {
+    const long begin[2] = {tile / s.across % s.down * 4 - OFF, tile % s.across * 4 - OFF}, size[2] = {s.h, s.w};
+    at = (tile / s.across / s.down * s.h + begin[0]) * s.w + begin[1];
+    for (int side = 0; side < 2; side++) {
+      from[side] = begin[side] < 0 ? -begin[side] : 0;
+      upto[side] = begin[side] + SIDE > size[side] ? size[side] - begin[side] : SIDE;
+      inside = inside && upto[side] - from[side] == SIDE;
+    }
+  }
+};
 template <int SIDE, int OFF, class One> static void into(
     const float* from, const Shape& s, long first, long channels, float* to, One one) {
-  for (long t = 0; t < s.block; t++)
-    for (long q = 0; q < channels; q += L) {
-      vec x[SIDE * SIDE], y[F] = {};
-      if (first + t < s.tiles) {
-        at_tile<SIDE, OFF>(s, first + t, [&](int i, bool in, long at) { x[i] = in ? load(from + at * channels + q) : vec{}; });
-        both<SIDE, 6>(x, y, one);
-      }
-      for (int f = 0; f < F; f++) store(to + f * apart(s.block * channels) + t * channels + q, y[f]);
+  const long plane = apart(s.block * channels), row = s.w * channels;
+  for (long t = 0; t < s.block; t++, to += channels) {
+    if (first + t >= s.tiles) {
+      for (int f = 0; f < F; f++) memset(to + f * plane, 0, channels * sizeof(float));
+      continue;
     }
+    const Tile<SIDE, OFF> tile(s, first + t);
+    const float* corner = from + tile.at * channels;
+    vec edge[SIDE * SIDE] = {}, y[F];
+    for (long q = 0; q < channels; q += L) {
+      if (tile.inside) {
+        vec x[SIDE * SIDE];
+        for (int i = 0; i < SIDE; i++)
+          for (int j = 0; j < SIDE; j++) x[i * SIDE + j] = load(corner + i * row + j * channels + q);
+        both<SIDE, 6>(x, y, one);
+      } else {
+        for (long i = tile.from[0]; i < tile.upto[0]; i++)
+          for (long j = tile.from[1]; j < tile.upto[1]; j++) edge[i * SIDE + j] = load(corner + i * row + j * channels + q);
+        both<SIDE, 6>(edge, y, one);
+      }
+      for (int f = 0; f < F; f++) store(to + f * plane + q, y[f]);
+    }
+  }
 }
 template <int SIDE, int OFF, bool ADD, class One> static void out_of(
-    const float* from, const Shape& s, long first, long channels, float* to, One one, long begin, long end) {
-  for (long t = 0; t < s.block && first + t < s.tiles; t++)
-    for (long q = begin; q < end; q += L) {
+    const float* from, const Shape& s, long first, long channels, float* to, One one) {
+  const long plane = apart(s.block * channels), row = s.w * channels;
+  auto put = [](float* p, vec y) { store(p, ADD ? load(p) + y : y); };
+  for (long t = 0; t < s.block && first + t < s.tiles; t++, from += channels) {
+    const Tile<SIDE, OFF> tile(s, first + t);
+    float* corner = to + tile.at * channels;
+    for (long q = 0; q < channels; q += L) {
       vec x[F], y[SIDE * SIDE];
-      for (int f = 0; f < F; f++) x[f] = load(from + f * apart(s.block * channels) + t * channels + q);
+      for (int f = 0; f < F; f++) x[f] = load(from + f * plane + q);
       both<6, SIDE>(x, y, one);
-      at_tile<SIDE, OFF>(s, first + t, [&](int i, bool in, long at) {
-        float* p = to + at * channels + q;
-        if (in) store(p, ADD ? load(p) + y[i] : y[i]);
-      });
+      if (tile.inside)
+        for (int i = 0; i < SIDE; i++)
+          for (int j = 0; j < SIDE; j++) put(corner + i * row + j * channels + q, y[i * SIDE + j]);
+      else
+        for (long i = tile.from[0]; i < tile.upto[0]; i++)
+          for (long j = tile.from[1]; j < tile.upto[1]; j++) put(corner + i * row + j * channels + q, y[i * SIDE + j]);
     }
+  }
 }
 // WIDE columns of the transformed weights: u[f][c][WIDE] of outputs from k0 on, or u[f][k][WIDE] of inputs from c0.
 static void for_outputs(const float* w, long c, long k0, float* u) {
@@ -181,7 +210,7 @@ static void winograd(const float* x, const float* w, float* y, long n, long h, l
       for (int f = 0; f < F; f++)
         product<false>(v + f * tc, c, 1, own + f * plane, WIDE, m + f * tk + p * WIDE, k, c, s.block);
     }
-    out_of<4, 0, false>(m, s, first, k, y, outputs, 0, k);
+    out_of<4, 0, false>(m, s, first, k, y, outputs);
   }
 }
 
@@ -230,7 +259,7 @@ static void winograd_backward(const float* x, const float* e, const float* w, fl
       for (int f = 0; f < F; f++)
         product<false>(d + f * tk, k, 1, mine + f * plane, WIDE, v + f * tc + p * WIDE, c, k, s.block);
     }
-    if (dx) out_of<6, 1, true>(v, s, first, c, dx, window_adjoint, 0, c);
+    if (dx) out_of<6, 1, true>(v, s, first, c, dx, window_adjoint);
   }
   if (dw && !s.whole()) take(0);
 }
