@@ -39,8 +39,8 @@ SIGNATURES = {  # pointers, whole numbers (threads and sizes), others
     "conv3x3_backward": (5, 6, 0),
     "convolve": (3, 11, 0),
     "convolve_backward": (5, 11, 0),
-    "group_norm": (6, 5, 1),
-    "group_norm_backward": (8, 5, 0),
+    "group_norm": (7, 6, 1),
+    "group_norm_backward": (11, 6, 0),
 }
 
 
@@ -138,25 +138,53 @@ class CpuKernels:
         return dx, dw
 
     def group_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        groups: int,
+        eps: float,
+        relu: bool = False,
+        added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``."""
-        x = _last(x)
+        """As ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``.
+
+        With ``relu`` the output is ``relu(norm)``, or ``relu(norm + added)``.
+        """
+        x, added = _last(x), None if added is None else _last(added)
         (n, c, h, w), out = x.shape, torch.empty_like(x)
         mean, rstd = torch.empty(n, groups), torch.empty(n, groups)
-        self._call("group_norm", (x, weight, bias, out, mean, rstd), n, h * w, c, groups, eps)
+        tensors = (x, added, weight, bias, out, mean, rstd)
+        self._call("group_norm", tensors, n, h * w, c, groups, _after(relu, added), eps)
         return out, mean, rstd
 
     def group_norm_backward(
-        self, x: Tensor, e: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of ``x``, and each image's of the scale and of the shift ``[N, C]``."""
+        self,
+        x: Tensor,
+        e: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        relu: bool = False,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradient of ``x``; each image's of the scale and of the shift ``[N, C]``; that of ``added``.
+
+        ``out`` is `group_norm`'s, and given where something was added.
+        """
         x, e = _last(x), _last(e)
         (n, c, h, w), dx = x.shape, torch.empty_like(x)
         scale, shift = torch.empty(n, c), torch.empty(n, c)
-        tensors = (x, e, weight, mean, rstd, dx, shift, scale)
-        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1])
-        return dx, scale, shift
+        dz = None if out is None else torch.empty_like(x)
+        tensors = (x, out, e, weight, bias, mean, rstd, dx, dz, shift, scale)
+        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1], _after(relu, out))
+        return dx, scale, shift, dz
+
+
+def _after(relu: bool, added: Tensor | None) -> int:
+    assert relu or added is None
+    return 0 if not relu else 1 if added is None else 2
 
 
 def _last(x: Tensor) -> Tensor:
@@ -227,13 +255,19 @@ def _check(kernels: CpuKernels) -> None:
             leaves = [t.clone().requires_grad_() for t in (x, weight)]
             y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
             expected += [y, *torch.autograd.grad(y, leaves, error)]
-    normal, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5)
-    dx, dscale, dshift = kernels.group_norm_backward(x, e, scale, mean, rstd)
-    found += [normal, dx, dscale.sum(0), dshift.sum(0)]
-    with torch.enable_grad():
-        leaves = [t.clone().requires_grad_() for t in (x, scale, scale)]
-        y = F.group_norm(leaves[0], 4, leaves[1], leaves[2])
-        expected += [y, *torch.autograd.grad(y, leaves, e)]
+    for relu, added in ((False, None), (True, None), (True, torch.cos(x))):
+        out, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5, relu, added)
+        kept = None if added is None else out
+        dx, dscale, dshift, dz = kernels.group_norm_backward(x, e, scale, scale, mean, rstd, relu, kept)
+        found += [out, dx, dscale.sum(0), dshift.sum(0), *([] if dz is None else [dz])]
+        with torch.enable_grad():
+            leaves = [t.clone().requires_grad_() for t in (x, scale, scale)]
+            y = F.group_norm(leaves[0], 4, leaves[1], leaves[2])
+            if added is not None:
+                leaves.append(added.requires_grad_())
+                y = y + added
+            y = y.relu() if relu else y
+            expected += [y, *torch.autograd.grad(y, leaves, e)]
     for ours, theirs in zip(found, expected):
         if not (ours - theirs).norm() <= TOLERANCE * theirs.norm():
             raise Unavailable("what the compiler made of them does not compute what torch computes")

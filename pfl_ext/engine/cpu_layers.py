@@ -5,14 +5,19 @@ Shape letters: N images, C channels in, K channels out, H and W positions.
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from pfl_ext.engine.cpu_kernels import CHANNELS, CpuKernels, Form, Unavailable
 from pfl_ext.models import ImageClassifier
+
+SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
+RELUS = {nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 
 
 class Convolution(nn.Conv2d):
@@ -46,20 +51,40 @@ class Convolution(nn.Conv2d):
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm in channels-last memory."""
+    """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU."""
 
     kernels: CpuKernels
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        return _plain(x) and x.ndim == 4
+    def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
+        """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way."""
+        return _plain(x) and x.ndim == 4 and (added is None or (_plain(added) and added.shape == x.shape))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:
         """``[N, C, H, W]``, in and out."""
-        if not self.takes(x):
-            return super().forward(x)
-        out: Tensor = _Normalise.apply(x, self.weight, self.bias, self)
+        if not self.takes(x, added):
+            return followed(super().forward(x), relu, added)
+        out: Tensor = _Normalise.apply(x, self.weight, self.bias, added, relu, self)
         return out
+
+    def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
+        """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
+        out, mean, rstd = self.kernels.group_norm(
+            x, self.weight, self.bias, self.num_groups, self.eps, relu, added
+        )
+        ctx.save_for_backward(x, mean, rstd, *([] if added is None else [out]))
+        ctx.relu = relu
+        return out
+
+    def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `CpuKernels.group_norm_backward`."""
+        x, mean, rstd, *out = ctx.saved_tensors
+        return self.kernels.group_norm_backward(x, e, self.weight, self.bias, mean, rstd, ctx.relu, *out)
+
+
+def followed(x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
+    """What comes after a norm, by torch."""
+    x = x if added is None else x + added
+    return x.relu() if relu else x
 
 
 def _plain(x: Tensor) -> bool:
@@ -82,17 +107,16 @@ class _Convolve(torch.autograd.Function):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: GroupNorm) -> Tensor:
-        out, mean, rstd = layer.kernels.group_norm(x, weight, bias, layer.num_groups, layer.eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.kernels = layer.kernels
-        return out
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, relu: bool, layer: GroupNorm
+    ) -> Tensor:
+        ctx.layer = layer
+        return layer.normalise(ctx, x, relu, added)
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        dx, scale, shift = ctx.kernels.group_norm_backward(x, e, weight, mean, rstd)
-        return dx, scale.sum(0), shift.sum(0), None
+        dx, scale, shift, dz = ctx.layer.gradients(ctx, e)
+        return dx, scale.sum(0), shift.sum(0), dz, None, None
 
 
 def kernels_for(model: ImageClassifier) -> CpuKernels | None:
@@ -108,12 +132,55 @@ def kernels_for(model: ImageClassifier) -> CpuKernels | None:
 
 
 def take_over(network: nn.Module, kernels: CpuKernels) -> None:
-    """Make every layer of ``network`` that `CpuKernels` can do one of these, in channels-last memory."""
+    """Make every layer of ``network`` that `CpuKernels` can do one of these, in channels-last memory.
+
+    Norms take over the sums and ReLUs that follow them, where the network's forward can be written down as
+    a graph.
+    """
     network.to(memory_format=torch.channels_last)
     for layer in network.modules():
         kind = _kind(layer)
         if kind is not None:
             layer.__class__, layer.kernels = kind, kernels  # type: ignore[assignment]
+    _join(network)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not list(m.children())
+
+
+def _join(network: nn.Module) -> None:
+    """Have norms do the sums and ReLUs after them that nothing else sees."""
+    try:
+        graph = _Tracer().trace(network)
+    except Exception:  # whatever fx, or the network's own forward, makes of inputs without values
+        return
+    layers = dict(network.named_modules())
+
+    def kind(node: fx.Node) -> Any:
+        return type(layers[str(node.target)]) if node.op == "call_module" else node.target
+
+    found = False
+    for norm in [node for node in graph.nodes if kind(node) is GroupNorm]:
+        after, added = [*norm.users], None
+        if len(after) == 1 and kind(after[0]) in SUMS and _plain_sum(after[0]):
+            added = next(node for node in after[0].all_input_nodes if node is not norm)
+            after = [after[0], *after[0].users]
+        if len(after) == 1 + (added is not None) and kind(after[-1]) in RELUS:
+            with graph.inserting_before(after[-1]):
+                joined = graph.call_module(str(norm.target), norm.args, {"relu": True, "added": added})
+            after[-1].replace_all_uses_with(joined)
+            for node in (*after[::-1], norm):
+                graph.erase_node(node)
+            found = True
+    if found:
+        forward = type(fx.GraphModule(network, graph)).forward
+        network.__class__ = type(type(network).__name__, (type(network),), {"forward": forward})
+
+
+def _plain_sum(node: fx.Node) -> bool:
+    return len(node.args) == 2 == len(node.all_input_nodes) and not node.kwargs
 
 
 def _kind(layer: nn.Module) -> type[Convolution | GroupNorm] | None:

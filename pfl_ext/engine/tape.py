@@ -16,12 +16,12 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu_layers import GroupNorm
+from pfl_ext.engine.cpu_layers import GroupNorm, followed
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
 from pfl_ext.models import FrozenStatisticsBatchNorm2d
 from pfl_ext.objectives import Objective
@@ -44,8 +44,18 @@ class _Layer(torch.autograd.Function):
     """A layer whose backward gives its input's gradient and puts its weights' on the tape."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, x: Tensor, layer: nn.Module, net: TapedNetwork) -> Tensor:
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        x: Tensor,
+        layer: nn.Module,
+        net: TapedNetwork,
+        relu: bool,
+        added: Tensor | None,
+    ) -> Tensor:
         ctx.layer, ctx.net = layer, net
+        if joins(layer, x, added):
+            return layer.normalise(ctx, x, relu, added)
         if isinstance(layer, nn.GroupNorm):
             return _group_norm(ctx, x, layer)
         ctx.save_for_backward(x)
@@ -56,14 +66,28 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         layer, tape = ctx.layer, ctx.net.tape
         dx: Tensor | None
+        dz = None
         with torch.no_grad():
-            if isinstance(layer, nn.GroupNorm):
+            if joins(layer, ctx.saved_tensors[0]):
+                dx, scale, shift, dz = layer.gradients(ctx, e)
+                _put_norm(layer, tape, scale, shift)
+            elif isinstance(layer, nn.GroupNorm):
                 dx = _group_norm_backward(ctx, e, layer, tape)
             elif isinstance(layer, FrozenStatisticsBatchNorm2d):
                 dx = _frozen_backward(ctx, e, layer, tape)
             else:
                 dx = _linear_backward(ctx, e, layer, tape)
-        return None, dx, None, None
+        return None, dx, None, None, None, dz
+
+
+def joins(layer: nn.Module, x: Tensor, added: Tensor | None = None) -> TypeGuard[GroupNorm]:
+    """Whether this layer takes over what follows it."""
+    return isinstance(layer, GroupNorm) and layer.takes(x, added)
+
+
+def _put_norm(layer: nn.Module, tape: Tape, scale: Tensor, shift: Tensor) -> None:
+    tape.put(layer, "weight", Explicit(tape.users.sums(scale)))
+    tape.put(layer, "bias", Explicit(tape.users.sums(shift)))
 
 
 def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Tape) -> Tensor | None:
@@ -86,13 +110,10 @@ def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Ta
 def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
         x = x.float()  # as autocast has it there
-    if isinstance(layer, GroupNorm) and layer.takes(x):
-        out, mean, rstd = layer.kernels.group_norm(x, layer.weight, layer.bias, layer.num_groups, layer.eps)
-    else:
-        (n, c), size = x.shape[:2], x[0, 0].numel()
-        out, mean, rstd = torch.native_group_norm(
-            x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
-        )
+    (n, c), size = x.shape[:2], x[0, 0].numel()
+    out, mean, rstd = torch.native_group_norm(
+        x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
+    )
     ctx.save_for_backward(x, mean, rstd)
     normal: Tensor = out
     return normal
@@ -100,20 +121,14 @@ def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
 
 def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -> Tensor:
     x, mean, rstd = ctx.saved_tensors
-    if isinstance(layer, GroupNorm) and layer.takes(x):
-        dx, scale, shift = layer.kernels.group_norm_backward(x, e, layer.weight, mean, rstd)
-    else:
-        (n, c), size = x.shape[:2], x[0, 0].numel()
-        e = e.to(x.dtype).contiguous(memory_format=_format(x))
-        mask = [True, False, False]
-        dx = torch.ops.aten.native_group_norm_backward(
-            e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, mask
-        )[0]
-        shift, wide = e.float().flatten(2).sum(2), c // layer.num_groups
-        centre, factor = (t.float().repeat_interleave(wide, 1) for t in (mean, rstd))
-        scale = (_products(e, x) - centre * shift) * factor
-    tape.put(layer, "weight", Explicit(tape.users.sums(scale)))
-    tape.put(layer, "bias", Explicit(tape.users.sums(shift)))
+    (n, c), size = x.shape[:2], x[0, 0].numel()
+    e = e.to(x.dtype).contiguous(memory_format=_format(x))
+    dx: Tensor = torch.ops.aten.native_group_norm_backward(
+        e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, [True, False, False]
+    )[0]
+    shift, wide = e.float().flatten(2).sum(2), c // layer.num_groups
+    centre, factor = (t.float().repeat_interleave(wide, 1) for t in (mean, rstd))
+    _put_norm(layer, tape, (_products(e, x) - centre * shift) * factor, shift)
     return dx
 
 
@@ -168,9 +183,13 @@ class TapedNetwork:
                 layer.tape_name = name
                 layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
 
-    def _forward(self, layer: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = _Layer.apply(self._token, x, layer, self)
-        return out
+    def _forward(
+        self, layer: nn.Module, x: Tensor, relu: bool = False, added: Tensor | None = None
+    ) -> Tensor:
+        if joins(layer, x, added):
+            out: Tensor = _Layer.apply(self._token, x, layer, self, relu, added)
+            return out
+        return followed(_Layer.apply(self._token, x, layer, self, False, None), relu, added)
 
     def run(
         self,

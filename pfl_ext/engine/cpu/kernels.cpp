@@ -51,19 +51,25 @@ void convolve_backward(const float* x, const float* e, const float* w, float* dx
     direct_backward(x + from, e + first * o.down * o.across * k, w, dx ? dx + from : dx, own, o);
   });
 }
-void group_norm(const float* x, const float* scale, const float* shift, float* y, float* mean, float* rstd,
-                long threads, long n, long positions, long c, long g, double eps) {
+void group_norm(const float* x, const float* z, const float* scale, const float* shift, float* y, float* mean,
+                float* rstd, long threads, long n, long positions, long c, long g, long after, double eps) {
+  const auto one = after == NOTHING ? normalise<NOTHING> : after == RELU ? normalise<RELU> : normalise<ADD_RELU>;
   split(n, threads, [&](long first, long last, long) {
     const long from = first * positions * c;
-    normalise(x + from, scale, shift, y + from, mean + first * g, rstd + first * g, last - first, positions, c, g, eps);
+    one(x + from, z ? z + from : z, scale, shift, y + from, mean + first * g, rstd + first * g, last - first,
+        positions, c, g, eps);
   });
 }
-void group_norm_backward(const float* x, const float* e, const float* scale, const float* mean, const float* rstd,
-                         float* dx, float* dshift, float* dscale, long threads, long n, long positions, long c, long g) {
+void group_norm_backward(const float* x, const float* y, const float* e, const float* scale, const float* shift,
+                         const float* mean, const float* rstd, float* dx, float* dz, float* dshift, float* dscale,
+                         long threads, long n, long positions, long c, long g, long after) {
+  const auto one = after == NOTHING ? normalise_backward<NOTHING>
+                   : after == RELU  ? normalise_backward<RELU>
+                                    : normalise_backward<ADD_RELU>;
   split(n, threads, [&](long first, long last, long) {
     const long from = first * positions * c;
-    normalise_backward(x + from, e + from, scale, mean + first * g, rstd + first * g, dx + from, dshift + first * c,
-                       dscale + first * c, last - first, positions, c, g);
+    one(x + from, y ? y + from : y, e + from, scale, shift, mean + first * g, rstd + first * g, dx + from,
+        dz ? dz + from : dz, dshift + first * c, dscale + first * c, last - first, positions, c, g);
   });
 }
 }

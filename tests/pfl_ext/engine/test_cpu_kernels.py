@@ -108,9 +108,10 @@ def test_a_convolution_and_its_gradients_are_torchs(
     side=st.integers(1, 12),
     form=st.sampled_from([(32, 1), (32, 32), (64, 8), (96, 32)]),
     offset=st.sampled_from([0.0, 3.0, 100.0]),
+    after=st.sampled_from(["nothing", "relu", "sum and relu"]),
 )
-def test_a_group_norm_and_its_gradients_are_torchs(
-    n: int, side: int, form: tuple[int, int], offset: float
+def test_a_group_norm_with_what_comes_after_it_and_their_gradients_are_torchs(
+    n: int, side: int, form: tuple[int, int], offset: float, after: str
 ) -> None:
     assert KERNELS is not None
     channels, groups = form
@@ -118,17 +119,24 @@ def test_a_group_norm_and_its_gradients_are_torchs(
     draw = torch.Generator().manual_seed(n + side)
     x = torch.randn(n, channels, side, side, generator=draw) + offset
     weight, bias = torch.randn(2, channels, generator=draw).unbind()
-    e = torch.randn(x.shape, generator=draw)
-    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
-    y = F.group_norm(leaves[0], groups, leaves[1], leaves[2])
-    dx, dw, db = torch.autograd.grad(y, leaves, e.double())
-    out, mean, rstd = KERNELS.group_norm(x, weight, bias, groups, 1e-5)
-    ours = KERNELS.group_norm_backward(x, e, weight, mean, rstd)
+    e, z = torch.randn(2, *x.shape, generator=draw).unbind()
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias, z)]
+    y = F.group_norm(leaves[0], groups, leaves[1], leaves[2]) + (leaves[3] if after[0] == "s" else 0)
+    edge = y.abs() < 1e-4  # rounding decides on which side of ReLU
+    e = torch.where(edge, 0, e)
+    y = y if after == "nothing" else y.relu()
+    dx, dw, db, dz = torch.autograd.grad(y, leaves, e.double(), allow_unused=True)
+    relu, added = after != "nothing", z if after[0] == "s" else None
+    out, mean, rstd = KERNELS.group_norm(x, weight, bias, groups, 1e-5, relu, added)
+    kept = None if added is None else out
+    ours = KERNELS.group_norm_backward(x, e, weight, bias, mean, rstd, relu, kept)
     margin = 1e-5 if offset < 10 else 1e-4  # the mean is kept in float32
     assert relative(out, y) < margin
     assert relative(ours[2].sum(0), db) < 1e-5
     assert relative(ours[0], dx) < 10 * margin
     assert relative(ours[1].sum(0), dw) < margin
+    assert (dz is None) == (ours[3] is None)
+    assert dz is None or relative(ours[3], dz) < 1e-6
 
 
 @compiled
@@ -165,6 +173,67 @@ def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     for mine, other in zip(*found):
         assert relative(mine, other.double()) < 2e-5
     assert copy.deepcopy(ours).layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
+    relus = [layer for layer in ours.modules() if isinstance(layer, nn.ReLU)]
+    seen: list[nn.Module] = []
+    for relu in relus:
+        relu.register_forward_hook(lambda layer, *_: seen.append(layer))
+    with torch.no_grad():
+        ours(x)
+        assert len(seen) == (0 if norm == "group" else 17)
+        diverged = ours(torch.full_like(x, torch.nan))
+    assert diverged.isnan().all(), "what has diverged must show"
+
+
+class Odd(nn.Module):
+    """Sums and ReLUs after norms that may not be joined to them, or only with care."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.GroupNorm(4, 32) for _ in range(3))
+        self.fourth, self.fifth = (nn.GroupNorm(4, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.add(self.first(x), x, alpha=3).relu()
+        b = self.second(a)
+        c = b.relu() * b
+        d = F.relu(self.third(c) + c.mean((2, 3), keepdim=True))
+        e = self.fourth(d)
+        f = (e + e).relu() + (self.fifth(d) + 1.0).relu()
+        return torch.relu(d + self.fifth(f))
+
+
+@compiled
+def test_what_must_not_be_joined_is_not() -> None:
+    assert KERNELS is not None
+    theirs = Odd()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5, generator=torch.Generator().manual_seed(3))
+    ours = copy.deepcopy(theirs)
+    take_over(ours, KERNELS)
+    x = torch.randn(2, 32, 5, 5, generator=torch.Generator().manual_seed(1))
+    found = []
+    for network in (ours, theirs):
+        y = network(x)
+        found.append([y, *torch.autograd.grad(y.square().mean(), list(network.parameters()))])
+    for mine, other in zip(*found):
+        assert relative(mine, other.double()) < 2e-5
+
+
+class Branching(nn.Sequential):
+    """Whose way depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return x.relu() if x.sum() > 0 else x
+
+
+@compiled
+def test_a_network_that_cannot_be_written_down_stays_as_it_is() -> None:
+    assert KERNELS is not None
+    network = Branching(nn.GroupNorm(4, 32))
+    take_over(network, KERNELS)
+    assert type(network) is Branching
+    assert type(network[0]) is GroupNorm
 
 
 def test_layers_that_are_not_plain_stay_torchs() -> None:
