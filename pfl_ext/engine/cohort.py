@@ -237,6 +237,7 @@ class CohortEngine:
     def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
         self._rehearsed.add(how)
+        print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
         for lane in self.lanes:
             lane.rehearse(how, sample, alone=not self._fuses(how, scaling))
         lane = self.lanes[0]
