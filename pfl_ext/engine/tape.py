@@ -54,7 +54,8 @@ class _Layer(torch.autograd.Function):
         added: Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.net = layer, net
-        if joins(layer, x, added):
+        ctx.joined = joins(layer, x, added)
+        if ctx.joined:
             return layer.normalise(ctx, x, relu, added)
         if isinstance(layer, nn.GroupNorm):
             return _group_norm(ctx, x, layer)
@@ -68,7 +69,7 @@ class _Layer(torch.autograd.Function):
         dx: Tensor | None
         dz = None
         with torch.no_grad():
-            if joins(layer, ctx.saved_tensors[0]):
+            if ctx.joined:
                 dx, scale, shift, dz = layer.gradients(ctx, e)
                 _put_norm(layer, tape, scale, shift)
             elif isinstance(layer, nn.GroupNorm):
