@@ -6,7 +6,8 @@ Shape letters: N images, K labels, B batch.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from pfl_ext.prefetch import prefetched
 
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
+KEPT = 0.1
+"""Of a GPU's free memory: a split that takes less stays there from one evaluation to the next."""
+Batch = tuple[Tensor, Tensor, ByteArray]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class CentralEvaluation:
     store: ImageStore
     batch_size: int = 256
     threads: int = 2
+    _kept: list[Batch] = field(default_factory=list, repr=False)
 
     @property
     def num_images(self) -> int:
@@ -49,7 +54,8 @@ class CentralEvaluation:
 
         `SCORES` is a `MultiLabelScores`, or a `ClassCounts` where the objective is single_label. Each worker
         reads only its own contiguous share of the rows. On a CUDA device losses and predictions stay there
-        to the end of the share and come back in one transfer.
+        to the end of the share and come back in one transfer; images and targets stay too where `KEPT`
+        allows, and are not read again.
         """
         world_size, rank = get_ops().distributed.world_size, get_ops().distributed.global_rank
         edges = (np.arange(world_size + 1, dtype=np.int64) * self.num_images) // world_size
@@ -68,27 +74,42 @@ class CentralEvaluation:
     ) -> tuple[float, npt.NDArray[Any], ByteArray]:
         """Sum of losses, predictions ``[n, K]`` or ``[n]``, and targets ``[n, K]`` of n rows."""
         device = get_default_device()
+        losses, predictions, truth = [], [], []
+        for images, targets, own in self._kept or self._read(rows, device):
+            with model.amp_context or contextlib.nullcontext():
+                logits = model.pytorch_model(images).float()
+            batch = objective.scored(logits.to(targets.device), targets)
+            losses.append(batch[0])
+            predictions.append(batch[1])
+            truth.append(own)
+        if not len(rows):  # more workers than images
+            none = self.store.read(rows)[1]
+            return 0.0, np.empty(none.shape if objective.per_label else 0, np.float32), none
+        total = torch.cat(losses).sum()
+        return float(total), torch.cat(predictions).cpu().numpy(), np.concatenate(truth)
+
+    def _read(self, rows: IntArray, device: torch.device) -> Iterator[Batch]:
+        """Images on the device, targets where they are scored, and on the CPU."""
         on_gpu = device.type == "cuda"
+        where = device if on_gpu else torch.device("cpu")  # Apple's devices have no float64
+        room = torch.cuda.mem_get_info(device)[0] * KEPT if on_gpu else 0.0
 
         def read(batch: IntArray) -> tuple[Tensor, Tensor]:
             images, targets = (torch.from_numpy(part) for part in self.store.read(batch))
             return (images.pin_memory(), targets.pin_memory()) if on_gpu else (images, targets)
 
         batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        losses, predictions, truth = [], [], []
+        kept: list[Batch] = []
         for images, targets in prefetched(read, batches, ahead=2 * self.threads, threads=self.threads):
-            with model.amp_context or contextlib.nullcontext():
-                logits = model.pytorch_model(images.to(device, non_blocking=True)).float()
-            where = device if on_gpu else torch.device("cpu")  # Apple's devices have no float64
-            batch = objective.scored(logits.to(where), targets.to(where, non_blocking=True))
-            losses.append(batch[0])
-            predictions.append(batch[1])
-            truth.append(targets.numpy())
-        if not batches:  # more workers than images
-            none = self.store.read(rows)[1]
-            return 0.0, np.empty(none.shape if objective.per_label else 0, np.float32), none
-        total = torch.cat(losses).sum()
-        return float(total), torch.cat(predictions).cpu().numpy(), np.concatenate(truth)
+            batch = (
+                images.to(device, non_blocking=True),
+                targets.to(where, non_blocking=True),
+                targets.numpy(),
+            )
+            if (images.nbytes + targets.nbytes) * len(rows) / len(images) <= room:
+                kept.append(batch)
+            yield batch
+        self._kept.extend(kept)
 
     def _metrics(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.metrics import MultiLabelScores
 from pfl_ext.optimizers import make_server_optimizer
+from tests.card import card
 from tests.pfl_ext.stores import NumberedStore
 
 WHOLE = LocalSampling(num_epochs=1, batch_size=64, max_images=None, flip="none", input_size=8)
@@ -160,6 +162,24 @@ def test_scores_stand_at_their_own_rows_whatever_the_batches() -> None:
         assert isinstance(scores, MultiLabelScores)
         np.testing.assert_allclose(scores.scores(), expected, rtol=1e-6)
         assert np.array_equal(scores.targets(), targets)
+
+
+@pytest.mark.parametrize("free", [10**9, 2000])
+def test_a_split_that_fits_stays_on_the_card(free: int) -> None:
+    store = NumberedStore([7, 2])
+    read, seen = store.read, []
+    store.read = lambda rows: seen.append(len(rows)) or read(rows)  # type: ignore[method-assign, func-returns-value]
+    expected = torch.sigmoid(Linear()(torch.from_numpy(read(np.arange(9))[0]))).detach().numpy()
+    with card(free) as waits:
+        module = Linear()
+        model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+        evaluation = CentralEvaluation(store, batch_size=4)
+        sent = Counter(waits)
+        for _ in range(3):
+            scores: Any = evaluation(model)[SCORES]
+            np.testing.assert_allclose(scores.scores(), expected, rtol=1e-6)
+    assert sorted(seen) == sorted([4, 4, 1] * (1 if free > 2000 else 3))
+    assert waits - sent == {"cpu": 3, "_local_scalar_dense": 3}, "the end of each evaluation"
 
 
 def test_workers_score_disjoint_shares_that_make_up_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
