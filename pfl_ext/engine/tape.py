@@ -54,8 +54,9 @@ class _Layer(torch.autograd.Function):
         added: Tensor | None,
     ) -> Tensor:
         ctx.layer, ctx.net = layer, net
-        ctx.joined = joins(layer, x, added)
-        if ctx.joined:
+        ctx.joined = False
+        if joins(layer, x, added):
+            ctx.joined = True
             return layer.normalise(ctx, x, relu, added)
         if isinstance(layer, nn.GroupNorm):
             return _group_norm(ctx, x, layer)
