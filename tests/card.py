@@ -6,8 +6,9 @@
 * A CUDA graph is a recording of operations and of the tensors they read and wrote. Its replay does just these
   again, in the same memory: a value that Python computed is the recorded one, as on a card.
 
-Streams are not imitated: work is done at once, in the order in which it is asked for. Nor is autocast, whose
-operations run as they are on the CPU.
+* Under autocast, convolutions and linear layers are done in its type and norms in float32, as there.
+
+Streams are not imitated: work is done at once, in the order in which it is asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 DEVICE = torch.device("cuda:0")
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
+HALF, WHOLE = {"conv2d", "linear", "matmul"}, {"group_norm"}
 
 
 class OnCard(Tensor):
@@ -94,6 +96,11 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("to", "cpu", "cuda", "numpy", "tolist") and isinstance(args[0], Tensor):
             return self._moved(func, name, args, kwargs)
+        if torch.is_autocast_enabled("cuda") and (name in HALF or name in WHOLE):
+            kind = torch.get_autocast_dtype("cuda") if name in HALF else torch.float32
+            args, kwargs = tree_map(
+                lambda t: t.to(kind) if isinstance(t, OnCard) and t.is_floating_point() else t, (args, kwargs)
+            )
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs["device"] = "cpu"

@@ -56,6 +56,17 @@ def test_a_card_trains_as_a_cpu_does(name: str, fuse: bool) -> None:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("more", [False, True], ids=["plain", "private"])
+def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
+    def setting(amp: torch.dtype | None) -> Setting:
+        return Setting(SIZES, by_images=not more, more=[private()] if more else [], amp=amp)
+
+    theirs, *_ = setting(None).run(True, lanes=1, cpu_kernels=False)
+    ours, _ = on_card(setting(torch.bfloat16), lanes=2, fuse=fuse)
+    assert 1e-4 < distance(ours, theirs) < 0.05
+
+
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_card_trains_privately_as_a_cpu_does(clipping: str, fuse: bool) -> None:
     def setting() -> Setting:
