@@ -26,6 +26,7 @@ from pfl_ext.metrics import MultiLabelScores
 from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import MULTI_LABEL, Objective
 from pfl_ext.prefetch import prefetched
+from pfl_ext.transfer import pinned
 
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
@@ -41,7 +42,7 @@ class CentralEvaluation:
     store: ImageStore
     batch_size: int = 256
     threads: int = 2
-    _kept: list[Batch] = field(default_factory=list, repr=False)
+    _kept: list[Batch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def num_images(self) -> int:
@@ -95,8 +96,8 @@ class CentralEvaluation:
         room = torch.cuda.mem_get_info(device)[0] * KEPT if on_gpu else 0.0
 
         def read(batch: IntArray) -> tuple[Tensor, Tensor]:
-            images, targets = (torch.from_numpy(part) for part in self.store.read(batch))
-            return (images.pin_memory(), targets.pin_memory()) if on_gpu else (images, targets)
+            images, targets = self.store.read(batch)
+            return pinned(torch.from_numpy(images), device), pinned(torch.from_numpy(targets), device)
 
         batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         kept: list[Batch] = []

@@ -38,6 +38,7 @@ MAX_USERS = 16
 STEP, FUSED = 5.0, 1.3
 """Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
 GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
+NO_ROOM = "the device has no memory to train on: choose a smaller network, input or batch"
 WIDE = 0.8
 """Speed of a step on all cores over that of as many steps side by side."""
 
@@ -238,9 +239,17 @@ class CohortEngine:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
         self._rehearsed.add(how)
         print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
-        for lane in self.lanes:
-            lane.rehearse(how, sample, alone=not self._fuses(how, scaling))
+        for count, lane in enumerate(self.lanes):
+            try:
+                lane.rehearse(how, sample, alone=not self._fuses(how, scaling))
+            except torch.OutOfMemoryError as error:
+                if count == 0:
+                    raise ValueError(NO_ROOM) from error
+                print(f"out of memory: {count} lanes from here on", file=sys.stderr)
+                self._num_lanes, self.lanes = count, self.lanes[:count]
+                break
         lane = self.lanes[0]
+        torch.cuda.empty_cache()
         while self._fuses(how, scaling):
             each = -(-self._max_images[how] // MAX_USERS)
             group = [Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS
@@ -253,7 +262,7 @@ class CohortEngine:
 
     def _halve(self, how: LocalTraining) -> None:
         if self._max_images[how] == 1:
-            raise ValueError("the device has no memory for one image: choose a smaller network or input")
+            raise ValueError(NO_ROOM)
         self._max_images[how] //= 2
         torch.cuda.empty_cache()
         print(f"out of memory: groups of {self._max_images[how]} images from here on", file=sys.stderr)

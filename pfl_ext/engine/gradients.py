@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu_layers import Convolution
 from pfl_ext.engine.norms import squared_norm, squared_norms
-from pfl_ext.engine.transfer import sent
+from pfl_ext.transfer import sent
 
 PASS = 100
 """Cost of writing a number of a user's gradient and reading it twice, in floating-point operations: below

@@ -19,8 +19,8 @@ from pfl_ext.engine.norms import squared_norms_of
 from pfl_ext.engine.one_step import Scaling, Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
-from pfl_ext.engine.transfer import sent
 from pfl_ext.models import ImageClassifier
+from pfl_ext.transfer import sent
 
 
 class Lane:

@@ -18,8 +18,8 @@ from torch import Tensor
 from pfl_ext.engine.gradients import Gradient, Users, Weight
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
-from pfl_ext.engine.transfer import sent
 from pfl_ext.models import ImageClassifier
+from pfl_ext.transfer import sent
 
 
 class Scaling(Protocol):

@@ -15,10 +15,10 @@ from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.engine.transfer import pinned
 from pfl_ext.fednova import FedNova
 from pfl_ext.objectives import Objective
 from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
+from pfl_ext.transfer import pinned
 
 LocalClipping = Literal["none", "variable", "global"]
 

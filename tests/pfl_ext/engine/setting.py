@@ -28,6 +28,9 @@ from pfl_ext.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD
+from pfl_ext.privacy import private_mean
+from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
+from pfl_ext.privacy_mechanisms import Clipping
 
 SIDE, LABELS = 12, 5
 
@@ -179,6 +182,19 @@ class Setting:
             loop.close()
         updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
         return updates, float(stats.weight), metrics
+
+
+def private(num_users: int, mechanism: Mechanism = "gaussian", clipping: Clipping = "flat") -> Any:
+    """A postprocessor that clips some of these users."""
+    config = PrivacyConfig(
+        epsilon=50.0,
+        delta=1e-3,
+        mechanism=mechanism,
+        clipping=clipping,
+        clipping_bound=0.27 if clipping == "flat" else 0.5,
+        indicator_std_fraction=0.2,
+    )
+    return private_mean(config.calibrate(num_users, num_users, 5), noise_seed=4)
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -155,6 +155,16 @@ def resnet(norm: str) -> nn.Module:
     return build_backbone("resnet18", 17, norm=norm, weights=None, init="paper", generator=draw)  # type: ignore[arg-type]
 
 
+def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
+    """In what they compute and in their gradients."""
+    found = []
+    for network in (ours, theirs):
+        y = network(x)
+        found.append([y, *torch.autograd.grad(y.square().mean(), list(network.parameters()))])
+    for mine, other in zip(*found, strict=True):
+        assert relative(mine, other.double()) < 2e-5
+
+
 @compiled
 @pytest.mark.parametrize("norm", ["group", "frozen_batch"])
 def test_a_network_taken_over_computes_the_same(norm: str) -> None:
@@ -166,12 +176,7 @@ def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     assert kinds.count(Convolution) == 19, "all but the first, which has three channels"
     assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
     x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
-    found = []
-    for network in (ours, theirs):
-        logits = network(x)
-        found.append([logits, *torch.autograd.grad(logits.square().mean(), list(network.parameters()))])
-    for mine, other in zip(*found):
-        assert relative(mine, other.double()) < 2e-5
+    assert_same(ours, theirs, x)
     assert copy.deepcopy(ours).layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
     relus = [layer for layer in ours.modules() if isinstance(layer, nn.ReLU)]
     seen: list[nn.Module] = []
@@ -211,12 +216,7 @@ def test_what_must_not_be_joined_is_not() -> None:
     ours = copy.deepcopy(theirs)
     take_over(ours, KERNELS)
     x = torch.randn(2, 32, 5, 5, generator=torch.Generator().manual_seed(1))
-    found = []
-    for network in (ours, theirs):
-        y = network(x)
-        found.append([y, *torch.autograd.grad(y.square().mean(), list(network.parameters()))])
-    for mine, other in zip(*found):
-        assert relative(mine, other.double()) < 2e-5
+    assert_same(ours, theirs, x)
 
 
 class Branching(nn.Sequential):

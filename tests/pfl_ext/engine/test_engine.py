@@ -19,8 +19,9 @@ from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Memb
 from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import OBJECTIVES, ObjectiveName
 from pfl_ext.privacy import TALLY, metric_name, private_mean
-from pfl_ext.privacy_accounting import PrivacyConfig
-from tests.pfl_ext.engine.setting import LABELS, Setting, distance, norm, small_backbone
+from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
+from pfl_ext.privacy_mechanisms import Clipping
+from tests.pfl_ext.engine.setting import LABELS, Setting, distance, norm, private, small_backbone
 
 SAMPLINGS = st.builds(
     LocalSampling,
@@ -77,25 +78,17 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("kind", ["gaussian", "adaptive"])
 def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
-    clipping: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    clipping: Clipping, kind: Mechanism, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [1, 2, 1, 2, 3, 9, 20]
 
-    def private() -> Any:
-        config = PrivacyConfig(
-            epsilon=50.0,
-            delta=1e-3,
-            mechanism=kind,  # type: ignore[arg-type]
-            clipping=clipping,  # type: ignore[arg-type]
-            clipping_bound=0.27 if clipping == "flat" else 0.5,
-            indicator_std_fraction=0.2,
-        )
-        made = private_mean(config.calibrate(len(sizes), len(sizes), 5), noise_seed=4)
+    def quiet() -> Any:
+        made = private(len(sizes), kind, clipping)
         monkeypatch.setattr(made, "_noise", lambda context, size, users: (torch.zeros(size), 1e-9))
         return made
 
-    theirs, _, metrics = Setting(sizes, by_images=False, more=[private()], rounds=3).run(engine=False)
-    ours, _, our_metrics = Setting(sizes, by_images=False, more=[private()], rounds=3).run(True, lanes=2)
+    theirs, _, metrics = Setting(sizes, by_images=False, more=[quiet()], rounds=3).run(engine=False)
+    ours, _, our_metrics = Setting(sizes, by_images=False, more=[quiet()], rounds=3).run(True, lanes=2)
     assert TALLY not in ours
     assert distance(ours, theirs) < 1e-5
     assert 0 < metrics[metric_name("fraction clipped")].overall_value < 1

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import pfl_ext.engine.cohort as module
-from pfl_ext.privacy import private_mean
-from pfl_ext.privacy_accounting import PrivacyConfig
+from pfl_ext.engine.lane import Lane
+from pfl_ext.privacy_mechanisms import Clipping
 from tests.card import DEVICE, OnCard, card, plain
-from tests.pfl_ext.engine.setting import Setting, distance
+from tests.pfl_ext.engine.setting import Setting, distance, private
 
 SIZES = [1, 2, 3, 9, 13, 5, 1, 2]
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -25,18 +25,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "FedNova": {"nova": True},
     "single label": {"objective": "single_label"},
 }
-
-
-def private(clipping: str = "flat") -> Any:
-    config = PrivacyConfig(
-        epsilon=50.0,
-        delta=1e-3,
-        mechanism="gaussian",
-        clipping=clipping,  # type: ignore[arg-type]
-        clipping_bound=0.27,
-        indicator_std_fraction=0.2,
-    )
-    return private_mean(config.calibrate(len(SIZES), len(SIZES), 5), noise_seed=4)
 
 
 def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
@@ -59,7 +47,7 @@ def test_a_card_trains_as_a_cpu_does(name: str, fuse: bool) -> None:
 @pytest.mark.parametrize("more", [False, True], ids=["plain", "private"])
 def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
     def setting(amp: torch.dtype | None) -> Setting:
-        return Setting(SIZES, by_images=not more, more=[private()] if more else [], amp=amp)
+        return Setting(SIZES, by_images=not more, more=[private(len(SIZES))] if more else [], amp=amp)
 
     theirs, *_ = setting(None).run(True, lanes=1, cpu_kernels=False)
     ours, _ = on_card(setting(torch.bfloat16), lanes=2, fuse=fuse)
@@ -68,19 +56,21 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_a_card_trains_privately_as_a_cpu_does(clipping: str, fuse: bool) -> None:
+def test_a_card_trains_privately_as_a_cpu_does(clipping: Clipping, fuse: bool) -> None:
     def setting() -> Setting:
-        return Setting(SIZES, rounds=2, by_images=False, more=[private(clipping)])
+        return Setting(SIZES, rounds=2, by_images=False, more=[private(len(SIZES), clipping=clipping)])
 
     theirs, *_ = setting().run(True, lanes=1, cpu_kernels=False)
     assert distance(on_card(setting(), lanes=2, fuse=fuse)[0], theirs) < 1e-5
 
 
-@pytest.mark.parametrize("more", [False, True], ids=["plain", "private"])
-def test_nothing_waits_for_the_card_but_the_end_of_a_private_round(more: bool) -> None:
+@pytest.mark.parametrize(("more", "fuse"), [(False, False), (False, True), (True, False)])
+def test_nothing_waits_for_the_card_but_the_end_of_a_private_round(more: bool, fuse: bool) -> None:
     def waits(rounds: int, sizes: list[int]) -> Counter[str]:
-        setting = Setting(sizes, rounds=rounds, by_images=not more, more=[private()] if more else [])
-        return on_card(setting, lanes=1)[1]
+        setting = Setting(
+            sizes, rounds=rounds, by_images=not more, more=[private(len(SIZES))] if more else []
+        )
+        return on_card(setting, lanes=1, fuse=fuse)[1]
 
     a_round = [waits(3, sizes) - waits(2, sizes) for sizes in (SIZES, [9, 2, 9, 9, 1, 9, 3, 3])]
     assert a_round[0] == a_round[1]
@@ -106,6 +96,34 @@ def test_a_card_whose_memory_runs_out_trains_smaller_groups_to_the_same_result(
     assert "groups of 128 images" in said
     assert "groups of 64 images" in said
     assert "groups of 32" not in said
+
+
+@pytest.mark.parametrize("sizes", [[0], [0, 0, 0, 3]])
+def test_users_without_images_go_by_a_card_too(sizes: list[int]) -> None:
+    theirs, *_ = Setting(sizes).run(True, lanes=1, cpu_kernels=False)
+    ours, _ = on_card(Setting(sizes), lanes=1)
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-7) for name in theirs)
+
+
+def test_a_card_without_room_for_all_lanes_has_fewer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, *_ = Setting(SIZES).run(True, lanes=1, cpu_kernels=False)
+    real, asked = Lane.rehearse, []
+
+    def short(lane: Lane, *others: Any, **more: Any) -> None:
+        asked.append(lane)
+        if len(asked) > room:
+            raise torch.OutOfMemoryError("made up")
+        real(lane, *others, **more)
+
+    monkeypatch.setattr(Lane, "rehearse", short)
+    room = 2
+    assert distance(on_card(Setting(SIZES), lanes=4)[0], theirs) < 1e-5
+    assert "out of memory: 2 lanes from here on" in capsys.readouterr().err
+    room = 0
+    with pytest.raises(ValueError, match="no memory to train on"):
+        on_card(Setting(SIZES), lanes=4)
 
 
 def test_the_card_refuses_what_a_card_refuses() -> None:
