@@ -29,8 +29,10 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     runtime = run.runtime
     module.to(get_default_device())
     kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
-    half = runtime.precision == "bf16" and (kernels is None or kernels.tiles)
-    if kernels is not None and not half:
+    amp = torch.bfloat16 if runtime.precision == "bf16" else None
+    if kernels is not None:
+        kernels, amp = kernels.at(amp)
+    if kernels is not None:
         take_over(module.backbone, kernels)
     central = run.config.centralised
     optimizer = make_server_optimizer(
@@ -43,7 +45,6 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
         adam_form="keras",
         momentum=central.momentum,
     )
-    amp = torch.bfloat16 if half else None
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pfl_ext.engine.cpu_kernels import CpuKernels
 from pfl_ext.engine.cpu_layers import kernels_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
@@ -122,7 +123,7 @@ class CohortEngine:
     :param prefetch: users read ahead of need, by each lane.
     :param fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought
         to be faster with graphs for them too, as a pass without one is some thousand launches.
-    :param cpu_kernels: on a CPU, in float32, convolutions and norms by `cpu_kernels`; where these
+    :param cpu_kernels: on a CPU, convolutions and norms by `cpu_kernels`; where these
         cannot be compiled, by torch, with a line on the screen.
     """
 
@@ -145,11 +146,11 @@ class CohortEngine:
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
-        self._build(whole=False, amp=False)
+        self._build(False, self._kernels)
 
-    def _build(self, whole: bool, amp: bool) -> None:
-        self._built = (whole, amp)
-        self._trimmed = trimmed = Trimmed(self._central, whole, None if amp else self._kernels)
+    def _build(self, whole: bool, kernels: CpuKernels | None) -> None:
+        self._built = (whole, _kind(kernels))
+        self._trimmed = trimmed = Trimmed(self._central, whole, kernels)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
         start = self._layout.gather(model)
@@ -162,14 +163,16 @@ class CohortEngine:
     def _prepare(self, how: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done.
 
-        Weight decay changes weights that no image reaches: then none may be left out. And on a CPU without
-        matrix tiles the compiled layers are faster in float32 than torch's in bfloat16.
+        Weight decay changes weights that no image reaches: then none may be left out. And what the compiled
+        layers do in less precision is not torch's autocast.
         """
-        if how.amp is not None and self._kernels is not None and not self._kernels.tiles:
-            how = replace(how, amp=None)
-        wanted = (self._built[0] or how.weight_decay > 0, how.amp is not None)
-        if wanted != self._built:
-            self._build(*wanted)
+        kernels = self._kernels
+        if kernels is not None:
+            kernels, amp = kernels.at(how.amp)
+            how = replace(how, amp=amp)
+        whole = self._built[0] or how.weight_decay > 0
+        if (whole, _kind(kernels)) != self._built:
+            self._build(whole, kernels)
         return how
 
     def close(self) -> None:
@@ -326,3 +329,7 @@ class CohortEngine:
         self._trimmed.refresh()
         lane.train(self._batches(dataset, how), how)
         return self._trimmed.expand(lane.update())
+
+
+def _kind(kernels: CpuKernels | None) -> str:
+    return "torch" if kernels is None else "half" if kernels.half else "float"

@@ -8,6 +8,7 @@ Shape letters: N images, C channels in, K channels out, H and W positions, G gro
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import os
@@ -29,16 +30,22 @@ SOURCES = Path(__file__).parent / "cpu"
 THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 CHANNELS = 32
-"""Channels must be a multiple of this."""
+"""Channels must be a multiple of this; those of a convolution's images may also be fewer."""
 TOLERANCE = 1e-4  # of a compiled layer beside torch's, when it is loaded
+HALF_TOLERANCE = 0.02
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
 SIGNATURES = {  # pointers, whole numbers (threads and sizes), others
-    "conv3x3": (3, 6, 0),
-    "conv3x3_backward": (5, 6, 0),
-    "convolve": (3, 11, 0),
-    "convolve_backward": (5, 11, 0),
+    "has_halves": (0, 0, 0),
+    "conv3x3": (3, 7, 0),
+    "conv3x3_backward": (5, 7, 0),
+    "convolve": (3, 12, 0),
+    "convolve_backward": (5, 12, 0),
+    "thin_convolve": (3, 12, 0),
+    "thin_convolve_backward": (3, 12, 0),
+    "pool": (3, 10, 0),
+    "pool_backward": (3, 10, 0),
     "group_norm": (7, 6, 1),
     "group_norm_backward": (11, 6, 0),
 }
@@ -65,6 +72,12 @@ class Form:
         tiles = n * -(-height // 4) * -(-width // 4)
         return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
 
+    def halves_pay(self, n: int, height: int, width: int) -> bool:
+        """Whether half floats are the faster ones: in Winograd's way always; in the others, which hold two
+        images together, where there are two, with positions enough that weights are not most of the work."""
+        down, across = self.output(height, width)
+        return self.pays(n, height, width) or (n > 1 and n * down * across >= 64)
+
     def output(self, height: int, width: int) -> tuple[int, int]:
         """Positions down and across."""
         return (
@@ -76,7 +89,8 @@ class Form:
 class CpuKernels:
     """The compiled functions on float32 tensors in channels-last memory.
 
-    Each uses as many threads as torch has in the calling thread.
+    Each uses as many threads as torch has in the calling thread. ``half``: whether convolutions multiply half
+    floats (IEEE's, of 11 bits; tensors stay float32).
     :raises Unavailable: where they cannot be compiled, or compute something else than torch.
     """
 
@@ -96,14 +110,40 @@ class CpuKernels:
                 *[ctypes.c_long] * sizes,
                 *[ctypes.c_double] * numbers,
             ]
-            function.restype = None
+            function.restype = ctypes.c_long if name == "has_halves" else None
             self._functions[name] = function
+        self.half = False
         _check(self)
+        if self.has_halves:
+            _check(self.halved())
 
     @cached_property
     def tiles(self) -> bool:
         """Whether the processor multiplies matrices of bfloat16 by tiles (AMX), which torch then uses."""
         return "amx_bf16" in _processor().split()
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether the processor does arithmetic with half floats (AVX512-FP16)."""
+        return bool(self._functions["has_halves"]())
+
+    def halved(self) -> CpuKernels:
+        """These with ``half``."""
+        made = copy.copy(self)
+        made.half = True
+        return made
+
+    def at(self, precision: torch.dtype | None) -> tuple[CpuKernels | None, torch.dtype | None]:
+        """For training in this type, None being float32: the functions to use, if any, and torch's autocast.
+
+        torch is the faster one in bfloat16 where the processor has tiles for it. Elsewhere these are: with
+        half floats, if it has them, and in float32 otherwise.
+        """
+        if precision is None:
+            return self, None
+        if self.tiles:
+            return None, precision
+        return (self.halved() if self.has_halves else self), None
 
     def __deepcopy__(self, memo: Any) -> CpuKernels:
         return self  # networks that hold it are copied
@@ -117,25 +157,70 @@ class CpuKernels:
         x, weight = _last(x), _last(weight)
         (n, c, h, w), k = x.shape, len(weight)
         out = torch.empty((n, k, *form.output(h, w)), memory_format=torch.channels_last)
-        if form.pays(n, h, w):
-            self._call("conv3x3", (x, weight, out), n, h, w, c, k)
+        half = self.half and form.halves_pay(n, h, w)
+        if c < CHANNELS:
+            self._call("thin_convolve", (x, weight, out), n, h, w, c, k, *astuple(form), half)
+        elif form.pays(n, h, w):
+            self._call("conv3x3", (x, weight, out), n, h, w, c, k, half)
         else:
-            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
+            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form), half)
         return out
 
     def convolution_backward(
-        self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool]
+        self,
+        x: Tensor,
+        e: Tensor,
+        weight: Tensor,
+        form: Form,
+        wanted: tuple[bool, bool],
+        exact: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted.
+
+        ``exact``: in float32, whatever ``half`` says.
+        """
         x, e, weight = _last(x), _last(e), _last(weight)
         (n, c, h, w), k = x.shape, len(weight)
+        half = self.half and not exact and form.halves_pay(n, h, w)
+        if c < CHANNELS:
+            return self._thin_backward(x, e, weight, form, wanted, half)
         dx = torch.empty_like(x) if wanted[0] else None
         dw = torch.empty_like(weight) if wanted[1] else None
         if form.pays(n, h, w):
-            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
+            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k, half)
         else:
-            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
+            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form), half)
         return dx, dw
+
+    def _thin_backward(
+        self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool], half: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = dw = None
+        if wanted[0]:  # by torch: training does not ask for it
+            stride, padding = [form.stride] * 2, [form.top, form.left]
+            dx = torch.ops.aten.convolution_backward(
+                e, x, weight, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
+            )[0]
+        if wanted[1]:
+            dw, (n, c, h, w) = torch.empty_like(weight), x.shape
+            self._call("thin_convolve_backward", (x, e, dw), n, h, w, c, len(weight), *astuple(form), half)
+        return dx, dw
+
+    def max_pool(self, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """``[N, C, H, W]`` -> ``[N, C, H', W']``: the largest of each window, and bytes: its place there."""
+        x = _last(x)
+        (n, c, h, w) = x.shape
+        out = torch.empty((n, c, *form.output(h, w)), memory_format=torch.channels_last)
+        places = torch.empty_like(out, dtype=torch.uint8)
+        self._call("pool", (x, out, places), n, h, w, c, *astuple(form))
+        return out, places
+
+    def max_pool_backward(self, e: Tensor, places: Tensor, form: Form, size: Sequence[int]) -> Tensor:
+        """From ``e`` ``[N, C, H', W']``, the output's gradient: that of ``x``, whose shape is ``size``."""
+        n, c, h, w = size
+        dx = torch.empty((n, c, h, w), memory_format=torch.channels_last)
+        self._call("pool_backward", (_last(e), places, dx), n, h, w, c, *astuple(form))
+        return dx
 
     def group_norm(
         self,
@@ -241,9 +326,9 @@ def _processor() -> str:
 
 def _check(kernels: CpuKernels) -> None:
     """A compiler's mistake must not become a result."""
-    steps = torch.arange(2 * CHANNELS * 14 * 28 * 2, dtype=torch.float32)
-    x, e = torch.sin(steps * 0.37).view(2, 2, CHANNELS, 14, 28).unbind()
-    weight = torch.sin(torch.arange(CHANNELS**2 * 9) * 0.73).view(CHANNELS, CHANNELS, 3, 3)
+    draw = torch.Generator().manual_seed(1)
+    x, e = torch.randn(2, 3, CHANNELS, 14, 28, generator=draw).unbind()
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw)
     scale = weight[0, :, 0, 0].contiguous()
     found: list[Any] = []
     expected: list[Tensor] = []
@@ -268,6 +353,7 @@ def _check(kernels: CpuKernels) -> None:
                 y = y + added
             y = y.relu() if relu else y
             expected += [y, *torch.autograd.grad(y, leaves, e)]
+    tolerance = HALF_TOLERANCE if kernels.half else TOLERANCE
     for ours, theirs in zip(found, expected):
-        if not (ours - theirs).norm() <= TOLERANCE * theirs.norm():
+        if not (ours - theirs).norm() <= tolerance * theirs.norm():
             raise Unavailable("what the compiler made of them does not compute what torch computes")

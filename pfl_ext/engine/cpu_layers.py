@@ -44,10 +44,36 @@ class Convolution(nn.Conv2d):
         return out if self.bias is None else out + self.bias[:, None, None]
 
     def gradients(
-        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
+        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool], exact: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
-        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted.
+
+        ``exact``: in float32.
+        """
+        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted, exact)
+
+
+class MaxPool(nn.MaxPool2d):
+    """Max pooling by `CpuKernels`."""
+
+    kernels: CpuKernels
+
+    @property
+    def form(self) -> Form:
+        """What `CpuKernels` must know."""
+        (high, wide), stride, (top, left) = (
+            _pair(self.kernel_size),
+            _pair(self.stride)[0],
+            _pair(self.padding),
+        )
+        return Form(high, wide, stride, top, left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
+        if not (_plain(x) and x.ndim == 4 and x.shape[1] % CHANNELS == 0):
+            return super().forward(x)  # type: ignore[no-any-return]
+        out: Tensor = _Pool.apply(x, self)
+        return out
 
 
 class GroupNorm(nn.GroupNorm):
@@ -103,6 +129,19 @@ class _Convolve(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: MaxPool) -> Tensor:
+        out, places = layer.kernels.max_pool(x, layer.form)
+        ctx.save_for_backward(places)
+        ctx.layer, ctx.form, ctx.size = layer, layer.form, x.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor, None]:
+        return ctx.layer.kernels.max_pool_backward(e, *ctx.saved_tensors, ctx.form, ctx.size), None
 
 
 class _Normalise(torch.autograd.Function):
@@ -183,12 +222,22 @@ def _plain_sum(node: fx.Node) -> bool:
     return len(node.args) == 2 == len(node.all_input_nodes) and not node.kwargs
 
 
-def _kind(layer: nn.Module) -> type[Convolution | GroupNorm] | None:
+def _kind(layer: nn.Module) -> type[Convolution | GroupNorm | MaxPool] | None:
     if type(layer) is nn.GroupNorm:
         return GroupNorm if layer.affine and layer.num_channels % CHANNELS == 0 else None
+    if type(layer) is nn.MaxPool2d:
+        (high, wide), strides = _pair(layer.kernel_size), _pair(layer.stride)
+        odd = layer.ceil_mode or layer.return_indices or _pair(layer.dilation) != (1, 1) or high * wide > 255
+        return MaxPool if strides[0] == strides[1] and not odd else None
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return None
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
-    small = max(layer.kernel_size) <= 3  # with larger ones torch was the faster
-    even = layer.in_channels % CHANNELS == 0 and layer.out_channels % CHANNELS == 0
-    return Convolution if plain and small and even else None
+    even = (
+        layer.in_channels % CHANNELS == 0 and max(layer.kernel_size) <= 3
+    )  # with larger ones torch was faster
+    suits = layer.out_channels % CHANNELS == 0 and (layer.in_channels < CHANNELS or even)
+    return Convolution if plain and suits else None
+
+
+def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else value

@@ -36,8 +36,8 @@ template <After after> static void normalise(
     const float* x, const float* z, const float* scale, const float* shift, float* y, float* mean, float* rstd, long n,
     long positions, long c, long g, double eps) {
   const long wide = c / g, size = positions * c;
-  double* sums = (double*)scratch(0, 8 * c);
-  float *times = scratch(1, 2 * c), *centre = times + c;
+  double* sums = scratch<double>(0, 4 * c);
+  float *times = scratch<float>(1, 2 * c), *centre = times + c;
   for (long i = 0; i < n; i++, x += size, y += size, z += after == ADD_RELU ? size : 0) {
     channel_sums(x, x, positions, c, sums, sums + c, [](long, long, vec near) { return near; });  // p: the first position
     for (long q = 0; q < g; q++) {
@@ -64,8 +64,8 @@ template <After after> static void normalise_backward(
     const float* x, const float* y, const float* e, const float* scale, const float* shift, const float* mean,
     const float* rstd, float* dx, float* dz, float* dshift, float* dscale, long n, long positions, long c, long g) {
   const long wide = c / g, size = positions * c, more = after == ADD_RELU ? size : 0;
-  double* sums = (double*)scratch(0, 8 * c);
-  float *of_e = scratch(1, 4 * c), *of_x = of_e + c, *plus = of_x + c, *centre = plus + c;
+  double* sums = scratch<double>(0, 4 * c);
+  float *of_e = scratch<float>(1, 4 * c), *of_x = of_e + c, *plus = of_x + c, *centre = plus + c;
   for (long i = 0; i < n; i++, x += size, y += more, e += size, dx += size, dz += more) {
     for (long j = 0; j < c; j++) centre[j] = mean[i * g + j / wide], of_e[j] = float(double(rstd[i * g + j / wide]) * scale[j]);
     auto signal = [&](long at, long q, vec near) {  // the gradient of what the norm gave

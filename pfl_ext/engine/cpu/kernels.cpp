@@ -4,6 +4,8 @@
 
 #include "direct.h"
 #include "group_norm.h"
+#include "pool.h"
+#include "thin.h"
 #include "winograd.h"
 
 template <class Work> static void split(long n, long threads, Work work) {
@@ -24,31 +26,71 @@ template <class Work> static void split_sum(long n, long threads, float* dw, lon
 
 extern "C" {
 
-void conv3x3(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k) {
+long has_halves() { return each<halves> > 1; }
+
+void conv3x3(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k,
+             long half) {
+  const auto work = half ? winograd<halves> : winograd<vec>;
   split(n, threads, [&](long first, long last, long) {
-    winograd(x + first * h * width * c, w, y + first * h * width * k, last - first, h, width, c, k);
+    work(x + first * h * width * c, w, y + first * h * width * k, last - first, h, width, c, k);
   });
 }
 void conv3x3_backward(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long n,
-                      long h, long width, long c, long k) {
+                      long h, long width, long c, long k, long half) {
+  const auto work = half ? winograd_backward<halves> : winograd_backward<vec>;
   split_sum(n, threads, dw, 9 * c * k, [&](long first, long last, float* own) {
     const long from = first * h * width;
-    winograd_backward(x + from * c, e + from * k, w, dx ? dx + from * c : dx, own, last - first, h, width, c, k);
+    work(x + from * c, e + from * k, w, dx ? dx + from * c : dx, own, last - first, h, width, c, k);
   });
 }
 void convolve(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k,
-              long high, long wide, long stride, long top, long left) {
+              long high, long wide, long stride, long top, long left, long half) {
+  const auto work = half ? direct<halves> : direct<vec>;
   split(n, threads, [&](long first, long last, long) {
     const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
-    direct(x + first * h * width * c, w, y + first * o.down * o.across * k, o);
+    work(x + first * h * width * c, w, y + first * o.down * o.across * k, o);
   });
 }
 void convolve_backward(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long n,
-                       long h, long width, long c, long k, long high, long wide, long stride, long top, long left) {
+                       long h, long width, long c, long k, long high, long wide, long stride, long top, long left,
+                       long half) {
+  const auto work = half ? direct_backward<halves> : direct_backward<vec>;
   split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
     const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
     const long from = first * h * width * c;
-    direct_backward(x + from, e + first * o.down * o.across * k, w, dx ? dx + from : dx, own, o);
+    work(x + from, e + first * o.down * o.across * k, w, dx ? dx + from : dx, own, o);
+  });
+}
+void thin_convolve(const float* x, const float* w, float* y, long threads, long n, long h, long width, long c, long k,
+                   long high, long wide, long stride, long top, long left, long half) {
+  const auto work = half ? thin<halves> : thin<vec>;
+  split(n, threads, [&](long first, long last, long) {
+    const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
+    work(x + first * h * width * c, w, y + first * o.down * o.across * k, o);
+  });
+}
+void thin_convolve_backward(const float* x, const float* e, float* dw, long threads, long n, long h, long width, long c,
+                            long k, long high, long wide, long stride, long top, long left, long half) {
+  const auto work = half ? thin_backward<halves> : thin_backward<vec>;
+  split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
+    const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
+    work(x + first * h * width * c, e + first * o.down * o.across * k, own, o);
+  });
+}
+void pool(const float* x, float* y, unsigned char* places, long threads, long n, long h, long width, long c, long high,
+          long wide, long stride, long top, long left) {
+  split(n, threads, [&](long first, long last, long) {
+    const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
+    const long to = first * o.down * o.across * c;
+    max_pool(x + first * h * width * c, y + to, places + to, o);
+  });
+}
+void pool_backward(const float* e, const unsigned char* places, float* dx, long threads, long n, long h, long width,
+                   long c, long high, long wide, long stride, long top, long left) {
+  split(n, threads, [&](long first, long last, long) {
+    const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
+    const long from = first * o.down * o.across * c;
+    max_pool_backward(e + from, places + from, dx + first * h * width * c, o);
   });
 }
 void group_norm(const float* x, const float* z, const float* scale, const float* shift, float* y, float* mean,

@@ -28,7 +28,7 @@ from pfl_ext.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD
-from pfl_ext.privacy import private_mean
+from pfl_ext.privacy import TALLY, private_mean
 from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy_mechanisms import Clipping
 
@@ -195,6 +195,18 @@ def private(num_users: int, mechanism: Mechanism = "gaussian", clipping: Clippin
         indicator_std_fraction=0.2,
     )
     return private_mean(config.calibrate(num_users, num_users, 5), noise_seed=4)
+
+
+class _Silent(type(private_mean(PrivacyConfig(mechanism="gaussian").calibrate(9, 9, 1)))):  # type: ignore[misc]
+    def postprocess_server(self, *, stats: Any, central_context: Any, aggregate_metrics: Any) -> Any:
+        stats.pop(TALLY)
+        return stats, Metrics()
+
+
+def without_noise(clipping_bound: float, clipping: Clipping = "flat") -> Any:
+    """A postprocessor that clips each user's update as a private one does, and adds no noise."""
+    config = PrivacyConfig(mechanism="gaussian", clipping_bound=clipping_bound, clipping=clipping)
+    return _Silent(config.calibrate(9, 9, 1))
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

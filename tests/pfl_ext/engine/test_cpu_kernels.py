@@ -18,15 +18,25 @@ from torch import Tensor, nn
 from pfl_ext.engine import cpu_kernels
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu_kernels import CpuKernels, Form, Unavailable
-from pfl_ext.engine.cpu_layers import Convolution, GroupNorm, kernels_for, take_over
+from pfl_ext.engine.cpu_layers import Convolution, GroupNorm, MaxPool, kernels_for, take_over
 from pfl_ext.models import ImageClassifier, build_backbone
-from tests.pfl_ext.engine.setting import LABELS, Setting, distance, norm, small_backbone
+from tests.pfl_ext.engine.setting import (
+    LABELS,
+    Setting,
+    distance,
+    norm,
+    small_backbone,
+    without_noise,
+)
 
 try:
     KERNELS: CpuKernels | None = CpuKernels()
 except Unavailable:
     KERNELS = None
 compiled = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
+with_halves = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_halves, reason="this processor does no arithmetic with half floats"
+)
 
 
 @pytest.fixture
@@ -101,6 +111,180 @@ def test_a_convolution_and_its_gradients_are_torchs(
     assert torch.equal(only_w[1], ours[1])  # type: ignore[arg-type]
 
 
+@with_halves
+@pytest.mark.parametrize("way", ["Winograd", "direct", "thin"])
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 5),
+    height=st.integers(5, 13),
+    width=st.integers(5, 13),
+    channels=st.sampled_from([(32, 32), (32, 96), (64, 32), (512, 32)]),
+    stride=st.integers(1, 3),
+    powers=st.tuples(*[st.integers(-30, 30)] * 3),
+    count=st.sampled_from([1, 2]),
+)
+def test_with_half_floats_a_convolution_of_numbers_of_any_size_is_near_torchs(
+    way: str,
+    n: int,
+    height: int,
+    width: int,
+    channels: tuple[int, int],
+    stride: int,
+    powers: tuple[int, int, int],
+    count: int,
+) -> None:
+    assert KERNELS is not None
+    half = KERNELS.halved()
+    if way == "thin":
+        channels = (min(channels[0] // 32 * 3, 31), channels[1])
+    form = Form(3, 3, 1 if way == "Winograd" else stride, 1, 1)
+    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
+    x = torch.randn(n, channels[0], height, width, generator=draw) * 2.0 ** powers[0]
+    weight = torch.randn(channels[1], channels[0], 3, 3, generator=draw) * 2.0 ** powers[1]
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
+    e = torch.randn(y.shape, generator=draw) * 2.0 ** powers[2]
+    e *= torch.rand(y.shape, generator=draw) ** 8  # as gradients are: most are small
+    dx, dw = torch.autograd.grad(y, leaves, e.double())
+    margin = 0.02 if way == "Winograd" else 0.004
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_kernels, "WEIGHTS", -1e12 if way == "Winograd" else 1e12)
+        patch.setattr(Form, "halves_pay", lambda *_: True)
+        assert 1e-6 < relative(half.convolution(x, weight, form), y) < margin
+        ours = half.convolution_backward(x, e, weight, form, (True, True))
+        exact = half.convolution_backward(x, e, weight, form, (True, True), exact=True)
+        plain = KERNELS.convolution_backward(x, e, weight, form, (True, True))
+    torch.set_num_threads(threads)
+    assert relative(ours[0], dx) < margin
+    assert 1e-6 < relative(ours[1], dw) < margin
+    for mine, other in zip(exact, plain):
+        assert mine is not None
+        assert other is not None
+        assert torch.equal(mine, other)
+
+
+@with_halves
+@pytest.mark.parametrize("stride", [1, 2])
+def test_no_sum_of_half_floats_overflows(stride: int) -> None:
+    """All numbers as large as the largest, and of the signs that the transforms and the sums add up."""
+    assert KERNELS is not None
+    half, form = KERNELS.halved(), Form(3, 3, stride, 1, 1)
+    for size in (0.99, 1.0, 1.01):
+        for signs in (lambda i: 1, lambda i: (-1) ** i, lambda i: (-1) ** (i // 2)):
+            row = torch.tensor([size * signs(i) for i in range(16)])
+            x = (row[:, None] * row)[None, None].expand(8, 1024, 16, 16).contiguous()
+            weight = (row[:3, None] * row[:3])[None, None].expand(1024, 1024, 3, 3).contiguous()
+            y = F.conv2d(x, weight, stride=stride, padding=1)
+            e = x[:, :, ::stride, ::stride].contiguous()
+            found = half.convolution(x, weight, form)
+            dx, dw = half.convolution_backward(x, e, weight, form, (True, True))
+            for made in (found, dx, dw):
+                assert made is not None
+                assert made.isfinite().all()
+            assert relative(found, y) < 0.03
+
+
+@with_halves
+def test_half_floats_err_no_more_than_torchs_bfloat16() -> None:
+    """In the gradients of a whole network, which magnify any rounding."""
+    assert KERNELS is not None
+    network = resnet("group")
+    taken = copy.deepcopy(network)
+    take_over(taken, KERNELS.halved())
+    draw = torch.Generator().manual_seed(4)
+    x = F.interpolate(torch.rand(6, 3, 8, 8, generator=draw), size=(64, 64), mode="bicubic")
+    targets = (torch.rand(6, 17, generator=draw) < 0.3).double()
+
+    def gradients(module: nn.Module, x: Tensor) -> Tensor:
+        loss = F.binary_cross_entropy_with_logits(module(x).double(), targets)
+        return torch.cat([g.double().flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+
+    exact = gradients(copy.deepcopy(network).double(), x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = relative(gradients(network, x), exact)
+    assert 1e-3 < relative(gradients(taken, x), exact) < 1.1 * theirs < 0.3
+
+
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    height=st.integers(3, 13),
+    width=st.integers(3, 13),
+    channels=st.sampled_from([(1, 32), (3, 64), (31, 32)]),
+    kernel=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    stride=st.integers(1, 3),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_a_convolution_of_few_channels_is_torchs(
+    n: int,
+    height: int,
+    width: int,
+    channels: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: int,
+    padding: tuple[int, int],
+) -> None:
+    assert KERNELS is not None
+    kernel = (min(kernel[0], height + 2 * padding[0]), min(kernel[1], width + 2 * padding[1]))
+    form = Form(*kernel, stride, *padding)
+    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
+    x = torch.randn(n, channels[0], height, width, generator=draw)
+    weight = torch.randn(channels[1], channels[0], *kernel, generator=draw)
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = F.conv2d(leaves[0], leaves[1], stride=stride, padding=padding)
+    e = torch.randn(y.shape, generator=draw)
+    expected = torch.autograd.grad(y, leaves, e.double())
+    assert relative(KERNELS.convolution(x, weight, form), y) < 1e-5
+    for ours, theirs in zip(KERNELS.convolution_backward(x, e, weight, form, (True, True)), expected):
+        assert relative(ours, theirs) < 1e-5
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    height=st.integers(3, 12),
+    width=st.integers(3, 12),
+    channels=st.sampled_from([32, 96]),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.integers(1, 3),
+    padded=st.tuples(st.booleans(), st.booleans()),
+    odd=st.sampled_from([None, float("nan"), float("-inf")]),
+)
+def test_max_pooling_and_its_gradient_are_torchs(
+    n: int,
+    height: int,
+    width: int,
+    channels: int,
+    kernel: tuple[int, int],
+    stride: int,
+    padded: tuple[bool, bool],
+    odd: float | None,
+) -> None:
+    assert KERNELS is not None
+    kernel = (min(kernel[0], height), min(kernel[1], width))
+    padding = (kernel[0] // 2 * padded[0], kernel[1] // 2 * padded[1])
+    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
+    x = torch.randn(n, channels, height, width, generator=draw).relu()  # with many that are equal
+    if odd is not None:
+        x[0, ::3, :4, :4] = odd
+    leaf = x.clone().requires_grad_()
+    y = F.max_pool2d(leaf, kernel, stride, padding)
+    e = torch.randn(y.shape, generator=draw)
+    (dx,) = torch.autograd.grad(y, leaf, e)
+    layer = nn.MaxPool2d(kernel, stride, padding)
+    take_over(layer, KERNELS)
+    assert type(layer) is MaxPool
+    mine = x.clone().requires_grad_()
+    out = layer(mine)
+    torch.testing.assert_close(out, y, rtol=0, atol=0, equal_nan=True)
+    (own,) = torch.autograd.grad(out, mine, e)
+    torch.testing.assert_close(own, dx, rtol=1e-5, atol=1e-5)
+
+
 @compiled
 @settings(max_examples=40, deadline=None)
 @given(
@@ -173,7 +357,8 @@ def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     assert KERNELS is not None
     take_over(ours, KERNELS)
     kinds = [type(layer) for layer in ours.modules()]
-    assert kinds.count(Convolution) == 19, "all but the first, which has three channels"
+    assert kinds.count(Convolution) == 20
+    assert kinds.count(MaxPool) == 1
     assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
     x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
     assert_same(ours, theirs, x)
@@ -244,8 +429,13 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
         nn.Conv2d(32, 32, 3, padding="same"),
         nn.Conv2d(32, 32, 3, stride=(1, 2)),
         nn.Conv2d(32, 32, 5),
-        nn.Conv2d(24, 32, 3),
-        nn.Conv2d(32, 24, 3),
+        nn.Conv2d(48, 32, 3),
+        nn.Conv2d(3, 24, 3),
+        nn.MaxPool2d(3, (1, 2)),
+        nn.MaxPool2d(3, dilation=2),
+        nn.MaxPool2d(3, ceil_mode=True),
+        nn.MaxPool2d(3, return_indices=True),
+        nn.MaxPool2d(16),
     )
     before = [type(layer) for layer in odd]
     assert kernels_for(ImageClassifier(odd, input_size=10)) is None
@@ -319,17 +509,31 @@ def test_the_same_round_is_bitwise_the_same_again() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("tiles", [False, True])
-def test_bf16_is_for_processors_that_multiply_by_tiles(tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuKernels, "tiles", tiles)
+@pytest.mark.parametrize("processor", ["tiles", "halves", "neither"])
+def test_bf16_is_done_as_the_processor_does_it_fastest(
+    processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if processor == "halves" and (KERNELS is None or not KERNELS.has_halves):
+        pytest.skip("this processor does no arithmetic with half floats")
+    monkeypatch.setattr(CpuKernels, "tiles", processor == "tiles")
+    monkeypatch.setattr(CpuKernels, "has_halves", processor == "halves")
     setting = Setting([1, 6, 9], backbone=wide_backbone)
     exact = setting.run(True)[0]
     setting.amp = torch.bfloat16
-    assert (distance(setting.run(True)[0], exact) > 1e-4) == tiles
+    assert (distance(setting.run(True)[0], exact) > 1e-4) == (processor != "neither")
     setting.backbone = small_backbone  # nothing in it is compiled
     without = setting.run(True)[0]
     setting.amp = None
     assert distance(without, setting.run(True)[0]) > 1e-4
+
+
+@with_halves
+@pytest.mark.parametrize("size", [3, 40], ids=["one step", "more steps"])
+def test_with_half_floats_no_users_part_of_a_private_sum_exceeds_the_bound(size: int) -> None:
+    private = without_noise(0.01)
+    setting = Setting([size], by_images=False, more=[private], backbone=wide_backbone, clipping="none")
+    setting.amp = torch.bfloat16
+    assert 0.0099 < norm(setting.run(True)[0]) <= 0.01
 
 
 def engine() -> CohortEngine:
