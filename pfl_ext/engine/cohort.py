@@ -149,7 +149,7 @@ class CohortEngine:
         self._build(False, self._kernels)
 
     def _build(self, whole: bool, kernels: CpuKernels | None) -> None:
-        self._built = (whole, _kind(kernels))
+        self._built = (whole, kernels is not None)
         self._trimmed = trimmed = Trimmed(self._central, whole, kernels)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
@@ -163,15 +163,15 @@ class CohortEngine:
     def _prepare(self, how: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done.
 
-        Weight decay changes weights that no image reaches: then none may be left out. And what the compiled
-        layers do in less precision is not torch's autocast.
+        Weight decay changes weights that no image reaches: then none may be left out. And for bfloat16 a CPU
+        may be faster with torch's layers, or in float32.
         """
         kernels = self._kernels
         if kernels is not None:
             kernels, amp = kernels.at(how.amp)
             how = replace(how, amp=amp)
         whole = self._built[0] or how.weight_decay > 0
-        if (whole, _kind(kernels)) != self._built:
+        if (whole, kernels is not None) != self._built:
             self._build(whole, kernels)
         return how
 
@@ -329,7 +329,3 @@ class CohortEngine:
         self._trimmed.refresh()
         lane.train(self._batches(dataset, how), how)
         return self._trimmed.expand(lane.update())
-
-
-def _kind(kernels: CpuKernels | None) -> str:
-    return "torch" if kernels is None else "half" if kernels.half else "float"

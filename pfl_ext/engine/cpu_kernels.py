@@ -8,7 +8,6 @@ Shape letters: N images, C channels in, K channels out, H and W positions, G gro
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import os
@@ -36,18 +35,16 @@ HALF_TOLERANCE = 0.02
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
-SIGNATURES = {  # pointers, whole numbers (threads and sizes), others
+SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "has_halves": (0, 0, 0),
     "conv3x3": (3, 7, 0),
     "conv3x3_backward": (5, 7, 0),
     "convolve": (3, 12, 0),
     "convolve_backward": (5, 12, 0),
-    "thin_convolve": (3, 12, 0),
-    "thin_convolve_backward": (3, 12, 0),
-    "pool": (3, 10, 0),
-    "pool_backward": (3, 10, 0),
-    "group_norm": (7, 6, 1),
-    "group_norm_backward": (11, 6, 0),
+    "pool": (3, 11, 0),
+    "pool_backward": (3, 11, 0),
+    "group_norm": (7, 7, 1),
+    "group_norm_backward": (11, 7, 0),
 }
 
 
@@ -73,10 +70,9 @@ class Form:
         return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
 
     def halves_pay(self, n: int, height: int, width: int) -> bool:
-        """Whether half floats are the faster ones: in Winograd's way always; in the others, which hold two
-        images together, where there are two, with positions enough that weights are not most of the work."""
+        """Whether half floats are the faster ones: not where the weights are most of the work."""
         down, across = self.output(height, width)
-        return self.pays(n, height, width) or (n > 1 and n * down * across >= 64)
+        return self.pays(n, height, width) or n * down * across >= 64
 
     def output(self, height: int, width: int) -> tuple[int, int]:
         """Positions down and across."""
@@ -87,10 +83,11 @@ class Form:
 
 
 class CpuKernels:
-    """The compiled functions on float32 tensors in channels-last memory.
+    """The compiled functions on images in channels-last memory, float32 or, if `has_halves`, bfloat16.
 
-    Each uses as many threads as torch has in the calling thread. ``half``: whether convolutions multiply half
-    floats (IEEE's, of 11 bits; tensors stay float32).
+    Of bfloat16 images, convolutions multiply half floats (IEEE's, of 11 bits, times scales by which none gets
+    too large). Weights and their gradients are float32. Each uses as many threads as torch has in the calling
+    thread.
     :raises Unavailable: where they cannot be compiled, or compute something else than torch.
     """
 
@@ -112,10 +109,9 @@ class CpuKernels:
             ]
             function.restype = ctypes.c_long if name == "has_halves" else None
             self._functions[name] = function
-        self.half = False
-        _check(self)
+        _check(self, torch.float32, TOLERANCE)
         if self.has_halves:
-            _check(self.halved())
+            _check(self, torch.bfloat16, HALF_TOLERANCE)
 
     @cached_property
     def tiles(self) -> bool:
@@ -127,12 +123,6 @@ class CpuKernels:
         """Whether the processor does arithmetic with half floats (AVX512-FP16)."""
         return bool(self._functions["has_halves"]())
 
-    def halved(self) -> CpuKernels:
-        """These with ``half``."""
-        made = copy.copy(self)
-        made.half = True
-        return made
-
     def at(self, precision: torch.dtype | None) -> tuple[CpuKernels | None, torch.dtype | None]:
         """For training in this type, None being float32: the functions to use, if any, and torch's autocast.
 
@@ -143,74 +133,54 @@ class CpuKernels:
             return self, None
         if self.tiles:
             return None, precision
-        return (self.halved() if self.has_halves else self), None
+        return self, precision if self.has_halves else None
 
     def __deepcopy__(self, memo: Any) -> CpuKernels:
         return self  # networks that hold it are copied
 
     def _call(self, name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+        images = tensors[0]
+        assert images is not None
         pointers = (None if t is None else t.data_ptr() for t in tensors)
-        self._functions[name](*pointers, torch.get_num_threads(), *numbers)
+        self._functions[name](*pointers, torch.get_num_threads(), images.dtype == torch.bfloat16, *numbers)
 
     def convolution(self, x: Tensor, weight: Tensor, form: Form) -> Tensor:
         """``[N, C, H, W]`` by ``[K, C, high, wide]`` -> ``[N, K, H', W']``."""
-        x, weight = _last(x), _last(weight)
         (n, c, h, w), k = x.shape, len(weight)
-        out = torch.empty((n, k, *form.output(h, w)), memory_format=torch.channels_last)
-        half = self.half and form.halves_pay(n, h, w)
-        if c < CHANNELS:
-            self._call("thin_convolve", (x, weight, out), n, h, w, c, k, *astuple(form), half)
-        elif form.pays(n, h, w):
-            self._call("conv3x3", (x, weight, out), n, h, w, c, k, half)
+        if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
+            return self.convolution(x.float(), weight, form).to(x.dtype)
+        x, weight = _last(x), _last(weight)
+        out = _empty((n, k, *form.output(h, w)), x.dtype)
+        if c >= CHANNELS and form.pays(n, h, w):
+            self._call("conv3x3", (x, weight, out), n, h, w, c, k)
         else:
-            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form), half)
+            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
         return out
 
     def convolution_backward(
-        self,
-        x: Tensor,
-        e: Tensor,
-        weight: Tensor,
-        form: Form,
-        wanted: tuple[bool, bool],
-        exact: bool = False,
+        self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted.
-
-        ``exact``: in float32, whatever ``half`` says.
-        """
-        x, e, weight = _last(x), _last(e), _last(weight)
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
         (n, c, h, w), k = x.shape, len(weight)
-        half = self.half and not exact and form.halves_pay(n, h, w)
-        if c < CHANNELS:
-            return self._thin_backward(x, e, weight, form, wanted, half)
+        if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
+            dx, dw = self.convolution_backward(x.float(), e.float(), weight, form, wanted)
+            return None if dx is None else dx.to(x.dtype), dw
+        if c < CHANNELS and wanted[0]:
+            raise ValueError(f"the gradient of images with fewer than {CHANNELS} channels")
+        x, e, weight = _last(x), _last(e), _last(weight)
         dx = torch.empty_like(x) if wanted[0] else None
         dw = torch.empty_like(weight) if wanted[1] else None
-        if form.pays(n, h, w):
-            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k, half)
+        if c >= CHANNELS and form.pays(n, h, w):
+            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
         else:
-            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form), half)
-        return dx, dw
-
-    def _thin_backward(
-        self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool], half: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        dx = dw = None
-        if wanted[0]:  # by torch: training does not ask for it
-            stride, padding = [form.stride] * 2, [form.top, form.left]
-            dx = torch.ops.aten.convolution_backward(
-                e, x, weight, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
-            )[0]
-        if wanted[1]:
-            dw, (n, c, h, w) = torch.empty_like(weight), x.shape
-            self._call("thin_convolve_backward", (x, e, dw), n, h, w, c, len(weight), *astuple(form), half)
+            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
         return dx, dw
 
     def max_pool(self, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``: the largest of each window, and bytes: its place there."""
         x = _last(x)
-        (n, c, h, w) = x.shape
-        out = torch.empty((n, c, *form.output(h, w)), memory_format=torch.channels_last)
+        n, c, h, w = x.shape
+        out = _empty((n, c, *form.output(h, w)), x.dtype)
         places = torch.empty_like(out, dtype=torch.uint8)
         self._call("pool", (x, out, places), n, h, w, c, *astuple(form))
         return out, places
@@ -218,7 +188,7 @@ class CpuKernels:
     def max_pool_backward(self, e: Tensor, places: Tensor, form: Form, size: Sequence[int]) -> Tensor:
         """From ``e`` ``[N, C, H', W']``, the output's gradient: that of ``x``, whose shape is ``size``."""
         n, c, h, w = size
-        dx = torch.empty((n, c, h, w), memory_format=torch.channels_last)
+        dx = _empty(size, e.dtype)
         self._call("pool_backward", (_last(e), places, dx), n, h, w, c, *astuple(form))
         return dx
 
@@ -270,6 +240,10 @@ class CpuKernels:
 def _after(relu: bool, added: Tensor | None) -> int:
     assert relu or added is None
     return 0 if not relu else 1 if added is None else 2
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, memory_format=torch.channels_last)
 
 
 def _last(x: Tensor) -> Tensor:
@@ -324,36 +298,47 @@ def _processor() -> str:
     return platform.machine() + "".join(dict.fromkeys(kept))
 
 
-def _check(kernels: CpuKernels) -> None:
+def _check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
     """A compiler's mistake must not become a result."""
     draw = torch.Generator().manual_seed(1)
-    x, e = torch.randn(2, 3, CHANNELS, 14, 28, generator=draw).unbind()
+    x, e = torch.randn(2, 3, CHANNELS, 14, 28, generator=draw).to(dtype).unbind()
     weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw)
     scale = weight[0, :, 0, 0].contiguous()
     found: list[Any] = []
     expected: list[Tensor] = []
-    for form in (Form(3, 3, 1, 1, 1), Form(3, 3, 2, 1, 1)):
-        error = e[:, :, :: form.stride, :: form.stride]
-        found += [kernels.convolution(x, weight, form)]
-        found += kernels.convolution_backward(x, error, weight, form, (True, True))
+    for form, c in (
+        (Form(3, 3, 1, 1, 1), CHANNELS),
+        (Form(3, 3, 2, 1, 1), CHANNELS),
+        (Form(3, 3, 2, 1, 1), 3),
+    ):
+        error, images, own = e[:, :, :: form.stride, :: form.stride], x[:, :c], weight[:, :c]
+        wanted = (c == CHANNELS, True)
+        found += [kernels.convolution(images, own, form)]
+        found += kernels.convolution_backward(images, error, own, form, wanted)[1 - wanted[0] :]
         with torch.enable_grad():
-            leaves = [t.clone().requires_grad_() for t in (x, weight)]
+            leaves = [t.float().clone().requires_grad_() for t in (images, own)]
             y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
-            expected += [y, *torch.autograd.grad(y, leaves, error)]
+            expected += [y, *torch.autograd.grad(y, leaves[1 - wanted[0] :], error.float())]
     for relu, added in ((False, None), (True, None), (True, torch.cos(x))):
         out, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5, relu, added)
         kept = None if added is None else out
         dx, dscale, dshift, dz = kernels.group_norm_backward(x, e, scale, scale, mean, rstd, relu, kept)
         found += [out, dx, dscale.sum(0), dshift.sum(0), *([] if dz is None else [dz])]
         with torch.enable_grad():
-            leaves = [t.clone().requires_grad_() for t in (x, scale, scale)]
+            leaves = [t.float().clone().requires_grad_() for t in (x, scale, scale)]
             y = F.group_norm(leaves[0], 4, leaves[1], leaves[2])
             if added is not None:
-                leaves.append(added.requires_grad_())
-                y = y + added
+                leaves.append(added.float().requires_grad_())
+                y = y + leaves[3]
             y = y.relu() if relu else y
-            expected += [y, *torch.autograd.grad(y, leaves, e)]
-    tolerance = HALF_TOLERANCE if kernels.half else TOLERANCE
-    for ours, theirs in zip(found, expected):
+            expected += [y, *torch.autograd.grad(y, leaves, e.float())]
+    pooled, places = kernels.max_pool(x, Form(3, 3, 2, 1, 1))
+    leaf = x.float().clone().requires_grad_()
+    with torch.enable_grad():
+        y = F.max_pool2d(leaf, 3, 2, 1)
+        error = e[:, :, ::2, ::2]
+        expected += [y, *torch.autograd.grad(y, leaf, error.float())]
+    found += [pooled, kernels.max_pool_backward(error, places, Form(3, 3, 2, 1, 1), x.shape)]
+    for ours, theirs in zip(found, expected, strict=True):
         if not (ours - theirs).norm() <= tolerance * theirs.norm():
             raise Unavailable("what the compiler made of them does not compute what torch computes")

@@ -34,23 +34,21 @@ class Convolution(nn.Conv2d):
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        return _plain(x)
+        few = self.in_channels < CHANNELS  # whose images' gradient is torch's to find
+        return taken(x, self.kernels) and not (few and x.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not self.takes(x):
             return super().forward(x)
-        out: Tensor = _Convolve.apply(x, self.weight, self)
-        return out if self.bias is None else out + self.bias[:, None, None]
+        out: Tensor = _Convolve.apply(entering(x), self.weight, self)
+        return out if self.bias is None else out + self.bias[:, None, None].to(out.dtype)
 
     def gradients(
-        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool], exact: bool
+        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted.
-
-        ``exact``: in float32.
-        """
-        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted, exact)
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
+        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
 
 
 class MaxPool(nn.MaxPool2d):
@@ -70,9 +68,9 @@ class MaxPool(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
-        if not (_plain(x) and x.ndim == 4 and x.shape[1] % CHANNELS == 0):
+        if not (taken(x, self.kernels) and x.ndim == 4 and x.shape[1] % CHANNELS == 0):
             return super().forward(x)  # type: ignore[no-any-return]
-        out: Tensor = _Pool.apply(x, self)
+        out: Tensor = _Pool.apply(entering(x), self)
         return out
 
 
@@ -83,13 +81,16 @@ class GroupNorm(nn.GroupNorm):
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
         """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way."""
-        return _plain(x) and x.ndim == 4 and (added is None or (_plain(added) and added.shape == x.shape))
+        if not taken(x, self.kernels) or x.ndim != 4:
+            return False
+        return added is None or (taken(added, self.kernels) and added.shape == x.shape)
 
     def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:
         """``[N, C, H, W]``, in and out."""
         if not self.takes(x, added):
             return followed(super().forward(x), relu, added)
-        out: Tensor = _Normalise.apply(x, self.weight, self.bias, added, relu, self)
+        added = None if added is None else entering(added)
+        out: Tensor = _Normalise.apply(entering(x), self.weight, self.bias, added, relu, self)
         return out
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
@@ -113,8 +114,15 @@ def followed(x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
     return x.relu() if relu else x
 
 
-def _plain(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+def taken(x: Tensor, kernels: CpuKernels) -> bool:
+    """Whether these images are of a kind that the compiled layers know."""
+    known = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and kernels.has_halves)
+    return x.device.type == "cpu" and known and (kernels.has_halves or not torch.is_autocast_enabled("cpu"))
+
+
+def entering(x: Tensor) -> Tensor:
+    """Images as a compiled layer takes them: where torch's autocast is on, in bfloat16."""
+    return x.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else x
 
 
 class _Convolve(torch.autograd.Function):

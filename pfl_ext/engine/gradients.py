@@ -120,11 +120,11 @@ class Weight(Gradient):
         squares = sum(((s.stop - s.start) * self._positions) ** 2 for s in self.users.spans)
         return bool(2 * (p + d) * squares < PASS * weight.numel() * len(self.users))
 
-    def _gradient(self, x: Tensor, e: Tensor, exact: bool = True) -> Tensor:
+    def _gradient(self, x: Tensor, e: Tensor) -> Tensor:
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return e.reshape(-1, e.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        made: Tensor = convolution_backward(layer, x, e, (False, True), exact)[1]
+        made: Tensor = convolution_backward(layer, x, e, (False, True))[1]
         return made
 
     def norm_bounds(self) -> Tensor | None:
@@ -201,7 +201,7 @@ class Weight(Gradient):
         """`add_to` in the precision of the pass, where no bound depends on the sum."""
         c = self.users.per_image(coefficients.to(self.e.device, torch.float32))
         weighted = self.e * c.view(-1, *[1] * (self.e.ndim - 1)).to(self.e.dtype)
-        total.add_(self._gradient(self.x.to(self.e.dtype), weighted, exact=False))
+        total.add_(self._gradient(self.x.to(self.e.dtype), weighted))
 
     def refuse(self, users: Sequence[int]) -> None:
         """In place: inputs too, as zero times infinity is not zero."""
@@ -213,14 +213,11 @@ class Weight(Gradient):
 
 
 def convolution_backward(
-    layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool], exact: bool = False
+    layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Any, Any]:
-    """Gradients of a convolution's input and weights, of which only those ``wanted`` are tensors.
-
-    ``exact``: in the tensors' own precision, also where compiled layers have half floats for the pass.
-    """
+    """Gradients of a convolution's input and weights, of which only those ``wanted`` are tensors."""
     if isinstance(layer, Convolution) and layer.takes(x) and e.dtype == x.dtype:
-        return layer.gradients(x, e, wanted, exact)
+        return layer.gradients(x, e, wanted)
     out = torch.ops.aten.convolution_backward(
         e,
         x.to(e.dtype),

@@ -71,7 +71,7 @@ template <class V> struct Rows {
   float scale;
 };
 // Those of an image at `first` and of one at `second`, unless that is null; or of many.
-template <class V> static Rows<V> rows_of(const float* first, const float* second, long count, long width, int room) {
+template <class V> static Rows<V> rows_of(const Image<V>* first, const Image<V>* second, long count, long width, int room) {
   if constexpr (!narrow<V>) {
     return {first, width, 1};
   } else {
@@ -89,7 +89,7 @@ template <class V> static Rows<V> rows_of(const float* first, const float* secon
     return {to, apart, scale};
   }
 }
-template <class V> static Rows<V> rows_of(const float* from, long n, long positions, long width,
+template <class V> static Rows<V> rows_of(const Image<V>* from, long n, long positions, long width,
                                           const std::vector<int>* wanted, int room) {
   if constexpr (!narrow<V>) {
     return {from, width, 1};
@@ -102,18 +102,18 @@ template <class V> static Rows<V> rows_of(const float* from, long n, long positi
     auto rows = [&](auto work) {  // work(row, its values in the first image, and, if there is one, in the second)
       for (long image = 0, row = 0; image < n; image += 2)
         for (long i = 0; i < positions; i++, row++) {
-          const float* first = from + (image * positions + i) * width;
+          const Image<V>* first = from + (image * positions + i) * width;
           if (all[row]) work(row, first, image + 1 < n ? first + positions * width : nullptr);
         }
     };
     Largest most;
-    rows([&](long, const float* first, const float* second) {
+    rows([&](long, const Image<V>* first, const Image<V>* second) {
       most.see(first, width);
       if (second) most.see(second, width);
     });
     const float scale = scale_below(LIMIT, most.value());
     One<V>* to = scratch<One<V>>(room, count * apart);
-    rows([&](long row, const float* first, const float* second) {
+    rows([&](long row, const Image<V>* first, const Image<V>* second) {
       for (long q = 0; q < width; q += L)
         put(to + row * apart + q, joined<V>(load(first + q), second ? load(second + q) : vec{}, scale));
     });
@@ -123,23 +123,21 @@ template <class V> static Rows<V> rows_of(const float* from, long n, long positi
 // to[own[row]][0..WIDE] = scale * sum over taps and r of from[at[tap][row]][r] * panel[tap][r][0..WIDE], R rows from
 // row on.
 template <class V, int R> static void meet(const Meetings& m, long row, long taps, const Rows<V>& from, long depth,
-                                           const One<V>* panel, const One<V>* zeros, float* to, long n, long width,
+                                           const One<V>* panel, const One<V>* zeros, Image<V>* to, long n, long width,
                                            float scale) {
   V sum[R][2] = {};
-  bool add = false;
+  vec all[R][2][each<V>] = {};  // of half floats: of as many terms as a sum may have before it goes there
   long held = 0;
   auto settle = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 16
-    for (int i = 0; i < R; i++) {
-      const long image = m.own[row + i] / m.positions * each<V>, at = m.own[row + i] % m.positions;
-      float* p = to + (image * m.positions + at) * width;
-      vec parts[2][each<V>];
-      part(sum[i][0], parts[0], scale), part(sum[i][1], parts[1], scale);
-      for (long j = 0; j < each<V> && image + j < n; j++, p += m.positions * width)
-        for (int half = 0; half < 2; half++) store(p + half * L, add ? load(p + half * L) + parts[half][j] : parts[half][j]);
-      sum[i][0] = sum[i][1] = V{};
-    }
-    add = true, held = 0;
+    for (int i = 0; i < R; i++)
+      for (int half = 0; half < 2; half++) {
+        vec parts[each<V>];
+        part(sum[i][half], parts, scale);
+        for (int j = 0; j < each<V>; j++) all[i][half][j] += parts[j];
+        sum[i][half] = V{};
+      }
+    held = 0;
   };
   for (long tap = 0; tap < taps; tap++) {
     const int* at = m.at.data() + tap * m.rows + row;
@@ -149,7 +147,7 @@ template <class V, int R> static void meet(const Meetings& m, long row, long tap
     const One<V>* b = panel + tap * depth * WIDE;
     for (long first = 0; any && first < depth; first += most<V>) {
       const long last = std::min(depth - first, most<V>) + first;
-      if (held + last - first > most<V>) settle();
+      if (narrow<V> && held + last - first > most<V>) settle();
       held += last - first;
       for (long r = first; r < last; r += 2, b += 2 * WIDE) {  // two: fewer addresses to load
         V b0 = take<V>(b), b1 = take<V>(b + L), b2 = take<V>(b + WIDE), b3 = take<V>(b + WIDE + L);
@@ -163,10 +161,20 @@ template <class V, int R> static void meet(const Meetings& m, long row, long tap
       }
     }
   }
-  if (held || !add) settle();
+  if (narrow<V>) settle();
+#pragma GCC unroll 16
+  for (int i = 0; i < R; i++) {
+    const long image = m.own[row + i] / m.positions * each<V>, at = m.own[row + i] % m.positions;
+    for (long j = 0; j < each<V> && image + j < n; j++)
+      for (int half = 0; half < 2; half++) {
+        vec out = all[i][half][j];
+        if constexpr (!narrow<V>) out = sum[i][half];
+        store(to + ((image + j) * m.positions + at) * width + half * L, out);
+      }
+  }
 }
 template <class V> static void meet_all(const Meetings& m, long taps, const Rows<V>& from, long depth,
-                                        const One<V>* panel, const One<V>* zeros, float* to, long n, long width,
+                                        const One<V>* panel, const One<V>* zeros, Image<V>* to, long n, long width,
                                         float scale) {
   long row = 0;
 #if defined(__AVX512F__)
@@ -213,7 +221,7 @@ template <class V> static float panel_scale(const float* w, long count) {
 }
 
 // y = w * x, w [k][high][wide][c], y [n][down][across][k]
-template <class V> static void direct(const float* x, const float* w, float* y, const Form& o) {
+template <class V> static void direct(const Image<V>* x, const float* w, Image<V>* y, const Form& o) {
   const Meetings m(o, each<V>, false);
   const long c = o.c, k = o.k, size = o.taps() * c;
   const Rows<V> rows = rows_of<V>(x, o.n, o.h * o.w, c, &m.at, 1);
@@ -236,8 +244,8 @@ template <class V> static void direct(const float* x, const float* w, float* y, 
 }
 
 // From e, the gradient of y: dx and dw, each unless it is null.
-template <class V> static void direct_backward(const float* x, const float* e, const float* w, float* dx, float* dw,
-                                               const Form& o) {
+template <class V> static void direct_backward(const Image<V>* x, const Image<V>* e, const float* w, Image<V>* dx,
+                                               float* dw, const Form& o) {
   const long c = o.c, k = o.k, taps = o.taps();
   const Rows<V> signals = rows_of<V>(e, o.n, o.down * o.across, k, nullptr, 2);
   if (dx) {

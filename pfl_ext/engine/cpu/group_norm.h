@@ -14,8 +14,8 @@ enum After { NOTHING, RELU, ADD_RELU };
 
 // Sums over an image's positions, by channel, in double from pieces in float: of each(at, q, near) and of its product
 // with near = x - p, where p, near the mean, spares digits.
-template <class Each> static void channel_sums(const float* x, const float* p, long positions, long c, double* plain,
-                                               double* product, Each each) {
+template <class Image, class Each> static void channel_sums(const Image* x, const float* p, long positions, long c,
+                                                            double* plain, double* product, Each each) {
   std::fill(plain, plain + c, 0.0), std::fill(product, product + c, 0.0);
   for (long first = 0; first < positions; first += 32)
     for (long q = 0; q < c; q += WIDE) {
@@ -32,37 +32,38 @@ template <class Each> static void channel_sums(const float* x, const float* p, l
 
 // y = (x - mean) / sqrt(var + eps) * scale + shift over each of g groups of channels, and what comes after; mean and
 // rstd are [n][g].
-template <After after> static void normalise(
-    const float* x, const float* z, const float* scale, const float* shift, float* y, float* mean, float* rstd, long n,
+template <After after, class Image> static void normalise(
+    const Image* x, const Image* z, const float* scale, const float* shift, Image* y, float* mean, float* rstd, long n,
     long positions, long c, long g, double eps) {
   const long wide = c / g, size = positions * c;
   double* sums = scratch<double>(0, 4 * c);
-  float *times = scratch<float>(1, 2 * c), *centre = times + c;
+  float *times = scratch<float>(1, 3 * c), *centre = times + c, *p = centre + c;
   for (long i = 0; i < n; i++, x += size, y += size, z += after == ADD_RELU ? size : 0) {
-    channel_sums(x, x, positions, c, sums, sums + c, [](long, long, vec near) { return near; });  // p: the first position
+    for (long j = 0; j < c; j++) p[j] = number(x[j]);  // of the first position
+    channel_sums(x, p, positions, c, sums, sums + c, [](long, long, vec near) { return near; });
     for (long q = 0; q < g; q++) {
       double m = 0, squares = 0, count = double(wide * positions);
-      for (long j = q * wide; j < (q + 1) * wide; j++) m += (x[j] * double(positions) + sums[j]) / count;
+      for (long j = q * wide; j < (q + 1) * wide; j++) m += (p[j] * double(positions) + sums[j]) / count;
       for (long j = q * wide; j < (q + 1) * wide; j++)
-        squares += sums[c + j] + (m - x[j]) * ((m - x[j]) * positions - 2 * sums[j]);
+        squares += sums[c + j] + (m - p[j]) * ((m - p[j]) * positions - 2 * sums[j]);
       const double r = 1 / std::sqrt(std::max(squares / count, 0.0) + eps);
       mean[i * g + q] = float(m), rstd[i * g + q] = float(r);
       for (long j = q * wide; j < (q + 1) * wide; j++)
         times[j] = float(r * scale[j]), centre[j] = float(m);
     }
-    for (long p = 0; p < size; p += c)
+    for (long at = 0; at < size; at += c)
       for (long q = 0; q < c; q += L) {
-        vec out = (load(x + p + q) - load(centre + q)) * load(times + q) + load(shift + q);
-        if (after == ADD_RELU) out += load(z + p + q);
-        store(y + p + q, after == NOTHING ? out : out < 0 ? vec{} : out);  // a NaN stays one
+        vec out = (load(x + at + q) - load(centre + q)) * load(times + q) + load(shift + q);
+        if (after == ADD_RELU) out += load(z + at + q);
+        store(y + at + q, after == NOTHING ? out : out < 0 ? vec{} : out);  // a NaN stays one
       }
   }
 }
 
 // From e, the gradient of y: dx; each image's gradients of shift and scale [n][c]; after ADD_RELU, which needs y, dz.
-template <After after> static void normalise_backward(
-    const float* x, const float* y, const float* e, const float* scale, const float* shift, const float* mean,
-    const float* rstd, float* dx, float* dz, float* dshift, float* dscale, long n, long positions, long c, long g) {
+template <After after, class Image> static void normalise_backward(
+    const Image* x, const Image* y, const Image* e, const float* scale, const float* shift, const float* mean,
+    const float* rstd, Image* dx, Image* dz, float* dshift, float* dscale, long n, long positions, long c, long g) {
   const long wide = c / g, size = positions * c, more = after == ADD_RELU ? size : 0;
   double* sums = scratch<double>(0, 4 * c);
   float *of_e = scratch<float>(1, 4 * c), *of_x = of_e + c, *plus = of_x + c, *centre = plus + c;

@@ -15,7 +15,7 @@ struct Bytes {
 };
 
 // y[n][down][across][c] and the place in the window of each, of windows with fewer than 256.
-static void max_pool(const float* x, float* y, unsigned char* places, const Form& o) {
+template <class Image> static void max_pool(const Image* x, Image* y, unsigned char* places, const Form& o) {
   for (long image = 0; image < o.n; image++, x += o.h * o.w * o.c)
     for (long row = 0; row < o.down; row++)
       for (long column = 0; column < o.across; column++, y += o.c, places += o.c) {
@@ -38,7 +38,8 @@ static void max_pool(const float* x, float* y, unsigned char* places, const Form
 }
 
 // From e, the gradient of y: dx.
-static void max_pool_backward(const float* e, const unsigned char* places, float* dx, const Form& o) {
+template <class Image> static void max_pool_backward(const Image* e, const unsigned char* places, Image* dx,
+                                                    const Form& o) {
   struct Meeting {
     int place;
     long window;

@@ -16,7 +16,7 @@ template <class V> struct Frame {
   long apart, depth;  // of rows; values that a kernel's row meets
   Meetings m;
   Rows<V> rows;
-  float *one, *two;
+  Image<V> *one, *two;
 
   explicit Frame(const Form& o) : o(o), apart((o.w + 2 * o.left) * o.c + SLACK), depth((o.wide * o.c + 1) / 2 * 2) {
     m.positions = m.rows = o.down * o.across;
@@ -26,11 +26,11 @@ template <class V> struct Frame {
       for (long i = 0; i < o.high; i++)
         m.at[i * m.rows + row] = int((row / o.across * o.stride + i) * apart + row % o.across * o.stride * o.c);
     }
-    one = scratch<float>(4, 2 * (o.w * o.c + L)), two = one + o.w * o.c + L;
-    memset(one, 0, 2 * (o.w * o.c + L) * sizeof(float));
+    one = scratch<Image<V>>(4, 2 * (o.w * o.c + L)), two = one + o.w * o.c + L;
+    memset((void*)one, 0, 2 * (o.w * o.c + L) * sizeof(Image<V>));
   }
   // Has these images in the frame; second may be null.
-  void take(const float* first, const float* second, int room) {
+  void take(const Image<V>* first, const Image<V>* second, int room) {
     const long size = o.h * o.w * o.c, whole = (o.h + 2 * o.top) * apart + SLACK;
     Largest most;
     if (narrow<V>) most.see(first, size);
@@ -40,8 +40,8 @@ template <class V> struct Frame {
     memset((void*)values, 0, whole * sizeof(One<V>));
     for (long y = 0; y < o.h; y++) {
       const long wide = o.w * o.c;
-      memcpy(one, first + y * wide, wide * sizeof(float));
-      if (second) memcpy(two, second + y * wide, wide * sizeof(float));
+      memcpy((void*)one, first + y * wide, wide * sizeof(Image<V>));
+      if (second) memcpy((void*)two, second + y * wide, wide * sizeof(Image<V>));
       One<V>* to = values + (y + o.top) * apart + o.left * o.c;
       long q = 0;
       for (; q + L <= wide; q += L) put(to + q, joined<V>(load(one + q), load(two + q), rows.scale));
@@ -53,7 +53,7 @@ template <class V> struct Frame {
   }
 };
 
-template <class V> static void thin(const float* x, const float* w, float* y, const Form& o) {
+template <class V> static void thin(const Image<V>* x, const float* w, Image<V>* y, const Form& o) {
   Frame<V> frame(o);
   const long size = o.h * o.w * o.c, k = o.k, row = o.wide * o.c, panel = o.high * frame.depth * WIDE;
   const float small = panel_scale<V>(w, k * o.high * row);
@@ -72,7 +72,7 @@ template <class V> static void thin(const float* x, const float* w, float* y, co
   }
 }
 
-template <class V> static void thin_backward(const float* x, const float* e, float* dw, const Form& o) {
+template <class V> static void thin_backward(const Image<V>* x, const Image<V>* e, float* dw, const Form& o) {
   Frame<V> frame(o);
   const long size = o.h * o.w * o.c, k = o.k, row = o.wide * o.c, fours = (row + 3) / 4 * 4, wide = o.across * k;
   float* sums = scratch<float>(0, o.high * fours * k);  // [high][row of the kernel, in fours][k]
@@ -81,7 +81,7 @@ template <class V> static void thin_backward(const float* x, const float* e, flo
     const bool paired = each<V> > 1 && image + 1 < o.n;
     frame.take(x + image * size, paired ? x + (image + 1) * size : nullptr, 1);
     for (long y = 0; y < o.down; y++) {
-      const float* first = e + (image * o.down + y) * wide;
+      const Image<V>* first = e + (image * o.down + y) * wide;
       const Rows<V> signals = rows_of<V>(first, paired ? first + o.down * wide : nullptr, o.across, k, 2);
       for (long i = 0; i < o.high; i++)
         for (long k0 = 0; k0 < k; k0 += WIDE)

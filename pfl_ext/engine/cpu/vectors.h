@@ -9,7 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-#if defined(__AVX512FP16__)
+#define HALVES (defined(__AVX512FP16__) && defined(__AVX512BF16__))
+#if HALVES
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
@@ -24,6 +25,7 @@ constexpr int L = 8;
 constexpr int L = 4;
 #endif
 constexpr long WIDE = 2 * L;  // columns of a product that are held in registers
+constexpr long CHANNELS = 32;  // theirs are multiples of it, but for those of a convolution's images with fewer
 
 typedef float vec __attribute__((vector_size(4 * L)));
 struct Floats {  // a vector at any address
@@ -31,16 +33,19 @@ struct Floats {  // a vector at any address
 };
 static inline vec load(const float* p) { return *(const Floats::At*)p; }
 static inline void store(float* p, vec v) { *(Floats::At*)p = v; }
+static inline float number(float v) { return v; }
 
 // Arithmetic on vectors V of L values, each a One: a float; or a pair of half floats, of two tiles or two images, which
-// memory holds together so that a product takes both with one address. Images and weights are floats in memory: they are
-// brought to halves times a scale, and back.
+// memory holds together so that a product takes both with one address. Images are floats in memory, or, for half floats,
+// bfloat16; weights are floats. They are brought to halves times a scale, and back.
 template <class V> struct Kind {
   typedef float One;
   typedef float Number;
+  typedef float Image;
 };
 template <class V> using One = typename Kind<V>::One;
 template <class V> using Number = typename Kind<V>::Number;
+template <class V> using Image = typename Kind<V>::Image;
 template <class V> constexpr long each = sizeof(One<V>) / sizeof(Number<V>);  // tiles or images that a value is of
 template <class V> constexpr long chain = 1L << 40;  // terms that are added up before the sum goes elsewhere
 
@@ -52,7 +57,21 @@ static inline void part(vec v, vec* parts, float) { parts[0] = v; }
 static inline vec folded(vec v, float) { return v; }  // the sum of what a value is of
 static inline void twice(float* p, vec v, float) { store(p, v); }
 
-#if defined(__AVX512FP16__)
+#if HALVES
+struct bfloat {
+  unsigned short bits;
+};
+static inline vec load(const bfloat* p) {
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u*)p)), 16);
+}
+static inline void store(bfloat* p, vec v) { _mm256_storeu_si256((__m256i_u*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+static inline float number(bfloat v) {
+  const unsigned bits = unsigned(v.bits) << 16;
+  float made;
+  memcpy(&made, &bits, sizeof made);
+  return made;
+}
+
 typedef _Float16 halves __attribute__((vector_size(64)));
 struct Pair {
   _Float16 first, second;
@@ -60,6 +79,7 @@ struct Pair {
 template <> struct Kind<halves> {
   typedef Pair One;
   typedef _Float16 Number;
+  typedef bfloat Image;
 };
 template <> constexpr long chain<halves> = 64;
 
@@ -95,6 +115,7 @@ static inline void twice(Pair* p, vec v, float scale) {
 }
 #else
 typedef vec halves;
+typedef float bfloat;
 #endif
 
 template <int W, size_t... I> static inline void exchange(vec& x, vec& y, std::index_sequence<I...>) {
@@ -110,14 +131,14 @@ template <int W = 1> static inline void transpose(vec* rows) {  // L x L
 struct Largest {  // of the sizes of numbers seen; what is no number is passed over
   vec most[4] = {};
   float rest = 0;
-  void see(const float* from, long count) {
+  template <class Image> void see(const Image* from, long count) {
     long i = 0;
     for (; i + L <= count; i += 4 * L)
       for (long j = 0; j < std::min(4L, (count - i) / L); j++) {
         const vec v = load(from + i + j * L), size = v < 0 ? -v : v;
         most[j] = size > most[j] ? size : most[j];
       }
-    for (i = count / L * L; i < count; i++) rest = std::max(rest, std::fabs(from[i]));
+    for (i = count / L * L; i < count; i++) rest = std::max(rest, std::fabs(number(from[i])));
   }
   float value() const {
     float top = rest;
@@ -125,7 +146,7 @@ struct Largest {  // of the sizes of numbers seen; what is no number is passed o
     return top;
   }
 };
-static float largest(const float* from, long count) {
+template <class Image> static float largest(const Image* from, long count) {
   Largest all;
   all.see(from, count);
   return all.value();

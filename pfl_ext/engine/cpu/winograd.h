@@ -16,7 +16,7 @@
 constexpr int F = 36;
 
 // --- Winograd's transforms, of one side; each pair is a matrix and its transpose, at strides s and t. None makes
-// largest values larger than so many times: window and its adjoint 8.5, outputs and its adjoint 8.7, taps 1.25.
+// largest values larger than so many times: window 5.1, outputs 8.7, its adjoint 8.2, taps 1.25.
 
 template <class V> struct Side {
   static constexpr Number<V> A = Number<V>(0.75f), B = Number<V>(1.5f), AA = A * A, BB = B * B, P = AA * BB, S = AA + BB;
@@ -28,11 +28,6 @@ template <class V> struct Side {
     y[0] = P * x[0] - S * x[2 * s] + x[4 * s];
     y[t] = ua + va, y[2 * t] = ua - va, y[3 * t] = ub + vb, y[4 * t] = ub - vb;
     y[5 * t] = P * x[s] - S * x[3 * s] + x[5 * s];
-  }
-  static inline void window_adjoint(const V* y, int s, V* x, int t) {
-    V sa = y[s] + y[2 * s], da = A * (y[s] - y[2 * s]), sb = y[3 * s] + y[4 * s], db = B * (y[3 * s] - y[4 * s]);
-    x[0] = P * y[0], x[t] = P * y[5 * s] - BB * da - AA * db, x[2 * t] = -S * y[0] - BB * sa - AA * sb;
-    x[3 * t] = da + db - S * y[5 * s], x[4 * t] = y[0] + sa + sb, x[5 * t] = y[5 * s];
   }
   static inline void outputs(const V* m, int s, V* y, int t) {  // 6 -> 4 outputs
     V sa = m[s] + m[2 * s], da = A * (m[s] - m[2 * s]), sb = m[3 * s] + m[4 * s], db = B * (m[3 * s] - m[4 * s]);
@@ -65,7 +60,7 @@ template <int p, int q, class V, class Along> static inline void both(const V* x
 // c[i][0..WIDE] (+)= sum over r < depth of a[i * ai + r * ar] * b[r * br + 0..WIDE], for R rows i; folded, and times a
 // scale, where c is float.
 static inline void settle(float* c, vec sum, float, bool add) { store(c, add ? load(c) + sum : sum); }
-#if defined(__AVX512FP16__)
+#if HALVES
 static inline void settle(Pair* c, halves sum, float, bool add) { put(c, add ? take<halves>(c) + sum : sum); }
 static inline void settle(float* c, halves sum, float scale, bool add) { settle(c, folded(sum, scale), 1, add); }
 #endif
@@ -130,17 +125,20 @@ template <int SIDE, int OFF> struct Tile {
       for (long j = from[1]; j < upto[1]; j++) one(i, j);
   }
 };
-// The scale for the values that a block of tiles reads.
-template <class V, int SIDE, int OFF> static float block_scale(const float* from, const Shape<V>& s, long first,
-                                                               long channels, int limit) {
+// Half floats end at 2^16. So the largest value of a window is brought below 2^-2, of a tile of the outputs' gradient below
+// 2^-3, and of the weights below 2^-3, less where a sum has more than 2^9 terms: by the transforms' factors no sum of any
+// values passes 2^16.
+constexpr int LIMIT_OF_WINDOWS = -2, LIMIT_OF_WEIGHTS = -3;
+// The scale for the windows of a block of tiles.
+template <class V> static float block_scale(const Image<V>* from, const Shape<V>& s, long first, long channels) {
   if (!narrow<V>) return 1;
   const long last = std::min(first + s.block, s.tiles) - 1;
-  const long begin = std::max(0L, Tile<SIDE, OFF>(s, first / s.across * s.across).at);
-  const long end = std::min(s.n * s.h * s.w, Tile<SIDE, OFF>(s, last / s.across * s.across).at + SIDE * s.w + OFF);
-  return scale_below(limit, largest(from + begin * channels, (end - begin) * channels));
+  const long begin = std::max(0L, Tile<6, 1>(s, first / s.across * s.across).at);
+  const long end = std::min(s.n * s.h * s.w, Tile<6, 1>(s, last / s.across * s.across).at + 6 * s.w + 1);
+  return scale_below(LIMIT_OF_WINDOWS, largest(from + begin * channels, (end - begin) * channels));
 }
 template <class V, int SIDE, int OFF, class Along> static void into(
-    const float* from, const Shape<V>& s, long first, long channels, One<V>* to, float scale, Along along) {
+    const Image<V>* from, const Shape<V>& s, long first, long channels, One<V>* to, float scale, Along along) {
   constexpr int SIZE = SIDE * SIDE;
   const long plane = apart(s.rows * channels), row = s.w * channels;
   for (long t = first; t < first + s.block; t += each<V>, to += channels) {
@@ -148,13 +146,13 @@ template <class V, int SIDE, int OFF, class Along> static void into(
       for (int f = 0; f < F; f++) memset(to + f * plane, 0, channels * sizeof(One<V>));
       continue;
     }
-    const bool paired = t + each<V> <= s.tiles;
-    const Tile<SIDE, OFF> one(s, t), two(s, paired ? t + each<V> - 1 : t);
-    const float *corner = from + one.at * channels, *other = from + two.at * channels;
+    const bool paired = each<V> > 1 && t + 1 < s.tiles;
+    const Tile<SIDE, OFF> one(s, t), two(s, paired ? t + 1 : t);
+    const Image<V> *corner = from + one.at * channels, *other = from + two.at * channels;
     vec edge[2][SIZE] = {};
     V x[SIZE], y[F];
     for (long q = 0; q < channels; q += L) {
-      if (one.inside && two.inside && paired) {
+      if (one.inside && two.inside && (paired || each<V> == 1)) {
         for (int i = 0; i < SIDE; i++)
           for (int j = 0; j < SIDE; j++) {
             const long at = i * row + j * channels + q;
@@ -162,7 +160,7 @@ template <class V, int SIDE, int OFF, class Along> static void into(
           }
       } else {
         one.each([&](long i, long j) { edge[0][i * SIDE + j] = load(corner + i * row + j * channels + q); });
-        if (each<V> > 1 && paired)
+        if (paired)
           two.each([&](long i, long j) { edge[1][i * SIDE + j] = load(other + i * row + j * channels + q); });
         for (int i = 0; i < SIZE; i++) x[i] = joined<V>(edge[0][i], edge[1][i], scale);
       }
@@ -171,35 +169,22 @@ template <class V, int SIDE, int OFF, class Along> static void into(
     }
   }
 }
-template <class V, int SIDE, int OFF, bool ADD, class Along> static void out_of(
-    const One<V>* from, const Shape<V>& s, long first, long channels, float* to, float scale, Along along) {
-  constexpr int SIZE = SIDE * SIDE;
+template <class V> static void out_of(const One<V>* from, const Shape<V>& s, long first, long channels, Image<V>* to,
+                                      float scale) {
   const long plane = apart(s.rows * channels), row = s.w * channels;
-  auto give = [&](float* p, vec y) { store(p, ADD ? load(p) + y : y); };
   for (long t = first; t < std::min(first + s.block, s.tiles); t += each<V>, from += channels) {
-    const bool paired = t + each<V> <= s.tiles;
-    const Tile<SIDE, OFF> one(s, t), two(s, paired ? t + each<V> - 1 : t);
-    float *corner = to + one.at * channels, *other = to + two.at * channels;
+    const bool paired = each<V> > 1 && t + 1 < s.tiles;
+    const Tile<4, 0> one(s, t), two(s, paired ? t + 1 : t);
+    Image<V> *corner = to + one.at * channels, *other = to + two.at * channels;
     for (long q = 0; q < channels; q += L) {
-      V x[F], y[SIZE];
-      vec parts[SIZE][each<V>];
+      V x[F], y[16];
+      vec parts[16][each<V>];
       for (int f = 0; f < F; f++) x[f] = take<V>(from + f * plane + q);
-      both<6, SIDE>(x, y, along);
-      for (int i = 0; i < SIZE; i++) part(y[i], parts[i], scale);
-      if (one.inside && two.inside && paired)
-        for (int i = 0; i < SIDE; i++)
-          for (int j = 0; j < SIDE; j++) {
-            const long at = i * row + j * channels + q;
-            give(corner + at, parts[i * SIDE + j][0]);
-            if (each<V> > 1) give(other + at, parts[i * SIDE + j][each<V> - 1]);
-          }
-      else {
-        one.each([&](long i, long j) { give(corner + i * row + j * channels + q, parts[i * SIDE + j][0]); });
-        if (each<V> > 1 && paired)
-          two.each([&](long i, long j) {
-            give(other + i * row + j * channels + q, parts[i * SIDE + j][each<V> - 1]);
-          });
-      }
+      both<6, 4>(x, y, Side<V>::outputs);
+      for (int i = 0; i < 16; i++) part(y[i], parts[i], scale);
+      one.each([&](long i, long j) { store(corner + i * row + j * channels + q, parts[i * 4 + j][0]); });
+      if (paired)
+        two.each([&](long i, long j) { store(other + i * row + j * channels + q, parts[i * 4 + j][each<V> - 1]); });
     }
   }
 }
@@ -223,12 +208,14 @@ template <class V> static void for_outputs(const float* w, long c, long k0, One<
       }
     }
 }
+// The same of the convolution from the gradient of outputs to that of inputs, whose kernel is turned round:
+// u[f][k][WIDE] of inputs from c0 on.
 template <class V> static void for_inputs(const float* w, long c, long k, long c0, One<V>* u, float scale) {
   for (long o = 0; o < k; o++)
     for (long half = 0; half < WIDE; half += L) {
       vec x[9], y[F];
       for (int i = 0; i < 9; i++) {
-        x[i] = load(w + (o * 9 + i) * c + c0 + half);
+        x[8 - i] = load(w + (o * 9 + i) * c + c0 + half);
         __builtin_prefetch(w + ((o + 4) * 9 + i) * c + c0 + half);
       }
       both<3, 6>(x, y, Side<vec>::taps);
@@ -236,46 +223,63 @@ template <class V> static void for_inputs(const float* w, long c, long k, long c
     }
 }
 
-// Half floats end at 2^16. So the largest image value is brought below 2^IMAGE, gradient below 2^SIGNAL and weight below
-// 2^-(3 + what the terms of a sum are over 2^9): by the transforms' factors no sum of any values passes 2^16.
-constexpr int IMAGE = -2, SIGNAL = -3;
 template <class V> static float weight_scale(const float* w, long count, long terms) {
-  int limit = -3;
+  int limit = LIMIT_OF_WEIGHTS;
   for (long all = 512; all < terms; all *= 2) limit--;
   return narrow<V> ? scale_below(limit, largest(w, count)) : 1;
 }
+// The transformed weights, WIDE columns at a time, which make(p, u) makes: all before, or each when it is asked for.
+template <class V, class Make> struct Panels {
+  const bool before;
+  const long size;
+  const float scale;
+  Make make;
+  One<V>* u;
+  Panels(bool before, long depth, long count, float scale, Make make)
+      : before(before), size(F * apart(depth * WIDE)), scale(scale), make(make),
+        u(scratch<One<V>>(2, size * (before ? count : 1))) {
+    for (long p = 0; p < count && before; p++) make(p, u + p * size);
+  }
+  const One<V>* at(long p) const {
+    if (!before) make(p, u);
+    return before ? u + p * size : u;
+  }
+};
+// A block of tiles of y, of k channels, from x, of c channels.
+template <class V, class Weights> static void tiles(const Shape<V>& s, long first, const Image<V>* x, long c, float scale,
+                                                    const Weights& weights, Image<V>* y, long k) {
+  const long tc = apart(s.rows * c), tk = apart(s.rows * k);
+  One<V>*v = scratch<One<V>>(0, F * tc), *m = scratch<One<V>>(1, F * tk);
+  into<V, 6, 1>(x, s, first, c, v, scale, Side<V>::window);
+  for (long p = 0; p < k / WIDE; p++) {
+    const One<V>* u = weights.at(p);
+    for (int f = 0; f < F; f++)
+      product<V>(v + f * tc, c, 1, u + f * apart(c * WIDE), WIDE, m + f * tk + p * WIDE, k, c, s.rows);
+  }
+  out_of<V>(m, s, first, k, y, 1 / weights.scale / scale);
+}
 
 // y = w * x
-template <class V> static void winograd(const float* x, const float* w, float* y, long n, long h, long width, long c,
-                                        long k) {
+template <class V> static void winograd(const Image<V>* x, const float* w, Image<V>* y, long n, long h, long width,
+                                        long c, long k) {
   const Shape<V> s(n, h, width, c, k);
-  const long plane = apart(c * WIDE), panels = k / WIDE, tc = apart(s.rows * c), tk = apart(s.rows * k);
-  One<V>*v = scratch<One<V>>(0, F * tc), *m = scratch<One<V>>(1, F * tk);
-  One<V>* u = scratch<One<V>>(2, F * plane * (s.whole() ? 1 : panels));
-  const float small = weight_scale<V>(w, 9 * c * k, c);
-  for (long p = 0; p < panels && !s.whole(); p++) for_outputs<V>(w, c, p * WIDE, u + p * F * plane, small);
-  for (long first = 0; first < s.tiles; first += s.block) {
-    const float scale = block_scale<V, 6, 1>(x, s, first, c, IMAGE);
-    into<V, 6, 1>(x, s, first, c, v, scale, Side<V>::window);
-    for (long p = 0; p < panels; p++) {
-      One<V>* own = s.whole() ? u : u + p * F * plane;
-      if (s.whole()) for_outputs<V>(w, c, p * WIDE, own, small);
-      for (int f = 0; f < F; f++)
-        product<V>(v + f * tc, c, 1, own + f * plane, WIDE, m + f * tk + p * WIDE, k, c, s.rows);
-    }
-    out_of<V, 4, 0, false>(m, s, first, k, y, 1 / small / scale, Side<V>::outputs);
-  }
+  const float scale = weight_scale<V>(w, 9 * c * k, c);
+  auto make = [&](long p, One<V>* u) { for_outputs<V>(w, c, p * WIDE, u, scale); };
+  const Panels<V, decltype(make)> weights(!s.whole(), c, k / WIDE, scale, make);
+  for (long first = 0; first < s.tiles; first += s.block)
+    tiles<V>(s, first, x, c, block_scale<V>(x, s, first, c), weights, y, k);
 }
 
 // From e, the gradient of y: dx and dw, each unless it is null.
-template <class V> static void winograd_backward(const float* x, const float* e, const float* w, float* dx, float* dw,
-                                                 long n, long h, long width, long c, long k) {
+template <class V> static void winograd_backward(const Image<V>* x, const Image<V>* e, const float* w, Image<V>* dx,
+                                                 float* dw, long n, long h, long width, long c, long k) {
   const Shape<V> s(n, h, width, c, k);
-  const long tc = apart(s.rows * c), tk = apart(s.rows * k), rows = s.whole() ? 32 : k;
-  const long plane = apart(k * WIDE), panels = c / WIDE, own = apart(rows * c);
-  One<V>*v = scratch<One<V>>(0, F * tc), *d = scratch<One<V>>(1, F * tk), *u = nullptr;
-  float *g = nullptr, small = 1;
-  long zeroed = 0;  // positions of dx
+  const long tc = apart(s.rows * c), tk = apart(s.rows * k), rows = s.whole() ? 32 : k, own = apart(rows * c);
+  const float scale = dx ? weight_scale<V>(w, 9 * c * k, k) : 1;
+  auto make = [&](long p, One<V>* u) { for_inputs<V>(w, c, k, p * WIDE, u, scale); };
+  const Panels<V, decltype(make)> weights(dx && !s.whole(), k, c / WIDE, scale, make);
+  float* g = dw ? scratch<float>(3, F * own) : nullptr;
+  if (dw && !s.whole()) memset(g, 0, F * own * sizeof(float));
   auto settle = [&](long begin) {  // the gradients of the weights of these rows
     for (long o = 0; o < rows; o++)
       for (long q = 0; q < c; q += L) {
@@ -285,40 +289,22 @@ template <class V> static void winograd_backward(const float* x, const float* e,
         for (int i = 0; i < 9; i++) store(dw + ((begin + o) * 9 + i) * c + q, y[i]);
       }
   };
-  if (dx) {
-    small = weight_scale<V>(w, 9 * c * k, k);
-    u = scratch<One<V>>(2, F * plane * (s.whole() ? 1 : panels));
-    for (long p = 0; p < panels && !s.whole(); p++) for_inputs<V>(w, c, k, p * WIDE, u + p * F * plane, small);
-  }
-  if (dw) {
-    g = scratch<float>(3, F * own);
-    if (!s.whole()) memset(g, 0, F * own * sizeof(float));
-  }
   for (long first = 0; first < s.tiles; first += s.block) {
-    const float signal = block_scale<V, 4, 0>(e, s, first, k, SIGNAL);
-    into<V, 4, 0>(e, s, first, k, d, signal, Side<V>::outputs_adjoint);
-    const float scale = dw ? block_scale<V, 6, 1>(x, s, first, c, IMAGE) : 1;
-    if (dw) into<V, 6, 1>(x, s, first, c, v, scale, Side<V>::window);
-    for (long begin = 0; dw && begin < k; begin += rows) {
-      for (int f = 0; f < F; f++)
-        for (long p = 0; p < c; p += WIDE)
-          product<V>(d + f * tk + begin, 1, k, v + f * tc + p, c, g + f * own + p, c, s.rows, rows,
-                     1 / signal / scale, !s.whole());
-      if (s.whole()) settle(begin);
+    const float signal = block_scale<V>(e, s, first, k);
+    if (dw) {
+      One<V>*v = scratch<One<V>>(0, F * tc), *d = scratch<One<V>>(1, F * tk);
+      const float windows = block_scale<V>(x, s, first, c), tiles = narrow<V> ? signal / 2 : 1;
+      into<V, 4, 0>(e, s, first, k, d, tiles, Side<V>::outputs_adjoint);
+      into<V, 6, 1>(x, s, first, c, v, windows, Side<V>::window);
+      for (long begin = 0; begin < k; begin += rows) {
+        for (int f = 0; f < F; f++)
+          for (long p = 0; p < c; p += WIDE)
+            product<V>(d + f * tk + begin, 1, k, v + f * tc + p, c, g + f * own + p, c, s.rows, rows,
+                       1 / tiles / windows, !s.whole());
+        if (s.whole()) settle(begin);
+      }
     }
-    for (long p = 0; dx && p < panels; p++) {
-      One<V>* mine = s.whole() ? u : u + p * F * plane;
-      if (s.whole()) for_inputs<V>(w, c, k, p * WIDE, mine, small);
-      for (int f = 0; f < F; f++)
-        product<V>(d + f * tk, k, 1, mine + f * plane, WIDE, v + f * tc + p * WIDE, c, k, s.rows);
-    }
-    if (dx) {
-      const long last = std::min(first + s.block, s.tiles) - 1;
-      const long until = std::min(s.n * s.h * s.w, Tile<6, 1>(s, last / s.across * s.across).at + 6 * s.w + 1);
-      memset(dx + zeroed * c, 0, (until - zeroed) * c * sizeof(float));
-      zeroed = until;
-      out_of<V, 6, 1, true>(v, s, first, c, dx, 1 / small / signal, Side<V>::window_adjoint);
-    }
+    if (dx) tiles<V>(s, first, e, k, signal, weights, dx, c);
   }
   if (dw && !s.whole()) settle(0);
 }

@@ -123,7 +123,7 @@ def test_a_convolution_and_its_gradients_are_torchs(
     powers=st.tuples(*[st.integers(-30, 30)] * 3),
     count=st.sampled_from([1, 2]),
 )
-def test_with_half_floats_a_convolution_of_numbers_of_any_size_is_near_torchs(
+def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
     way: str,
     n: int,
     height: int,
@@ -134,35 +134,39 @@ def test_with_half_floats_a_convolution_of_numbers_of_any_size_is_near_torchs(
     count: int,
 ) -> None:
     assert KERNELS is not None
-    half = KERNELS.halved()
     if way == "thin":
         channels = (min(channels[0] // 32 * 3, 31), channels[1])
     form = Form(3, 3, 1 if way == "Winograd" else stride, 1, 1)
     draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = torch.randn(n, channels[0], height, width, generator=draw) * 2.0 ** powers[0]
+    x = (torch.randn(n, channels[0], height, width, generator=draw) * 2.0 ** powers[0]).bfloat16()
     weight = torch.randn(channels[1], channels[0], 3, 3, generator=draw) * 2.0 ** powers[1]
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
     e = torch.randn(y.shape, generator=draw) * 2.0 ** powers[2]
-    e *= torch.rand(y.shape, generator=draw) ** 8  # as gradients are: most are small
+    e = (e * torch.rand(y.shape, generator=draw) ** 8).bfloat16()  # as gradients are: most are small
     dx, dw = torch.autograd.grad(y, leaves, e.double())
-    margin = 0.02 if way == "Winograd" else 0.004
+    margin = 0.02 if way == "Winograd" else 0.006
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_kernels, "WEIGHTS", -1e12 if way == "Winograd" else 1e12)
         patch.setattr(Form, "halves_pay", lambda *_: True)
-        assert 1e-6 < relative(half.convolution(x, weight, form), y) < margin
-        ours = half.convolution_backward(x, e, weight, form, (True, True))
-        exact = half.convolution_backward(x, e, weight, form, (True, True), exact=True)
-        plain = KERNELS.convolution_backward(x, e, weight, form, (True, True))
+        out = KERNELS.convolution(x, weight, form)
+        ours = KERNELS.convolution_backward(x, e, weight, form, (way != "thin", True))
+        patch.setattr(Form, "halves_pay", lambda *_: False)
+        plain = KERNELS.convolution(x, weight, form)
+        in_floats = KERNELS.convolution_backward(x, e, weight, form, (way != "thin", True))
     torch.set_num_threads(threads)
-    assert relative(ours[0], dx) < margin
+    assert out.dtype == plain.dtype == torch.bfloat16
+    assert relative(out, y) < margin
+    assert relative(plain, y) < 0.004
+    assert ours[1] is not None
+    assert ours[1].dtype == torch.float32
     assert 1e-6 < relative(ours[1], dw) < margin
-    for mine, other in zip(exact, plain):
-        assert mine is not None
-        assert other is not None
-        assert torch.equal(mine, other)
+    assert relative(in_floats[1], dw) < 1e-5
+    if way != "thin":
+        assert relative(ours[0], dx) < margin
+        assert relative(in_floats[0], dx) < 0.004
 
 
 @with_halves
@@ -170,16 +174,16 @@ def test_with_half_floats_a_convolution_of_numbers_of_any_size_is_near_torchs(
 def test_no_sum_of_half_floats_overflows(stride: int) -> None:
     """All numbers as large as the largest, and of the signs that the transforms and the sums add up."""
     assert KERNELS is not None
-    half, form = KERNELS.halved(), Form(3, 3, stride, 1, 1)
+    form = Form(3, 3, stride, 1, 1)
     for size in (0.99, 1.0, 1.01):
         for signs in (lambda i: 1, lambda i: (-1) ** i, lambda i: (-1) ** (i // 2)):
             row = torch.tensor([size * signs(i) for i in range(16)])
-            x = (row[:, None] * row)[None, None].expand(8, 1024, 16, 16).contiguous()
+            x = (row[:, None] * row)[None, None].expand(8, 1024, 16, 16).bfloat16()
             weight = (row[:3, None] * row[:3])[None, None].expand(1024, 1024, 3, 3).contiguous()
-            y = F.conv2d(x, weight, stride=stride, padding=1)
+            y = F.conv2d(x.float(), weight, stride=stride, padding=1)
             e = x[:, :, ::stride, ::stride].contiguous()
-            found = half.convolution(x, weight, form)
-            dx, dw = half.convolution_backward(x, e, weight, form, (True, True))
+            found = KERNELS.convolution(x, weight, form)
+            dx, dw = KERNELS.convolution_backward(x, e, weight, form, (True, True))
             for made in (found, dx, dw):
                 assert made is not None
                 assert made.isfinite().all()
@@ -187,12 +191,12 @@ def test_no_sum_of_half_floats_overflows(stride: int) -> None:
 
 
 @with_halves
-def test_half_floats_err_no_more_than_torchs_bfloat16() -> None:
-    """In the gradients of a whole network, which magnify any rounding."""
+@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
+def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> None:
     assert KERNELS is not None
-    network = resnet("group")
+    network = resnet(norm)
     taken = copy.deepcopy(network)
-    take_over(taken, KERNELS.halved())
+    take_over(taken, KERNELS)
     draw = torch.Generator().manual_seed(4)
     x = F.interpolate(torch.rand(6, 3, 8, 8, generator=draw), size=(64, 64), mode="bicubic")
     targets = (torch.rand(6, 17, generator=draw) < 0.3).double()
@@ -203,8 +207,9 @@ def test_half_floats_err_no_more_than_torchs_bfloat16() -> None:
 
     exact = gradients(copy.deepcopy(network).double(), x.double())
     with torch.autocast("cpu", torch.bfloat16):
-        theirs = relative(gradients(network, x), exact)
-    assert 1e-3 < relative(gradients(taken, x), exact) < 1.1 * theirs < 0.3
+        theirs, ours = (relative(gradients(module, x), exact) for module in (network, taken))
+        assert taken.layer1(torch.zeros(1, 64, 8, 8)).dtype == torch.bfloat16  # type: ignore[operator]
+    assert 1e-3 < ours < 1.3 * theirs < 0.3
 
 
 @compiled
@@ -236,10 +241,17 @@ def test_a_convolution_of_few_channels_is_torchs(
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
     y = F.conv2d(leaves[0], leaves[1], stride=stride, padding=padding)
     e = torch.randn(y.shape, generator=draw)
-    expected = torch.autograd.grad(y, leaves, e.double())
+    dx, dw = torch.autograd.grad(y, leaves, e.double())
     assert relative(KERNELS.convolution(x, weight, form), y) < 1e-5
-    for ours, theirs in zip(KERNELS.convolution_backward(x, e, weight, form, (True, True)), expected):
-        assert relative(ours, theirs) < 1e-5
+    assert relative(KERNELS.convolution_backward(x, e, weight, form, (False, True))[1], dw) < 1e-5
+    with pytest.raises(ValueError, match="fewer than 32 channels"):
+        KERNELS.convolution_backward(x, e, weight, form, (True, True))
+    layer = nn.Conv2d(*channels, kernel, stride, padding, bias=False)
+    layer.weight.data = weight
+    take_over(layer, KERNELS)
+    assert type(layer) is Convolution
+    image = x.clone().requires_grad_()  # then torch does it
+    assert relative(torch.autograd.grad(layer(image), image, e)[0], dx) < 1e-5
 
 
 @compiled
@@ -253,6 +265,7 @@ def test_a_convolution_of_few_channels_is_torchs(
     stride=st.integers(1, 3),
     padded=st.tuples(st.booleans(), st.booleans()),
     odd=st.sampled_from([None, float("nan"), float("-inf")]),
+    half=st.booleans(),
 )
 def test_max_pooling_and_its_gradient_are_torchs(
     n: int,
@@ -263,17 +276,19 @@ def test_max_pooling_and_its_gradient_are_torchs(
     stride: int,
     padded: tuple[bool, bool],
     odd: float | None,
+    half: bool,
 ) -> None:
     assert KERNELS is not None
+    dtype = torch.bfloat16 if half and KERNELS.has_halves else torch.float32
     kernel = (min(kernel[0], height), min(kernel[1], width))
     padding = (kernel[0] // 2 * padded[0], kernel[1] // 2 * padded[1])
     draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = torch.randn(n, channels, height, width, generator=draw).relu()  # with many that are equal
+    x = torch.randn(n, channels, height, width, generator=draw).relu().to(dtype)  # with many that are equal
     if odd is not None:
         x[0, ::3, :4, :4] = odd
     leaf = x.clone().requires_grad_()
     y = F.max_pool2d(leaf, kernel, stride, padding)
-    e = torch.randn(y.shape, generator=draw)
+    e = torch.randn(y.shape, generator=draw).to(dtype)
     (dx,) = torch.autograd.grad(y, leaf, e)
     layer = nn.MaxPool2d(kernel, stride, padding)
     take_over(layer, KERNELS)
@@ -282,7 +297,8 @@ def test_max_pooling_and_its_gradient_are_torchs(
     out = layer(mine)
     torch.testing.assert_close(out, y, rtol=0, atol=0, equal_nan=True)
     (own,) = torch.autograd.grad(out, mine, e)
-    torch.testing.assert_close(own, dx, rtol=1e-5, atol=1e-5)
+    margin = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(own, dx, rtol=margin, atol=margin)
 
 
 @compiled
@@ -293,20 +309,24 @@ def test_max_pooling_and_its_gradient_are_torchs(
     form=st.sampled_from([(32, 1), (32, 32), (64, 8), (96, 32)]),
     offset=st.sampled_from([0.0, 3.0, 100.0]),
     after=st.sampled_from(["nothing", "relu", "sum and relu"]),
+    half=st.booleans(),
 )
 def test_a_group_norm_with_what_comes_after_it_and_their_gradients_are_torchs(
-    n: int, side: int, form: tuple[int, int], offset: float, after: str
+    n: int, side: int, form: tuple[int, int], offset: float, after: str, half: bool
 ) -> None:
     assert KERNELS is not None
+    half = half and KERNELS.has_halves
+    dtype = torch.bfloat16 if half else torch.float32
     channels, groups = form
     assume(channels // groups * side**2 > 1)  # torch refuses a lone number
     draw = torch.Generator().manual_seed(n + side)
-    x = torch.randn(n, channels, side, side, generator=draw) + offset
+    x = (torch.randn(n, channels, side, side, generator=draw) + offset).to(dtype)
     weight, bias = torch.randn(2, channels, generator=draw).unbind()
-    e, z = torch.randn(2, *x.shape, generator=draw).unbind()
+    e, z = torch.randn(2, *x.shape, generator=draw).to(dtype).unbind()
     leaves = [t.double().requires_grad_() for t in (x, weight, bias, z)]
     y = F.group_norm(leaves[0], groups, leaves[1], leaves[2]) + (leaves[3] if after[0] == "s" else 0)
     edge = y.abs() < 1e-4  # rounding decides on which side of ReLU
+    assume(not (half and offset > 50))  # no digits are left
     e = torch.where(edge, 0, e)
     y = y if after == "nothing" else y.relu()
     dx, dw, db, dz = torch.autograd.grad(y, leaves, e.double(), allow_unused=True)
@@ -315,9 +335,11 @@ def test_a_group_norm_with_what_comes_after_it_and_their_gradients_are_torchs(
     kept = None if added is None else out
     ours = KERNELS.group_norm_backward(x, e, weight, bias, mean, rstd, relu, kept)
     margin = 1e-5 if offset < 10 else 1e-4  # the mean is kept in float32
-    assert relative(out, y) < margin
+    rounding = 0.004 if half else 0.0
+    assert out.dtype == ours[0].dtype == dtype
+    assert relative(out, y) < margin + rounding
     assert relative(ours[2].sum(0), db) < 1e-5
-    assert relative(ours[0], dx) < 10 * margin
+    assert relative(ours[0], dx) < 10 * margin + rounding
     assert relative(ours[1].sum(0), dw) < margin
     assert (dz is None) == (ours[3] is None)
     assert dz is None or relative(ours[3], dz) < 1e-6
@@ -516,7 +538,8 @@ def test_bf16_is_done_as_the_processor_does_it_fastest(
     if processor == "halves" and (KERNELS is None or not KERNELS.has_halves):
         pytest.skip("this processor does no arithmetic with half floats")
     monkeypatch.setattr(CpuKernels, "tiles", processor == "tiles")
-    monkeypatch.setattr(CpuKernels, "has_halves", processor == "halves")
+    if processor != "halves":
+        monkeypatch.setattr(CpuKernels, "has_halves", False)
     setting = Setting([1, 6, 9], backbone=wide_backbone)
     exact = setting.run(True)[0]
     setting.amp = torch.bfloat16
@@ -654,13 +677,18 @@ def test_a_library_that_computes_something_else_is_refused(monkeypatch: pytest.M
 
 
 @compiled
-def test_numbers_that_are_not_finite_stay_so(threads: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_stay_so(threads: None, odd: float, dtype: torch.dtype) -> None:
     assert KERNELS is not None
+    if dtype == torch.bfloat16 and not KERNELS.has_halves:
+        pytest.skip("this processor does no arithmetic with half floats")
     torch.set_num_threads(1)
-    x = torch.zeros(2, 32, 8, 8)
-    x[0, 0, 3, 3] = float("nan")
+    x = torch.ones(2, 32, 8, 8, dtype=dtype)
+    x[0, 0, 3, 3] = odd
     weight = torch.ones(32, 32, 3, 3)
     for form in (Form(3, 3, 1, 1, 1), Form(3, 3, 2, 1, 1)):
         out = KERNELS.convolution(x, weight, form)
-        assert out[0].isnan().any()
-        assert out[1].isfinite().all(), "one image's numbers do not reach another"
+        assert not out[0].isfinite().all()
+        expected = F.conv2d(x[1:].float(), weight, stride=form.stride, padding=1)
+        assert relative(out[1:], expected) < 0.02, "one image's numbers do not reach another"
