@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench_cpu_kernels [--pixels 224 64 32] [--images 16 3] [--repeats 7]
 
-torch's layers have contiguous memory, in which they are fastest; both run in turn, and the least time of all
-repeats counts, so that other work on the machine does not.
+torch's layers have contiguous memory, in which they are fastest, and float32; ours both types, where the
+processor has arithmetic with half floats. All run in turn, and the least time of all repeats counts, so that
+other work on the machine does not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -64,35 +66,49 @@ def layers(network: nn.Module, images: int, pixels: int) -> dict[tuple[int, ...]
 
 
 def layer_times(layer: Convolution, images: int, side: int, repeats: int) -> list[float]:
-    """Forward and backward by torch, and both by ours."""
+    """Forward and backward by torch, both by ours, and both by ours in bfloat16, if that is there."""
     x = torch.randn(images, layer.in_channels, side, side)
     form: Form = layer.form
     e = torch.randn(images, layer.out_channels, *form.output(side, side))
     weight = layer.weight.detach().contiguous()
-    a, b, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight))
-    padding, one = [form.top, form.left], [1, 1]
+    ours = [t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight)]
+    kernels, padding, one, wanted = (
+        layer.kernels,
+        [form.top, form.left],
+        [1, 1],
+        (layer.in_channels > 3, True),
+    )
     stride = [form.stride] * 2
     backward = torch.ops.aten.convolution_backward
-    return least(
-        [
-            lambda: F.conv2d(x, weight, stride=stride, padding=padding),
-            lambda: backward(e, x, weight, None, stride, padding, one, False, [0, 0], 1, [True, True, False]),
-            lambda: layer.kernels.convolution(a, w, form),
-            lambda: layer.kernels.convolution_backward(a, b, w, form, (True, True)),
-        ],
-        repeats,
-    )
+    works: list[Callable[[], object]] = [
+        lambda: F.conv2d(x, weight, stride=stride, padding=padding),
+        lambda: backward(e, x, weight, None, stride, padding, one, False, [0, 0], 1, [*wanted, False]),
+    ]
+    for dtype in types(kernels):
+        a, b, w = ours[0].to(dtype), ours[1].to(dtype), ours[2]
+        works.append(partial(kernels.convolution, a, w, form))
+        works.append(partial(kernels.convolution_backward, a, b, w, form, wanted))
+    return least(works, repeats)
 
 
-def step(network: nn.Module, images: int, pixels: int) -> Callable[[], object]:
-    """A training step's gradients."""
+def types(kernels: CpuKernels) -> list[torch.dtype]:
+    """Those that the compiled layers compute with."""
+    return [torch.float32, torch.bfloat16] if kernels.has_halves else [torch.float32]
+
+
+def step(
+    network: nn.Module, images: int, pixels: int, dtype: torch.dtype = torch.float32
+) -> Callable[[], object]:
+    """A training step's gradients; in bfloat16 as torch's autocast has it."""
     format = memory_format(next(network.parameters()))
     x = torch.randn(images, 3, pixels, pixels).contiguous(memory_format=format)
     targets = (torch.rand(images, LABELS) < 0.3).float()
     parameters = list(network.parameters())
 
     def work() -> object:
-        loss = F.binary_cross_entropy_with_logits(network(x), targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16, cache_enabled=False):
+            logits = network(x)
+        loss = F.binary_cross_entropy_with_logits(logits.float(), targets)
         return torch.autograd.grad(loss, parameters)
 
     return work
@@ -117,35 +133,30 @@ def main(argv: Sequence[str]) -> None:
     ours = copy.deepcopy(theirs)
     take_over(ours, kernels)
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")
-    print("| pixels, images | step by torch, ms | by ours, ms | ratio |\n|---|---|---|---|")
+    names = ["ours", "ours in bf16"][: len(types(kernels))]
+    _row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))
+    _row(*["---"] * (2 + 2 * len(names)))
     for pixels in given.pixels:
         for images in given.images:
-            times = least([step(net, images, pixels) for net in (theirs, ours)], given.repeats)
-            print(
-                f"| {pixels}, {images} | {times[0]:.1f} | {times[1]:.1f} | {times[0] / times[1]:.2f} |",
-                flush=True,
-            )
-    columns = [
-        "images",
-        "C, K, side, kernel, stride",
-        "layers",
-        "way",
-        "torch, ms",
-        "ours, forward + backward",
-    ]
-    print(f"\n| {' | '.join(columns)} |")
-    print("|---|---|---|---|---|---|")
+            works = [step(theirs, images, pixels)]
+            works += [step(ours, images, pixels, dtype) for dtype in types(kernels)]
+            first, *others = least(works, given.repeats)
+            _row(f"{pixels}, {images}", f"{first:.1f}", *(f"{t:.1f} | {first / t:.2f}" for t in others))
+    print()
+    _row("images", "C, K, side, kernel, stride", "layers", "way", "torch, forward + backward, ms", *names)
+    _row(*["---"] * (5 + len(names)))
     for pixels in given.pixels:
         for images in given.images:
             for key, (layer, count) in layers(ours, images, pixels).items():
                 side = key[2]
                 times = layer_times(layer, images, side, given.repeats)
                 way = "Winograd" if layer.form.pays(images, side, side) else "direct"
-                print(
-                    f"| {images} | {', '.join(map(str, key))} | {count} | {way} | "
-                    f"{times[0]:.2f} + {times[1]:.2f} | {times[2]:.2f} + {times[3]:.2f} |",
-                    flush=True,
-                )
+                pairs = (f"{a:.2f} + {b:.2f}" for a, b in zip(times[::2], times[1::2]))
+                _row(str(images), ", ".join(map(str, key)), str(count), way, *pairs)
+
+
+def _row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Convolutions and norms for training on a CPU, compiled on the machine where they run.
+"""Convolutions, norms and pooling for training on a CPU, compiled on the machine where they run.
 
 `cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's
 cache folder, under a name that holds the fingerprint of the sources and of the processor.
@@ -30,8 +30,8 @@ THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 CHANNELS = 32
 """Channels must be a multiple of this; those of a convolution's images may also be fewer."""
-TOLERANCE = 1e-4  # of a compiled layer beside torch's, when it is loaded
-HALF_TOLERANCE = 0.02
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
+"""Of a compiled layer beside torch's when it is loaded, on float32 and on bfloat16 images."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
@@ -162,6 +162,7 @@ class CpuKernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
         (n, c, h, w), k = x.shape, len(weight)
+        assert x.dtype == e.dtype
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             dx, dw = self.convolution_backward(x.float(), e.float(), weight, form, wanted)
             return None if dx is None else dx.to(x.dtype), dw
@@ -206,6 +207,7 @@ class CpuKernels:
 
         With ``relu`` the output is ``relu(norm)``, or ``relu(norm + added)``.
         """
+        assert added is None or added.dtype == x.dtype
         x, added = _last(x), None if added is None else _last(added)
         (n, c, h, w), out = x.shape, torch.empty_like(x)
         mean, rstd = torch.empty(n, groups), torch.empty(n, groups)
@@ -228,6 +230,7 @@ class CpuKernels:
 
         ``out`` is `group_norm`'s, and given where something was added.
         """
+        assert e.dtype == x.dtype
         x, e = _last(x), _last(e)
         (n, c, h, w), dx = x.shape, torch.empty_like(x)
         scale, shift = torch.empty(n, c), torch.empty(n, c)

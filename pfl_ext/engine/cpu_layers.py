@@ -89,12 +89,12 @@ class GroupNorm(nn.GroupNorm):
         """``[N, C, H, W]``, in and out."""
         if not self.takes(x, added):
             return followed(super().forward(x), relu, added)
-        added = None if added is None else entering(added)
-        out: Tensor = _Normalise.apply(entering(x), self.weight, self.bias, added, relu, self)
+        out: Tensor = _Normalise.apply(x, self.weight, self.bias, added, relu, self)
         return out
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
         """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
+        x, added = entering(x), None if added is None else entering(added)
         out, mean, rstd = self.kernels.group_norm(
             x, self.weight, self.bias, self.num_groups, self.eps, relu, added
         )

@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench_cpu_kernels
+from benchmarks.bench import Clock, watched
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.command_line import run as run_command
 from pfl_ext.engine import cohort
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.training import LocalTraining
+from pfl_ext.models import ImageClassifier
 from tests.card import card
+from tests.pfl_ext.engine.setting import small_backbone
 
 TINY = bench.Case("tiny", 32, cohort=4, users=12, val_users=2)
 
@@ -36,6 +42,19 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
     assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_training_of_lanes_made_later_is_charged_too() -> None:
+    engine, clock = CohortEngine(ImageClassifier(small_backbone(), input_size=10)), Clock()
+    how = LocalTraining(0.1, 1, 4, "none", 0.0, 0.0, None, weight_decay=0.1)
+    before = Lane.train
+    with watched(engine, clock):
+        first = engine.lanes[0]
+        engine.tasks([], how)
+        assert engine.lanes[0] is not first, "weight decay needs another network"
+        engine.lanes[0].train([], how)
+    assert clock.seconds["training"] > 0
+    assert Lane.train is before
 
 
 def test_a_card_is_measured_by_default_where_there_is_one(
@@ -82,7 +101,9 @@ def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFi
     steps, rows = capsys.readouterr().out.split("\n\n")[1:]
     assert steps.splitlines()[2].startswith("| 32, 1 | ")
     layers = [row.split(" | ") for row in rows.strip().splitlines()[2:]]
-    assert sum(int(row[2]) for row in layers) == 19, "every convolution but the first"
-    assert all(float(number) > 0 for row in layers for number in row[5].strip(" |").split(" + "))
+    assert sum(int(row[2]) for row in layers) == 20, "every convolution"
+    numbers = [number for row in layers for cell in row[4:] for number in cell.strip(" |").split(" + ")]
+    assert len(numbers) in (4 * len(layers), 6 * len(layers))
+    assert all(float(number) > 0 for number in numbers)
     with pytest.raises(ValueError, match="at least 32"):
         bench_cpu_kernels.main(["--pixels", "16"])

@@ -70,31 +70,13 @@ template <class V> struct Rows {
   long apart;
   float scale;
 };
-// Those of an image at `first` and of one at `second`, unless that is null; or of many.
-template <class V> static Rows<V> rows_of(const Image<V>* first, const Image<V>* second, long count, long width, int room) {
-  if constexpr (!narrow<V>) {
-    return {first, width, 1};
-  } else {
-    Largest most;
-    most.see(first, count * width);
-    if (second) most.see(second, count * width);
-    const long apart = width + 16;  // not a power of two, as in winograd.h
-    One<V>* to = scratch<One<V>>(room, count * apart);
-    const float scale = scale_below(LIMIT, most.value());
-    for (long row = 0; row < count; row++)
-      for (long q = 0; q < width; q += L) {
-        const long at = row * width + q;
-        put(to + row * apart + q, joined<V>(load(first + at), second ? load(second + at) : vec{}, scale));
-      }
-    return {to, apart, scale};
-  }
-}
-template <class V> static Rows<V> rows_of(const Image<V>* from, long n, long positions, long width,
+// Those wanted, or all, of n images, `size` values apart.
+template <class V> static Rows<V> rows_of(const Image<V>* from, long n, long positions, long size, long width,
                                           const std::vector<int>* wanted, int room) {
   if constexpr (!narrow<V>) {
     return {from, width, 1};
   } else {
-    const long count = (n + 1) / 2 * positions, apart = width + 16;
+    const long count = (n + 1) / 2 * positions, apart = width + 16;  // not a power of two, as in winograd.h
     std::vector<char> all(count, !wanted);
     if (wanted)
       for (int row : *wanted)
@@ -102,8 +84,8 @@ template <class V> static Rows<V> rows_of(const Image<V>* from, long n, long pos
     auto rows = [&](auto work) {  // work(row, its values in the first image, and, if there is one, in the second)
       for (long image = 0, row = 0; image < n; image += 2)
         for (long i = 0; i < positions; i++, row++) {
-          const Image<V>* first = from + (image * positions + i) * width;
-          if (all[row]) work(row, first, image + 1 < n ? first + positions * width : nullptr);
+          const Image<V>* first = from + image * size + i * width;
+          if (all[row]) work(row, first, image + 1 < n ? first + size : nullptr);
         }
     };
     Largest most;
@@ -224,7 +206,7 @@ template <class V> static float panel_scale(const float* w, long count) {
 template <class V> static void direct(const Image<V>* x, const float* w, Image<V>* y, const Form& o) {
   const Meetings m(o, each<V>, false);
   const long c = o.c, k = o.k, size = o.taps() * c;
-  const Rows<V> rows = rows_of<V>(x, o.n, o.h * o.w, c, &m.at, 1);
+  const Rows<V> rows = rows_of<V>(x, o.n, o.h * o.w, o.h * o.w * c, c, &m.at, 1);
   const float small = panel_scale<V>(w, k * size);
   One<V>*panel = scratch<One<V>>(0, size * WIDE), *zeros = nothing<V>(c);
   for (long k0 = 0; k0 < k; k0 += WIDE) {
@@ -247,7 +229,7 @@ template <class V> static void direct(const Image<V>* x, const float* w, Image<V
 template <class V> static void direct_backward(const Image<V>* x, const Image<V>* e, const float* w, Image<V>* dx,
                                                float* dw, const Form& o) {
   const long c = o.c, k = o.k, taps = o.taps();
-  const Rows<V> signals = rows_of<V>(e, o.n, o.down * o.across, k, nullptr, 2);
+  const Rows<V> signals = rows_of<V>(e, o.n, o.down * o.across, o.down * o.across * k, k, nullptr, 2);
   if (dx) {
     const Meetings m(o, each<V>, true);
     const float small = panel_scale<V>(w, k * taps * c);
@@ -266,7 +248,7 @@ template <class V> static void direct_backward(const Image<V>* x, const Image<V>
   }
   if (dw) {
     const Meetings m(o, each<V>, false);
-    const Rows<V> images = rows_of<V>(x, o.n, o.h * o.w, c, &m.at, 1);
+    const Rows<V> images = rows_of<V>(x, o.n, o.h * o.w, o.h * o.w * c, c, &m.at, 1);
     const float scale = 1 / signals.scale / images.scale;
     std::vector<int> es, xs;
     const long some = std::max(256L, (1L << 18) / (c + k));  // rows that stay in the cache for all taps

@@ -82,7 +82,7 @@ template <class V> static void thin_backward(const Image<V>* x, const Image<V>* 
     frame.take(x + image * size, paired ? x + (image + 1) * size : nullptr, 1);
     for (long y = 0; y < o.down; y++) {
       const Image<V>* first = e + (image * o.down + y) * wide;
-      const Rows<V> signals = rows_of<V>(first, paired ? first + o.down * wide : nullptr, o.across, k, 2);
+      const Rows<V> signals = rows_of<V>(first, 1 + paired, o.across, o.down * wide, k, nullptr, 2);
       for (long i = 0; i < o.high; i++)
         for (long k0 = 0; k0 < k; k0 += WIDE)
           product<V>(frame.rows.values + (y * o.stride + i) * frame.apart, 1, o.stride * o.c, signals.values + k0,

@@ -50,12 +50,12 @@ template <class V> constexpr long each = sizeof(One<V>) / sizeof(Number<V>);  //
 template <class V> constexpr long chain = 1L << 40;  // terms that are added up before the sum goes elsewhere
 
 template <class V> static inline V take(const One<V>* p) { return load(p); }
-template <class V> static inline V spread(One<V> one) { return one - vec{}; }
-template <class V> static inline V joined(vec v, vec, float) { return v; }
 static inline void put(float* p, vec v) { store(p, v); }
-static inline void part(vec v, vec* parts, float) { parts[0] = v; }
-static inline vec folded(vec v, float) { return v; }  // the sum of what a value is of
-static inline void twice(float* p, vec v, float) { store(p, v); }
+template <class V> static inline V spread(One<V> one) { return one - vec{}; }
+template <class V> static inline V joined(vec v, vec, float) { return v; }  // of both, times a scale
+static inline void part(vec v, vec* parts, float) { parts[0] = v; }         // back to both
+static inline vec folded(vec v, float) { return v; }                        // the sum of both
+static inline void twice(float* p, vec v, float) { store(p, v); }           // for both the same
 
 #if HALVES
 struct bfloat {
@@ -84,9 +84,9 @@ template <> struct Kind<halves> {
 template <> constexpr long chain<halves> = 64;
 
 static inline __m256i narrowed(vec v, float scale) { return (__m256i)_mm512_cvtxps_ph((__m512)(v * scale)); }
-static inline __m512i mixed(__m512i v, int low, int high, int by) {  // the 16-bit values low, low + by, ...; high, ...
+template <class Place> static inline __m512i reordered(__m512i v, Place place) {  // the 16-bit values at place(0), ...
   short order[32];
-  for (int i = 0; i < 32; i++) order[i] = short(by == 2 ? (i < 16 ? low + 2 * i : high + 2 * (i - 16)) : i % 2 * 16 + i / 2);
+  for (int i = 0; i < 32; i++) order[i] = short(place(i));
   return _mm512_permutexvar_epi16(_mm512_loadu_si512(order), v);
 }
 template <> inline halves take<halves>(const Pair* p) { return (halves)_mm512_loadu_si512(p); }
@@ -97,11 +97,12 @@ template <> inline halves spread<halves>(Pair one) {
 }
 template <> inline halves joined<halves>(vec first, vec second, float scale) {
   const __m512i low = _mm512_castsi256_si512(narrowed(first, scale));
-  return (halves)mixed(_mm512_inserti64x4(low, narrowed(second, scale), 1), 0, 0, 1);
+  const __m512i both = _mm512_inserti64x4(low, narrowed(second, scale), 1);
+  return (halves)reordered(both, [](int i) { return i % 2 * 16 + i / 2; });
 }
 static inline void put(Pair* p, halves v) { _mm512_storeu_si512(p, (__m512i)v); }
 static inline void part(halves v, vec* parts, float scale) {
-  const __m512i sorted = mixed((__m512i)v, 0, 1, 2);
+  const __m512i sorted = reordered((__m512i)v, [](int i) { return i % 16 * 2 + i / 16; });
   parts[0] = (vec)_mm512_cvtxph_ps((__m256h)_mm512_castsi512_si256(sorted)) * scale;
   parts[1] = (vec)_mm512_cvtxph_ps((__m256h)_mm512_extracti64x4_epi64(sorted, 1)) * scale;
 }

@@ -1,6 +1,7 @@
 // 3 x 3 convolutions with stride 1 and padding 1 by Winograd's minimal filtering F(4x4, 3x3) (Winograd 1980;
 // Lavin & Gray, CVPR 2016): windows of 6 x 6 inputs give tiles of 4 x 4 outputs with 36 products per pair of
-// channels instead of 144. The gradients are the exact adjoints of the same sums. The interpolation points are
+// channels instead of 144. The gradient of the weights is the exact adjoint of the same sums, that of the images such
+// a convolution itself. The interpolation points are
 // 0, +-3/4, +-3/2 and infinity: half the rounding error of the usual 0, +-1, +-2 (measured; after Barabasz et
 // al. 2018, arXiv 1803.10986), and their powers are exact.
 //
