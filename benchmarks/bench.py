@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -228,13 +228,30 @@ def measure(sides: Sides, rounds: int) -> Tree:
                 images += sum(m.num_passes for m in members)
                 steps += sum(m.num_steps for m in members)
     engine.close()
-    work = {"image_passes_a_round": images / rounds, "steps_a_round": steps / rounds}
+    work: Tree = {"image_passes_a_round": images / rounds, "steps_a_round": steps / rounds}
+    if sides.privacy is not None:
+        work["private_over_plain"] = cost_of_privacy(sides, rounds)
     # after the server's optimiser, which magnifies it
     return {
         **work,
         "deviation_of_the_models_first_move": deviation,
         **_summary(sides, times, scoring, clocks, images / rounds, len(engine.lanes)),
     }
+
+
+def cost_of_privacy(sides: Sides, rounds: int) -> Tree:
+    """Rounds of the fast engine for the same cohorts, plain and private in turn: seconds, and their ratio."""
+    kinds = {"plain": replace(sides, privacy=None), "private": sides}
+    pair = {name: Side(own, own.fast, Clock()) for name, own in kinds.items()}
+    times: dict[str, list[float]] = {name: [] for name in pair}
+    for number in range(rounds + 1):
+        for name, side in pair.items():
+            times[name].append(side.round(number))
+    for side in pair.values():
+        if side.engine is not None:
+            side.engine.close()
+    counted = {name: [round(s, 4) for s in seconds[1:]] for name, seconds in times.items()}
+    return {**counted, "ratio": sum(counted["private"]) / sum(counted["plain"])}
 
 
 def _members(data: FederatedImageDataset, number: int, cohort: int) -> list[Any]:
@@ -322,6 +339,8 @@ def report_cases(
             f"ratio {result['ratio']:.2f}, data {fast['share']['data']:.1%} of the fast round",
             flush=True,
         )
+        if "private_over_plain" in result:
+            print(f"{case.name}: {result['private_over_plain']['ratio']:.2f} times a plain round", flush=True)
         report = {"hardware": hardware(), "commit": commit(), "torch": torch.__version__, "results": results}
         given.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.output, report)

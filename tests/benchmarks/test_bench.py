@@ -44,6 +44,20 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_private_round_is_measured_beside_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(bench.SETS, "cpu", [replace(TINY, private=True, val_users=0)])
+    output = tmp_path / "bench.json"
+    words = ["--cases", "cpu", "--rounds", "1", "--data_dir", str(tmp_path), "--output", str(output)]
+    assert run_command(bench.main, words) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    cost = result["private_over_plain"]
+    assert len(cost["plain"]) == len(cost["private"]) == 1
+    assert cost["ratio"] == pytest.approx(cost["private"][0] / cost["plain"][0])
+    assert f"tiny: {cost['ratio']:.2f} times a plain round" in capsys.readouterr().out
+
+
 def test_the_training_of_lanes_made_later_is_charged_too() -> None:
     engine, clock = CohortEngine(ImageClassifier(small_backbone(), input_size=10)), Clock()
     how = LocalTraining(0.1, 1, 4, "none", 0.0, 0.0, None, weight_decay=0.1)
