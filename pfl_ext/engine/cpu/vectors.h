@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-#define HALVES (defined(__AVX512FP16__) && defined(__AVX512BF16__))
-#if HALVES
+#if defined(__AVX512FP16__) && defined(__AVX512BF16__)
 #include <immintrin.h>
+#define HALVES 1
 #endif
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -57,7 +57,7 @@ static inline void part(vec v, vec* parts, float) { parts[0] = v; }         // b
 static inline vec folded(vec v, float) { return v; }                        // the sum of both
 static inline void twice(float* p, vec v, float) { store(p, v); }           // for both the same
 
-#if HALVES
+#ifdef HALVES
 struct bfloat {
   unsigned short bits;
 };

@@ -61,7 +61,7 @@ template <int p, int q, class V, class Along> static inline void both(const V* x
 // c[i][0..WIDE] (+)= sum over r < depth of a[i * ai + r * ar] * b[r * br + 0..WIDE], for R rows i; folded, and times a
 // scale, where c is float.
 static inline void settle(float* c, vec sum, float, bool add) { store(c, add ? load(c) + sum : sum); }
-#if HALVES
+#ifdef HALVES
 static inline void settle(Pair* c, halves sum, float, bool add) { put(c, add ? take<halves>(c) + sum : sum); }
 static inline void settle(float* c, halves sum, float scale, bool add) { settle(c, folded(sum, scale), 1, add); }
 #endif
