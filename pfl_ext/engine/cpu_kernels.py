@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -273,6 +274,7 @@ def compiled() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
+            print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
             made = Path(place) / path.name
             command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
             done = _run([*command, THREADED])
