@@ -59,12 +59,8 @@ class MaxPool(nn.MaxPool2d):
     @property
     def form(self) -> Form:
         """What `CpuKernels` must know."""
-        (high, wide), stride, (top, left) = (
-            _pair(self.kernel_size),
-            _pair(self.stride)[0],
-            _pair(self.padding),
-        )
-        return Form(high, wide, stride, top, left)
+        (high, wide), (top, left) = _pair(self.kernel_size), _pair(self.padding)
+        return Form(high, wide, _pair(self.stride)[0], top, left)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
@@ -240,11 +236,9 @@ def _kind(layer: nn.Module) -> type[Convolution | GroupNorm | MaxPool] | None:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return None
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
-    even = (
-        layer.in_channels % CHANNELS == 0 and max(layer.kernel_size) <= 3
-    )  # with larger ones torch was faster
-    suits = layer.out_channels % CHANNELS == 0 and (layer.in_channels < CHANNELS or even)
-    return Convolution if plain and suits else None
+    small = max(layer.kernel_size) <= 3  # with larger ones torch was the faster
+    images = layer.in_channels < CHANNELS or (layer.in_channels % CHANNELS == 0 and small)
+    return Convolution if plain and images and layer.out_channels % CHANNELS == 0 else None
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -60,11 +60,11 @@ struct Meetings {
           }
   }
 };
-// The rows of images as a product takes them: themselves; or those wanted, of two images each, times a scale. Below 2^4,
-// as weights are, so that the terms of a chain stay below 2^16.
-constexpr int LIMIT = 4;
+// The rows of images as a product takes them: themselves; or those wanted, of two images each, times a scale. Below 2^3,
+// as weights are, so that the sums of so many terms, and of both images', stay below 2^16.
+constexpr int LIMIT = 3;
 constexpr long EIGHT = 8;
-template <class V> constexpr long most = 2 * chain<V>;  // terms: what is rounded here no transform enlarges
+template <class V> constexpr long most = 2 * chain<V>;  // what is rounded here no transform enlarges
 template <class V> struct Rows {
   const One<V>* values;
   long apart;

@@ -16,7 +16,6 @@ template <class V> struct Frame {
   long apart, depth;  // of rows; values that a kernel's row meets
   Meetings m;
   Rows<V> rows;
-  Image<V> *one, *two;
 
   explicit Frame(const Form& o) : o(o), apart((o.w + 2 * o.left) * o.c + SLACK), depth((o.wide * o.c + 1) / 2 * 2) {
     m.positions = m.rows = o.down * o.across;
@@ -26,8 +25,6 @@ template <class V> struct Frame {
       for (long i = 0; i < o.high; i++)
         m.at[i * m.rows + row] = int((row / o.across * o.stride + i) * apart + row % o.across * o.stride * o.c);
     }
-    one = scratch<Image<V>>(4, 2 * (o.w * o.c + L)), two = one + o.w * o.c + L;
-    memset((void*)one, 0, 2 * (o.w * o.c + L) * sizeof(Image<V>));
   }
   // Has these images in the frame; second may be null.
   void take(const Image<V>* first, const Image<V>* second, int room) {
@@ -36,6 +33,8 @@ template <class V> struct Frame {
     if (narrow<V>) most.see(first, size);
     if (narrow<V> && second) most.see(second, size);
     rows.apart = 1, rows.scale = narrow<V> ? scale_below(LIMIT, most.value()) : 1;
+    Image<V>*one = scratch<Image<V>>(4, 2 * (o.w * o.c + L)), *two = one + o.w * o.c + L;  // a line of each
+    memset((void*)one, 0, 2 * (o.w * o.c + L) * sizeof(Image<V>));
     One<V>* values = scratch<One<V>>(room, whole + L);
     memset((void*)values, 0, whole * sizeof(One<V>));
     for (long y = 0; y < o.h; y++) {

@@ -191,6 +191,37 @@ def test_no_sum_of_half_floats_overflows(stride: int) -> None:
 
 
 @with_halves
+@pytest.mark.parametrize("channels", [3, 32])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_what_shares_a_vector_of_half_floats_does_not_share_its_numbers(channels: int, stride: int) -> None:
+    """An odd image is alone with its scale, not with what is left of another."""
+    assert KERNELS is not None
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(3, channels, 12, 12, generator=draw)
+    x[:2] *= 2.0**40
+    x = x.bfloat16()
+    weight = torch.randn(32, channels, 3, 3, generator=draw)
+    form = Form(3, 3, stride, 1, 1)
+    y = F.conv2d(x.float(), weight, stride=stride, padding=1)
+    e = torch.randn(y.shape, generator=draw).bfloat16()
+    e[:2] = 0
+    leaf = weight.double().requires_grad_()
+    (dw,) = torch.autograd.grad(F.conv2d(x.double(), leaf, stride=stride, padding=1), leaf, e.double())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = KERNELS.convolution(x, weight, form)
+    found = KERNELS.convolution_backward(x, e, weight, form, (False, True))[1]
+    torch.set_num_threads(threads)
+    assert relative(out[:2], y[:2]) < 0.02
+    if channels == 3:  # whose frame is an image's own, or two images'
+        assert relative(out[2:], y[2:]) < 0.02
+        assert relative(found, dw) < 0.02
+    assert out.isfinite().all()
+    assert found is not None
+    assert found.isfinite().all()
+
+
+@with_halves
 @pytest.mark.parametrize("norm", ["group", "frozen_batch"])
 def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> None:
     assert KERNELS is not None
