@@ -184,16 +184,16 @@ def _synchronise() -> None:
 def watched(engine: CohortEngine, clock: Clock) -> Iterator[None]:
     """Within, the lanes' waiting and training are charged."""
     module: Any = cohort
-    prefetched, train_one_step, train = module.prefetched, module.train_one_step, Lane.train
+    lanes: Any = Lane  # the class: lanes may be made later too
+    prefetched, train_one_step, train = module.prefetched, module.train_one_step, lanes.train
     module.prefetched = lambda *a, **k: clock.iterator("data", iter(prefetched(*a, **k)))
     module.train_one_step = clock.around("training", train_one_step)
     clock.lanes = len(engine.lanes)
-    setattr(Lane, "train", clock.around("training", train))  # noqa: B010  # of lanes that are made later too
+    lanes.train = clock.around("training", train)
     try:
         yield
     finally:
-        module.prefetched, module.train_one_step = prefetched, train_one_step
-        setattr(Lane, "train", train)  # noqa: B010
+        module.prefetched, module.train_one_step, lanes.train = prefetched, train_one_step, train
 
 
 def measure(sides: Sides, rounds: int) -> Tree:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.facts import commit, hardware
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
-from pfl_ext.engine.cpu_kernels import CpuKernels, Form, Unavailable
+from pfl_ext.engine.cpu_kernels import CHANNELS, CpuKernels, Form, Unavailable
 from pfl_ext.engine.cpu_layers import Convolution, take_over
 from pfl_ext.models import build_backbone, memory_format
 
@@ -72,13 +72,8 @@ def layer_times(layer: Convolution, images: int, side: int, repeats: int) -> lis
     e = torch.randn(images, layer.out_channels, *form.output(side, side))
     weight = layer.weight.detach().contiguous()
     ours = [t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight)]
-    kernels, padding, one, wanted = (
-        layer.kernels,
-        [form.top, form.left],
-        [1, 1],
-        (layer.in_channels > 3, True),
-    )
-    stride = [form.stride] * 2
+    kernels, wanted = layer.kernels, (layer.in_channels >= CHANNELS, True)
+    stride, padding, one = [form.stride] * 2, [form.top, form.left], [1, 1]
     backward = torch.ops.aten.convolution_backward
     works: list[Callable[[], object]] = [
         lambda: F.conv2d(x, weight, stride=stride, padding=padding),

@@ -21,16 +21,16 @@ struct Form {
   long taps() const { return high * wide; }
 };
 // For each row of a product, at[tap * rows + row] is the row of the other images that the tap meets there, or -1,
-// and own[row] its own. Rows of the same position of all images stand together: they meet the same taps.
+// own[row] its own, and first[row] its own in the first of the images that a value is of. Rows of the same position of all images stand together: they meet the same taps.
 struct Meetings {
-  std::vector<int> own, at;
+  std::vector<int> own, first, at;
   long rows, positions;
   Meetings() {}
   Meetings(const Form& o, long each, bool of_inputs) {
     const long high = of_inputs ? o.h : o.down, wide = of_inputs ? o.w : o.across, step = of_inputs ? o.stride : 1;
     const long count = (o.n + each - 1) / each;
     positions = high * wide, rows = count * positions;
-    own.resize(rows), at.assign(o.taps() * rows, -1);
+    own.resize(rows), first.resize(rows), at.assign(o.taps() * rows, -1);
     // Where the taps of a side meet the other images, or -1.
     auto met = [&](long own, long tap, long before, long most) {
       const long there = of_inputs ? own + before - tap : own * o.stride - before + tap, by = of_inputs ? o.stride : 1;
@@ -48,7 +48,10 @@ struct Meetings {
       for (long image = 0; image < count; image += together)
         for (long y = phase / step; y < high; y += step)
           for (long x = phase % step; x < wide; x += step, row += together) {
-            for (long q = 0; q < together; q++) own[row + q] = int(((image + q) * high + y) * wide + x);
+            for (long q = 0; q < together; q++) {
+              own[row + q] = int(((image + q) * high + y) * wide + x);
+              first[row + q] = int(((image + q) * each * high + y) * wide + x);
+            }
             for (long i = 0; i < o.high; i++) {
               const long yy = met(y, i, o.top, most_y);
               for (long j = 0; j < o.wide && yy >= 0; j++) {
@@ -102,7 +105,7 @@ template <class V> static Rows<V> rows_of(const Image<V>* from, long n, long pos
     return {to, apart, scale};
   }
 }
-// to[own[row]][0..WIDE] = scale * sum over taps and r of from[at[tap][row]][r] * panel[tap][r][0..WIDE], R rows from
+// to[first[row]][0..WIDE] = scale * sum over taps and r of from[at[tap][row]][r] * panel[tap][r][0..WIDE], R rows from
 // row on.
 template <class V, int R> static void meet(const Meetings& m, long row, long taps, const Rows<V>& from, long depth,
                                            const One<V>* panel, const One<V>* zeros, Image<V>* to, long n, long width,
@@ -146,12 +149,12 @@ template <class V, int R> static void meet(const Meetings& m, long row, long tap
   if (narrow<V>) settle();
 #pragma GCC unroll 16
   for (int i = 0; i < R; i++) {
-    const long image = m.own[row + i] / m.positions * each<V>, at = m.own[row + i] % m.positions;
-    for (long j = 0; j < each<V> && image + j < n; j++)
+    long at = m.first[row + i];
+    for (long j = 0; j < each<V> && at < n * m.positions; j++, at += m.positions)
       for (int half = 0; half < 2; half++) {
         vec out = all[i][half][j];
         if constexpr (!narrow<V>) out = sum[i][half];
-        store(to + ((image + j) * m.positions + at) * width + half * L, out);
+        store(to + at * width + half * L, out);
       }
   }
 }

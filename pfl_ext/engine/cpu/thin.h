@@ -19,9 +19,9 @@ template <class V> struct Frame {
 
   explicit Frame(const Form& o) : o(o), apart((o.w + 2 * o.left) * o.c + SLACK), depth((o.wide * o.c + 1) / 2 * 2) {
     m.positions = m.rows = o.down * o.across;
-    m.own.resize(m.rows), m.at.resize(o.high * m.rows);
+    m.first.resize(m.rows), m.at.resize(o.high * m.rows);
     for (long row = 0; row < m.rows; row++) {
-      m.own[row] = int(row);
+      m.first[row] = int(row);
       for (long i = 0; i < o.high; i++)
         m.at[i * m.rows + row] = int((row / o.across * o.stride + i) * apart + row % o.across * o.stride * o.c);
     }

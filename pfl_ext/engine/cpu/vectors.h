@@ -116,7 +116,6 @@ static inline void twice(Pair* p, vec v, float scale) {
 }
 #else
 typedef vec halves;
-typedef float bfloat;
 #endif
 
 template <int W, size_t... I> static inline void exchange(vec& x, vec& y, std::index_sequence<I...>) {
