@@ -21,7 +21,7 @@ struct Form {
   long taps() const { return high * wide; }
 };
 // For each row of a product, at[tap * rows + row] is the row of the other images that the tap meets there, or -1,
-// own[row] its own, and first[row] its own in the first of the images that a value is of. Rows of the same position of all images stand together: they meet the same taps.
+// own[row] its own, and first[row] its own in the first of the images that a value is of.
 struct Meetings {
   std::vector<int> own, first, at;
   long rows, positions;

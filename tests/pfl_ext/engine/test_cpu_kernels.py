@@ -54,13 +54,32 @@ def relative(ours: Tensor | None, theirs: Tensor) -> float:
     return float((ours.detach().double() - theirs).norm() / theirs.norm().clamp(min=1e-30))
 
 
+def drawn(n: int, size: tuple[int, int], channels: tuple[int, int], form: Form) -> list[Tensor]:
+    """Images, weights and a gradient of the output."""
+    draw = torch.Generator().manual_seed(n * 1000 + size[0] * 17 + size[1])
+    shapes = (n, channels[0], *size), (channels[1], channels[0], form.high, form.wide)
+    return [torch.randn(shape, generator=draw) for shape in (*shapes, (n, channels[1], *form.output(*size)))]
+
+
+def exact(x: Tensor, weight: Tensor, e: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """The output and the gradients of images and weights by torch, float64."""
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=(form.top, form.left))
+    return (y.detach(), *torch.autograd.grad(y, leaves, e.double()))
+
+
+def fitting(kernel: tuple[int, int], size: tuple[int, int], stride: int, padding: tuple[int, int]) -> Form:
+    """A form whose kernel is no larger than the images with their padding."""
+    high, wide = (min(k, s + 2 * p) for k, s, p in zip(kernel, size, padding))
+    return Form(high, wide, stride, *padding)
+
+
 @compiled
 @pytest.mark.parametrize("winograd", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 5),
-    height=st.integers(1, 13),
-    width=st.integers(1, 13),
+    size=st.tuples(*[st.integers(1, 13)] * 2),
     channels=st.sampled_from([(32, 32), (32, 96), (64, 32)]),
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.integers(1, 3),
@@ -70,8 +89,7 @@ def relative(ours: Tensor | None, theirs: Tensor) -> float:
 def test_a_convolution_and_its_gradients_are_torchs(
     winograd: bool,
     n: int,
-    height: int,
-    width: int,
+    size: tuple[int, int],
     channels: tuple[int, int],
     kernel: tuple[int, int],
     stride: int,
@@ -81,15 +99,9 @@ def test_a_convolution_and_its_gradients_are_torchs(
     assert KERNELS is not None
     if winograd:
         kernel, stride, padding = (3, 3), 1, (1, 1)
-    kernel = (min(kernel[0], height + 2 * padding[0]), min(kernel[1], width + 2 * padding[1]))
-    form = Form(*kernel, stride, *padding)
-    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = torch.randn(n, channels[0], height, width, generator=draw)
-    weight = torch.randn(channels[1], channels[0], *kernel, generator=draw)
-    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    y = F.conv2d(leaves[0], leaves[1], stride=stride, padding=padding)
-    e = torch.randn(y.shape, generator=draw)
-    dx, dw = torch.autograd.grad(y, leaves, e.double())
+    form = fitting(kernel, size, stride, padding)
+    x, weight, e = drawn(n, size, channels, form)
+    y, dx, dw = exact(x, weight, e, form)
     before, threads = cpu_kernels.WEIGHTS, torch.get_num_threads()
     cpu_kernels.WEIGHTS = -1e12 if winograd else 1e12
     torch.set_num_threads(count)
@@ -116,8 +128,7 @@ def test_a_convolution_and_its_gradients_are_torchs(
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 5),
-    height=st.integers(5, 13),
-    width=st.integers(5, 13),
+    size=st.tuples(*[st.integers(5, 13)] * 2),
     channels=st.sampled_from([(32, 32), (32, 96), (64, 32), (512, 32)]),
     stride=st.integers(1, 3),
     powers=st.tuples(*[st.integers(-30, 30)] * 3),
@@ -126,8 +137,7 @@ def test_a_convolution_and_its_gradients_are_torchs(
 def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
     way: str,
     n: int,
-    height: int,
-    width: int,
+    size: tuple[int, int],
     channels: tuple[int, int],
     stride: int,
     powers: tuple[int, int, int],
@@ -137,14 +147,11 @@ def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
     if way == "thin":
         channels = (min(channels[0] // 32 * 3, 31), channels[1])
     form = Form(3, 3, 1 if way == "Winograd" else stride, 1, 1)
-    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = (torch.randn(n, channels[0], height, width, generator=draw) * 2.0 ** powers[0]).bfloat16()
-    weight = torch.randn(channels[1], channels[0], 3, 3, generator=draw) * 2.0 ** powers[1]
-    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
-    e = torch.randn(y.shape, generator=draw) * 2.0 ** powers[2]
-    e = (e * torch.rand(y.shape, generator=draw) ** 8).bfloat16()  # as gradients are: most are small
-    dx, dw = torch.autograd.grad(y, leaves, e.double())
+    x, weight, e = drawn(n, size, channels, form)
+    x, weight, e = ((t * 2.0**power) for t, power in zip((x, weight, e), powers))
+    draw = torch.Generator().manual_seed(n)
+    x, e = x.bfloat16(), (e * torch.rand(e.shape, generator=draw) ** 8).bfloat16()  # most gradients are small
+    y, dx, dw = exact(x, weight, e, form)
     margin = 0.02 if way == "Winograd" else 0.006
     threads = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -171,17 +178,18 @@ def test_of_bfloat16_images_of_any_size_a_convolution_is_near_torchs(
 
 @with_halves
 @pytest.mark.parametrize("stride", [1, 2])
-def test_no_sum_of_half_floats_overflows(stride: int) -> None:
+@pytest.mark.parametrize("channels", [(1024, 64), (64, 1024)], ids=str)
+def test_no_sum_of_half_floats_overflows(channels: tuple[int, int], stride: int) -> None:
     """All numbers as large as the largest, and of the signs that the transforms and the sums add up."""
     assert KERNELS is not None
     form = Form(3, 3, stride, 1, 1)
-    for size in (0.99, 1.01):
+    for size in (0.99, 1.0, 1.01):
         for signs in (lambda i: 1, lambda i: (-1) ** i, lambda i: (-1) ** (i // 2)):
             row = torch.tensor([size * signs(i) for i in range(16)])
-            x = (row[:, None] * row)[None, None].expand(2, 1024, 16, 16).bfloat16()
-            weight = (row[:3, None] * row[:3])[None, None].expand(1024, 1024, 3, 3).contiguous()
+            x = (row[:, None] * row)[None, None].expand(8, channels[0], 16, 16).bfloat16()
+            weight = (row[:3, None] * row[:3])[None, None].expand(*channels[::-1], 3, 3).contiguous()
             y = F.conv2d(x.float(), weight, stride=stride, padding=1)
-            e = x[:, :, ::stride, ::stride].contiguous()
+            e = x[:, :1, ::stride, ::stride].repeat(1, channels[1], 1, 1)
             found = KERNELS.convolution(x, weight, form)
             dx, dw = KERNELS.convolution_backward(x, e, weight, form, (True, True))
             for made in (found, dx, dw):
@@ -202,11 +210,9 @@ def test_what_shares_a_vector_of_half_floats_does_not_share_its_numbers(channels
     x = x.bfloat16()
     weight = torch.randn(32, channels, 3, 3, generator=draw)
     form = Form(3, 3, stride, 1, 1)
-    y = F.conv2d(x.float(), weight, stride=stride, padding=1)
-    e = torch.randn(y.shape, generator=draw).bfloat16()
+    e = torch.randn(3, 32, *form.output(12, 12), generator=draw).bfloat16()
     e[:2] = 0
-    leaf = weight.double().requires_grad_()
-    (dw,) = torch.autograd.grad(F.conv2d(x.double(), leaf, stride=stride, padding=1), leaf, e.double())
+    y, _, dw = exact(x, weight, e, form)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     out = KERNELS.convolution(x, weight, form)
@@ -247,8 +253,7 @@ def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> No
 @settings(max_examples=40, deadline=None)
 @given(
     n=st.integers(1, 3),
-    height=st.integers(3, 13),
-    width=st.integers(3, 13),
+    size=st.tuples(*[st.integers(3, 13)] * 2),
     channels=st.sampled_from([(1, 32), (3, 64), (31, 32)]),
     kernel=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     stride=st.integers(1, 3),
@@ -256,23 +261,16 @@ def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> No
 )
 def test_a_convolution_of_few_channels_is_torchs(
     n: int,
-    height: int,
-    width: int,
+    size: tuple[int, int],
     channels: tuple[int, int],
     kernel: tuple[int, int],
     stride: int,
     padding: tuple[int, int],
 ) -> None:
     assert KERNELS is not None
-    kernel = (min(kernel[0], height + 2 * padding[0]), min(kernel[1], width + 2 * padding[1]))
-    form = Form(*kernel, stride, *padding)
-    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = torch.randn(n, channels[0], height, width, generator=draw)
-    weight = torch.randn(channels[1], channels[0], *kernel, generator=draw)
-    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    y = F.conv2d(leaves[0], leaves[1], stride=stride, padding=padding)
-    e = torch.randn(y.shape, generator=draw)
-    dx, dw = torch.autograd.grad(y, leaves, e.double())
+    form = fitting(kernel, size, stride, padding)
+    x, weight, e = drawn(n, size, channels, form)
+    y, dx, dw = exact(x, weight, e, form)
     assert relative(KERNELS.convolution(x, weight, form), y) < 1e-5
     assert relative(KERNELS.convolution_backward(x, e, weight, form, (False, True))[1], dw) < 1e-5
     with pytest.raises(ValueError, match="fewer than 32 channels"):
