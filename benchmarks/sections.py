@@ -214,7 +214,7 @@ class Runtime:
     reader_threads: PositiveInt = 2
     prefetch: NonNegativeInt = 8
     cache_gb: NonNegativeFloat = 4.0
-    """Decoded images are kept in memory when the whole split fits into this."""
+    """Decoded images are kept in memory until those of all splits together fill this."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between checkpoints."""
     progress: bool = True

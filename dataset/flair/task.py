@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.flair.cache import ByteArray, PixelCache
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.index import TAXONOMIES, IntArray, SplitIndex
-
-ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class FlairTask:
 
     ``taxonomy`` gives K targets in the alphabetical order of the labels; ``binary_label`` gives one,
     1 where an image has that label of either taxonomy (ml-flair's ``--binary_label``).
-    Decoded images are kept in memory if the whole split fits into ``cache_bytes``.
+    Decoded images are kept in memory as long as those of all splits together fit into ``cache_bytes``.
 
     :raises ValueError: when the label is in neither taxonomy, or the file is not grouped by user.
     """
@@ -57,6 +55,11 @@ class FlairTask:
             return (self.binary_label,)
         return tuple(self.file.label_mapping(self.taxonomy))
 
+    @cached_property
+    def pixels(self) -> PixelCache:
+        """The decoded images of all splits, which every call of `split` shares."""
+        return PixelCache(self.file, self.image_size, self.cache_bytes)
+
     def targets(self, split: str, rows: IntArray) -> ByteArray:
         """Multi-hot ``[n, K]``."""
         labels = self.file.split(split).labels
@@ -77,34 +80,12 @@ class FlairTask:
         return SplitImages(self, name)
 
 
-class CachedPixels:
-    """The decoded images of one split; kept in memory if the whole split fits into ``cache_bytes``."""
-
-    def __init__(self, file: FlairFile, split: str, image_size: int, cache_bytes: int) -> None:
-        self._file, self._split, self._size = file, split, image_size
-        count = file.split(split).num_images
-        fits = count * image_size**2 * 3 <= cache_bytes
-        self._kept = np.empty((count, image_size, image_size, 3), np.uint8) if fits else None
-        self._have = np.zeros(count, np.bool_)
-
-    def read(self, rows: IntArray) -> ByteArray:
-        """``[n, S, S, 3]``; any rows, in any order, from any thread."""
-        if self._kept is None:
-            return self._file.read_images(self._split, rows, self._size)
-        missing = np.unique(rows[~self._have[rows]])
-        if len(missing):
-            self._kept[missing] = self._file.read_images(self._split, missing, self._size)
-            self._have[missing] = True  # after the pixels, so that another thread never sees half of them
-        return self._kept[rows]
-
-
 class SplitImages:
     """The images and targets of one split; any rows, in any order, from any thread."""
 
     def __init__(self, task: FlairTask, name: str) -> None:
-        self._task, self._name = task, name
+        self._task, self._name, self._pixels = task, name, task.pixels
         self._index: SplitIndex = task.file.split(name)
-        self._pixels = CachedPixels(task.file, name, task.image_size, task.cache_bytes)
 
     @property
     def user_ids(self) -> Sequence[str]:
@@ -134,4 +115,4 @@ class SplitImages:
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
         """Images ``[n, S, S, 3]`` and targets ``[n, K]`` of these rows, in their order."""
         rows = np.asarray(rows, np.int64)
-        return self._pixels.read(rows), self.targets(rows)
+        return self._pixels.read(self._name, rows), self.targets(rows)

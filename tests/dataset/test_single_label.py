@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dataset.flair.hdf5 import FlairFile
-from dataset.single_label import SingleLabelImages, SingleLabelTask
+from dataset.flair.index import LabelMatrix, PartitionIndex, SplitIndex
+from dataset.single_label import SingleLabelImages, SingleLabelTask, _carved
 from pfl_ext.federated_dataset import ImageStore, natural_partition
 from tests.dataset.drawn import number_in
 from tests.dataset.test_hdf5 import partitioned, write
@@ -25,6 +27,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
 def shown(store: SingleLabelImages, rows: list[int]) -> list[int]:
     """The file's rows that the pixels of these rows of a store belong to."""
     return [number_in(image) - 1 for image in store.read(np.array(rows))[0]]
+
+
+def users_rows(store: SingleLabelImages) -> dict[str, list[int]]:
+    """The file's rows of each user of a store."""
+    bounds = zip(store.user_ids, store.user_offsets, store.user_offsets[1:])
+    return {user: store.file_rows[start:stop].tolist() for user, start, stop in bounds}
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 10**8])
@@ -96,6 +104,89 @@ def test_what_a_file_cannot_give_is_said_in_one_line(file: FlairFile, tmp_path: 
         SingleLabelTask(plain, taxonomy="colours")
     with pytest.raises(ValueError, match="no images in the split 'test'"):
         SingleLabelTask(plain).split("test")
+
+
+def many_images(count: int) -> SplitIndex:
+    """Users of 1, 2, ... images, the last of what is left; image i has labels[i % 2]."""
+    sizes = [*range(1, 10), count - 45]
+    labels = LabelMatrix.from_rows([[i % 2] for i in range(count)], 2)
+    return SplitIndex(
+        [f"user {size}" for size in range(len(sizes))],
+        np.cumsum([0, *sizes]),
+        np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
+        [str(i) for i in range(count)],
+        {"labels": labels, "fine_grained_labels": LabelMatrix(labels.indptr, labels.indices, 3)},
+    )
+
+
+@pytest.fixture(scope="module")
+def without_val(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+    """60 training images, of which "crossed" deals 40 to users of 1, 2, 3, 4, 10 and 20 images."""
+    train = many_images(60)
+    rows = np.random.default_rng(0).permutation(60)[:40]
+    offsets = np.cumsum([0, 1, 2, 3, 4, 10, 20])
+    crossed = PartitionIndex(list("abcdef"), rows, offsets)
+    splits = {"train": dataclasses.replace(train, partitions={"crossed": crossed})}
+    path = write(tmp_path_factory.mktemp("v") / "f.hdf5", "raw", splits=splits)
+    return FlairFile(path)
+
+
+@pytest.mark.parametrize("partition", [None, "crossed"])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.99])
+def test_a_carved_val_is_that_share_of_each_users_images(
+    without_val: FlairFile, partition: str | None, share: float
+) -> None:
+    whole = SingleLabelTask(without_val, partition).split("train")
+    task = SingleLabelTask(without_val, partition, val_share=share, cache_bytes=10**8)
+    train, val = task.split("train"), task.split("val")
+    assert list(train.user_ids) == list(whole.user_ids)
+    found = {name: users_rows(store) for name, store in (("train", train), ("val", val))}
+    for user, rows in users_rows(whole).items():
+        carved = found["val"].get(user, [])
+        assert sorted([*found["train"][user], *carved]) == sorted(rows)
+        assert len(carved) in {
+            min(whole_number, len(rows) - 1)
+            for whole_number in (int(np.floor(share * len(rows))), int(np.ceil(share * len(rows))))
+        }
+    for store in (train, val):
+        assert shown(store, list(range(store.num_images))) == store.file_rows.tolist()
+        assert store.classes.tolist() == [row % 2 for row in store.file_rows]
+    assert task.splits == ("train", "val")
+    assert (task.num_left_out("train"), task.num_left_out("val")) == (0, 0)
+
+
+def test_a_carved_val_is_a_function_of_seed_user_and_images_alone() -> None:
+    """Another process finds the same; another seed gives others; the order of the images does not matter."""
+    users, ids = ["u", "v"], [str(number) for number in range(40)]
+    owner = np.repeat([0, 1], 20)
+    in_val = _carved(ids, owner, users, 0.25, 0)
+    assert [i for i, carved in zip(ids, in_val) if carved] == [
+        "2", "6", "11", "13", "14", "20", "25", "26", "30", "36",
+    ]  # fmt: skip
+    order = np.random.default_rng(0).permutation(40)
+    again = _carved([ids[i] for i in order], owner[order], users, 0.25, 0)
+    np.testing.assert_array_equal(again, in_val[order])
+    assert not np.array_equal(_carved(ids, owner, users, 0.25, 1), in_val)
+    larger = _carved(ids, owner, users, 0.5, 0)
+    assert (larger | ~in_val).all()  # a larger share holds the smaller one
+
+
+def test_users_of_few_images_give_their_share_on_average() -> None:
+    """4,000 users of 3 images at a share of 0.1: 1,200 images expected, standard deviation 29."""
+    users = [str(user) for user in range(4000)]
+    in_val = _carved([str(i) for i in range(12000)], np.repeat(np.arange(4000), 3), users, 0.1, 0)
+    assert abs(int(in_val.sum()) - 1200) < 5 * 29
+    assert not _carved(users, np.arange(4000), users, 0.9, 0).any()  # a user's only image is for training
+
+
+def test_a_val_that_cannot_be_carved_is_refused(file: FlairFile, without_val: FlairFile) -> None:
+    with pytest.raises(ValueError, match=r"has a split 'val' of its own: set val_share to 0"):
+        SingleLabelTask(file, val_share=0.1)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"val_share is .*; give a number from 0 to below 1"):
+            SingleLabelTask(without_val, val_share=share)
+    with pytest.raises(ValueError, match="no images in the split 'val'"):
+        SingleLabelTask(without_val).split("val")
 
 
 @pytest.mark.skipif(not CLOTHING.exists(), reason=f"{CLOTHING} is not on this machine")

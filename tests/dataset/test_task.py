@@ -36,24 +36,54 @@ def test_rows_come_with_their_own_images_and_targets_from_many_threads(
             np.testing.assert_array_equal(targets, labels.dense(rows))
 
 
-def test_the_cache_reads_each_image_once(file: FlairFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Split and row of each image that is decoded from now on."""
+    found: list[tuple[str, int]] = []
     real = FlairFile.read_images
 
     def count(self: FlairFile, split: str, rows: np.ndarray, size: int) -> np.ndarray:
-        read.extend(rows.tolist())
+        found.extend((split, row) for row in rows.tolist())
         return real(self, split, rows, size)
 
     monkeypatch.setattr(FlairFile, "read_images", count)
+    return found
+
+
+def test_the_cache_reads_each_image_once(file: FlairFile, decoded: list[tuple[str, int]]) -> None:
     kept = FlairTask(file, "labels", 12, cache_bytes=10**9).split("train")
     for rows in (np.array([3, 1, 3]), np.array([1, 2]), np.array([2, 3])):
         kept.read(rows)
-    assert sorted(read) == [1, 2, 3]
-    read.clear()
-    small = FlairTask(file, "labels", 12, cache_bytes=100).split("train")
-    small.read(np.array([1, 2]))
-    small.read(np.array([1, 2]))
-    assert read == [1, 2, 1, 2]
+    assert sorted(decoded) == [("train", 1), ("train", 2), ("train", 3)]
+
+
+def test_a_split_that_is_asked_for_twice_is_decoded_once(
+    file: FlairFile, decoded: list[tuple[str, int]]
+) -> None:
+    """A run scores val during training and again at the end."""
+    task = FlairTask(file, "labels", 12, cache_bytes=10**9)
+    rows = np.arange(task.split("val").num_images)
+    first, second = (task.split("val").read(rows)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert sorted(decoded) == [("val", row) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 12 * 12 * 3 - 1])
+def test_the_budget_is_that_of_all_splits_together(
+    file: FlairFile, decoded: list[tuple[str, int]], spare: int
+) -> None:
+    """With room for n images, a second pass over all splits decodes all but n."""
+    task = FlairTask(file, "labels", 12)
+    counts = {name: task.split(name).num_images for name in ("train", "val", "test")}
+    room = counts["train"] + counts["val"] // 2
+    small = FlairTask(file, "labels", 12, cache_bytes=room * 12 * 12 * 3 + spare)
+    for decodes in (sum(counts.values()), sum(counts.values()) - room):
+        decoded.clear()
+        for name, count in counts.items():
+            images, _ = small.split(name).read(np.arange(count)[::-1])
+            np.testing.assert_array_equal(images, file.read_images(name, np.arange(count)[::-1], 12))
+        assert len(decoded) == decodes + sum(counts.values())  # those of the comparison
+    assert small.pixels._kept.nbytes <= small.cache_bytes
 
 
 def test_images_are_brought_to_the_size_asked_for(file: FlairFile) -> None:
