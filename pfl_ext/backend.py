@@ -23,6 +23,7 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
+from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.aggregator import FlatSumAggregator
@@ -56,7 +57,7 @@ class _OneByOne:
 
 
 class CentrallyEvaluatedBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with three things changed, and its training of users if asked for.
+    """pfl's ``SimulatedBackend`` with four things changed, and its training of users if asked for.
 
     * The cohort and every seed of a round are functions of (seed, round), not of how often a random
       state was drawn from, so that a resumed run repeats nothing.
@@ -66,6 +67,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
       split held centrally: every ``evaluation_frequency`` rounds the model *at the start of the round*
       is scored on it, and ``on_evaluation(round, metrics, model)`` is called while the model is still
       in that state, so that what is kept as best is what was scored.
+    * pfl's own privacy mechanisms are refused where their noise would come from the public seed.
 
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
@@ -85,6 +87,13 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
     ) -> None:
+        without_pfls_noise = (NoisyMean, NoPrivacy)
+        noisy = [p for p in postprocessors if isinstance(p, PrivacyMechanism)]
+        if training_data.noise_seed is None and not all(isinstance(p, without_pfls_noise) for p in noisy):
+            raise ValueError(
+                "pfl's own privacy mechanism would draw its noise from the public seed, so that anybody "
+                "could subtract it: give FederatedImageDataset a secret noise_seed (secrets.randbits(128))"
+            )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self._evaluation = training_data, evaluation
         self._seed, self._on_evaluation, self._config_hash = seed, on_evaluation, config_hash
@@ -103,9 +112,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self._images.set_round(round_number)
         cohort = self._images.cohort(central_context.cohort_size)
         begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)
-        context = replace(
-            central_context, do_evaluation=False, seed=seed32(self._seed, "central noise", round_number)
-        )
+        secret = self._images.noise_seed
+        seed = seed32(self._seed if secret is None else secret, "central noise", round_number)
+        context = replace(central_context, do_evaluation=False, seed=seed)
         algorithm = training_algorithm
         form = normaliser(model, context) if isinstance(algorithm, FedNova) else None
         if form is not None and any(isinstance(p, NoisyMean) for p in self._postprocessors):

@@ -236,6 +236,9 @@ class FederatedImageDataset(FederatedDataset):
     "fixed" and "replacement".
     ``reweight``: weights in the targets, as FedIR's.
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
+    ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
+    bits of each). Where it is None they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these
+    mechanisms, because anybody who knows ``seed`` could subtract their noise.
     Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
 
     :raises ValueError: when a cohort is larger than the population.
@@ -248,6 +251,7 @@ class FederatedImageDataset(FederatedDataset):
         *,
         seed: int,
         cohort_seed: int | None = None,
+        noise_seed: int | None = None,
         partition: Partition | None = None,
         sampler: Sampler = "fixed",
         reweight: Reweighting | None = None,
@@ -259,6 +263,7 @@ class FederatedImageDataset(FederatedDataset):
         super().__init__(self._user_by_id, self._no_sampler)
         self._store, self._sampling, self._seed = store, sampling, seed
         self._cohort_seed = seed if cohort_seed is None else cohort_seed
+        self.noise_seed = noise_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
         self._reweight = reweight
         self._cost = UserCost() if cost is None else cost
@@ -345,5 +350,6 @@ class FederatedImageDataset(FederatedDataset):
         if self._sampler == "poisson" and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0
+        seed = self._seed if self.noise_seed is None else self.noise_seed
         for member, dataset in zip(mine, datasets):
-            yield dataset, seed32(self._seed, "local noise", self._round, member.user, member.turn)
+            yield dataset, seed32(seed, "local noise", self._round, member.user, member.turn)

@@ -123,7 +123,7 @@ class PrivacyConfig:
     same RDP would do, so epsilon 0.6 instead of 2). Only to reproduce its table."""
 
     def __post_init__(self) -> None:
-        refuse_unsound(self.sampler, self.accountant, self.band)
+        refuse_unsound(self.sampler, self.band)
         for key in ("epsilon", "clipping_bound", "clip_step", "indicator_std_fraction"):
             value = getattr(self, key)
             if not (value > 0 and math.isfinite(value)):
@@ -217,7 +217,7 @@ class PrivacyConfig:
             start *= math.sqrt(population / cohort)
             return search(start, accountant="rdp", orders=PAPER_ORDERS, **bug)
         if self.sampler == "fixed":
-            start = search(3 * start, coarse=True)
+            start = search((2 if self.accountant == "pld" else 3) * start, coarse=True)
         return search(start)
 
 

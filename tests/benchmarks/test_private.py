@@ -148,7 +148,6 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
         (["--privacy.noise_cohort_size=13"], "only 12 users"),
         (["--privacy.noise_cohort_size=3"], "below the cohort_size of 4"),
         (["--privacy.epsilon=0"], "privacy.epsilon is 0"),
-        (["--privacy.sampler=fixed"], "set accountant to rdp"),
         (["--federated.weighting=images"], "set federated.weighting to users"),
         (["--federated.replacement=true"], "needs cohorts without replacement"),
         (["--mode=centralised"], "privacy is for federated training"),

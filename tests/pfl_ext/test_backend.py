@@ -15,6 +15,8 @@ from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from pfl.privacy.gaussian_mechanism import GaussianMechanism
+from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
 from pfl_ext.backend import CentrallyEvaluatedBackend
@@ -221,3 +223,35 @@ def test_with_beta_0_fedavgm_is_fedavg_to_the_bit() -> None:
 
 def server(parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
     return make_server_optimizer(parameters, **options)
+
+
+def backend_with(postprocessor: Any, **options: Any) -> CentrallyEvaluatedBackend:
+    store = NumberedStore([3, 2, 4])
+    return CentrallyEvaluatedBackend(
+        FederatedImageDataset(store, WHOLE, seed=1, **options),
+        CentralEvaluation(store, batch_size=4),
+        seed=1,
+        postprocessors=[WeightByUser(), postprocessor],
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, CentrallyAppliedPrivacyMechanism])
+def test_noise_of_pfls_own_mechanisms_needs_a_secret_seed(wrap: Any) -> None:
+    """From the public seed anybody could draw it again and subtract it."""
+    mechanism = wrap(GaussianMechanism(0.1, 1.0))
+    with pytest.raises(ValueError, match="secret noise_seed"):
+        backend_with(mechanism)
+    backend_with(mechanism, noise_seed=2**100 + 7)
+    backend_with(NormClippingOnly(2, 0.1))
+
+
+def test_the_seeds_that_pfl_noises_with_come_from_the_secret_and_nothing_else_does() -> None:
+    def drawn(**options: Any) -> tuple[list[int], list[str]]:
+        data = FederatedImageDataset(NumberedStore([3, 2, 4]), WHOLE, seed=1, **options)
+        pairs = list(data.get_cohort(3))
+        return [seed for _, seed in pairs], [user.user_id for user, _ in pairs]
+
+    (public, users), (secret, same), (other, _) = drawn(), drawn(noise_seed=5), drawn(noise_seed=6)
+    assert users == same
+    assert not set(public) & set(secret)
+    assert not set(secret) & set(other)
