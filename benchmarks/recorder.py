@@ -145,7 +145,11 @@ class Recorder:
         return results if results is not None and results.get("config_sha256") == self._digest else None
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
-        """Take note of val at ``step``; keep the model if it is the best so far."""
+        """Take note of val at ``step``; keep the model if it is the best so far.
+
+        Best is the least loss, or the greatest of any other column. Of steps that score the same, the
+        earliest is kept, which is the model of the fewest updates.
+        """
         self._val = columns(metrics)
         by = self.run.config.evaluation.best_by
         if by != "last" and by not in self._val:

@@ -130,7 +130,8 @@ class EvaluationConfig:
     every_rounds: PositiveInt = 10
     every_epochs: PositiveInt = 1
     best_by: BestBy = "loss"
-    """``last``: no choice is made; the last model is the result."""
+    """The column of val that chooses; of rounds that score the same, the earliest. ``last``: no choice
+    is made, the last model is the result."""
     per_user: bool = False
     """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
     few_shot_below: PositiveInt = 20
