@@ -18,7 +18,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from pfl_ext.prefetch import prefetched
-from pfl_ext.privacy_sampling import cyclic_cohort, poisson_cohort
+from pfl_ext.privacy_sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 from pfl_ext.schedule import UserCost, longest_first
 from pfl_ext.transforms import Crop, Flip, draw_boxes
@@ -284,16 +284,14 @@ class FederatedImageDataset(FederatedDataset):
         """The users of the cohort of this round, or of the one given; the same on every worker."""
         number = self._round if round_number is None else round_number
         population = len(self.partition.user_ids)
-        replace = self._sampler in ("replacement", "proportional_replacement")
+        if self._sampler in ("poisson", "fixed", "cyclic"):
+            return private_cohort(self._sampler, self._cohort_seed, number, population, cohort_size)
+        replace = self._sampler.endswith("replacement")
         if cohort_size > population and not replace:
             raise ValueError(
                 f"cohort_size is {cohort_size} but there are only {population} training users: "
                 f"set cohort_size to at most {population}"
             )
-        if self._sampler == "poisson":
-            return poisson_cohort(self._cohort_seed, number, population, cohort_size)
-        if self._sampler == "cyclic":
-            return cyclic_cohort(self._cohort_seed, number, population, cohort_size)
         rng = stream(self._cohort_seed, "cohort", number)
         sizes, chances = self.partition.sizes, None
         if self._sampler.startswith("proportional") and (sizes != sizes[0]).any():

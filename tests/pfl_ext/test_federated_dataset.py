@@ -15,6 +15,7 @@ from pfl_ext.federated_dataset import (
     iid_partition,
     natural_partition,
 )
+from pfl_ext.privacy_sampling import private_cohort
 from pfl_ext.randomness import stream
 from tests.pfl_ext.stores import IntArray, NumberedStore, rows_of
 
@@ -232,3 +233,12 @@ def test_an_empty_poisson_cohort_is_one_user_without_images() -> None:
     ((nobody, _),) = data.get_cohort(1)
     assert len(nobody) == 0
     assert local_batches(nobody, SMALL) == []
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed", "cyclic"])
+def test_cohorts_are_drawn_by_the_function_that_the_accounting_is_for(sampler: Any) -> None:
+    """The accounting and the audit speak of `private_cohort`; training must use no other."""
+    data = users(NumberedStore([1] * 60), sampler=sampler, cohort_seed=2**100 + 3)
+    for round_number in range(5):
+        drawn = private_cohort(sampler, 2**100 + 3, round_number, 60, 20)
+        assert np.array_equal(data.cohort(20, round_number), drawn)

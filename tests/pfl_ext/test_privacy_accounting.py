@@ -23,7 +23,7 @@ from pfl_ext.privacy_epsilon import (
     privacy_profile,
     without_replacement_delta,
 )
-from pfl_ext.privacy_sampling import fixed_cohort, poisson_cohort, private_cohort
+from pfl_ext.privacy_sampling import private_cohort
 
 FLAIR_USERS, ROUNDS = 41_131, 5_000
 REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -323,7 +323,7 @@ def test_poisson_cohorts_include_each_user_independently_with_the_same_probabili
     population, expected, rounds = 400, 40, 2000
     joined = np.zeros((rounds, population), bool)
     for r in range(rounds):
-        cohort = poisson_cohort(7, r, population, expected)
+        cohort = private_cohort("poisson", 7, r, population, expected)
         assert (np.diff(cohort) > 0).all()
         joined[r, cohort] = True
     sizes = joined.sum(1)
@@ -338,7 +338,7 @@ def test_fixed_cohorts_have_their_size_and_no_user_twice() -> None:
     """Predecessors 5: with replacement some user is drawn twice in 200 of 41,131 in 38 % of rounds."""
     counts = np.zeros(100)
     for r in range(500):
-        cohort = fixed_cohort(7, r, 100, 20)
+        cohort = private_cohort("fixed", 7, r, 100, 20)
         assert len(np.unique(cohort)) == 20
         counts[cohort] += 1
     assert np.abs(counts / 500 - 0.2).max() < 5 * math.sqrt(0.16 / 500)

@@ -21,7 +21,7 @@ from pfl_ext.privacy_accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy_banded import BandedFactor, CorrelatedNoise, sensitivity
 from pfl_ext.privacy_epsilon import STEP, min_separation, participations
 from pfl_ext.privacy_mechanisms import gaussian_noise
-from pfl_ext.privacy_sampling import cyclic_cohort
+from pfl_ext.privacy_sampling import private_cohort
 from pfl_ext.randomness import derive
 from tests.pfl_ext.test_privacy import release, value
 
@@ -159,7 +159,7 @@ def test_users_of_the_circle_keep_their_distance(population: int, share: float, 
     size = max(1, int(population * share))
     taken: list[list[int]] = [[] for _ in range(population)]
     for r in range(rounds):
-        cohort = cyclic_cohort(3, r, population, size)
+        cohort = private_cohort("cyclic", 3, r, population, size)
         assert len(set(cohort.tolist())) == size
         for user in cohort:
             taken[user].append(r)
@@ -171,9 +171,9 @@ def test_users_of_the_circle_keep_their_distance(population: int, share: float, 
 
 
 def test_the_circle_is_in_an_order_of_the_seed() -> None:
-    first = [cyclic_cohort(1, r, 40, 8).tolist() for r in range(10)]
+    first = [private_cohort("cyclic", 1, r, 40, 8).tolist() for r in range(10)]
     assert first[:5] == first[5:]
-    assert cyclic_cohort(2, 0, 40, 8).tolist() != first[0]
+    assert private_cohort("cyclic", 2, 0, 40, 8).tolist() != first[0]
     assert sorted(np.concatenate(first[:5]).tolist()) == list(range(40))
 
 
