@@ -9,6 +9,7 @@ Ids are strings, whatever they look like. Shape letters: M rows of a CSV, N imag
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import re
 import zipfile
@@ -88,6 +89,13 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
     if not ids:
         raise ValueError(f"{origin} lists no image; take the file anew")
     return Listing(origin, ids, np.array(classes, np.int64), users, labels if "label" in at else None)
+
+
+def rows_digest(listing: Listing, name: str) -> str:
+    """SHA-256 over who owns which image in a partition; line ends and the order of the rows do not matter."""
+    columns = zip(listing.users[name], listing.image_ids, listing.classes.tolist())
+    rows = sorted(f"{user},{image},{label}\n" for user, image, label in columns)
+    return hashlib.sha256("".join(rows).encode()).hexdigest()
 
 
 def partition_of(listing: Listing, name: str, row_of: Mapping[str, int]) -> PartitionIndex:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,15 +31,16 @@ from dataset.assignments import (
     partition_name,
     partition_of,
     read_listing,
+    rows_digest,
 )
-from dataset.flair.download import PATIENT, Patience, fetch, remote
+from dataset.flair.download import PATIENT, Patience, SourceError, fetch_checked, file_digest
 from dataset.flair.index import IntArray, LabelMatrix, PartitionIndex, SplitIndex
 from dataset.flair.sources import BoundedHeader, archive_errors
 
 SIDE = 32
 PIXELS = SIDE * SIDE * 3
 MAX_ROWS = 1 << 20
-SPLITS_BASE = "http://storage.googleapis.com/gresearch/federated-vision-datasets/"
+SPLITS_BASE = "https://storage.googleapis.com/gresearch/federated-vision-datasets/"
 IMAGES_BASE = "https://www.cs.toronto.edu/~kriz/"
 LICENCE = (
     "CIFAR: Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009); no licence is stated"
@@ -62,6 +62,7 @@ class Cifar:
     label_column: str  # of the parquet form
     splits_archive: str
     old_splits: str  # version 1.0, whose image ids are wrong
+    official: Mapping[str, str]  # partition of the official splits -> `rows_digest`, where that is known
 
     @property
     def num_classes(self) -> int:
@@ -77,15 +78,37 @@ class Images:
     classes: IntArray  # [N]
 
 
-def download(spec: Cifar, folder: Path, images: str, splits: str, patience: Patience = PATIENT) -> None:
-    """Fetch the archive of images and that of splits into ``folder``, unless they are there.
+def download_images(spec: Cifar, base: str, folder: Path, patience: Patience = PATIENT) -> None:
+    """Fetch the archive of images into ``folder``, unless it is there, and check its MD5.
 
-    :param images, splits: addresses of the folders that hold them; an empty one is left out.
+    Args:
+        base: the address of the folder that holds the archive.
+
+    Raises:
+        SourceError: when it cannot be downloaded, or what arrives is not the archive.
     """
-    for base, name in ((images, spec.archive), (splits, spec.splits_archive)):
-        if base:
-            url = base.rstrip("/") + "/" + name
-            fetch(url, folder / name, remote(url, patience), patience)
+    fetch_checked(f"{base.rstrip('/')}/{spec.archive}", folder / spec.archive, "md5", spec.md5, patience)
+
+
+def download_splits(
+    spec: Cifar, base: str, folder: Path, sha256: str = "", patience: Patience = PATIENT
+) -> Path:
+    """Fetch the archive of splits into ``folder``, unless it is there; returns where it is.
+
+    Its name there begins with a digest of its address, so that one address's archive is never used for
+    another's.
+
+    Args:
+        base: the address of the folder that holds the archive.
+        sha256: of the archive; an empty one is not checked.
+
+    Raises:
+        SourceError: when it cannot be downloaded, or what arrives has another SHA-256.
+    """
+    url = f"{base.rstrip('/')}/{spec.splits_archive}"
+    target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
+    fetch_checked(url, target, "sha256", sha256, patience)
+    return target
 
 
 def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
@@ -102,7 +125,11 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
             for name in ("train", "test")
         }
     elif archives:
-        _check_md5(archives[0], spec.md5)
+        found_md5 = file_digest(archives[0], "md5")
+        if found_md5 != spec.md5:
+            raise ValueError(
+                f"{archives[0]} is damaged (MD5 {found_md5}, not {spec.md5}); delete it and download it again"
+            )
         splits = _of_binary(spec, dict(_members(archives[0])), str(archives[0]))
     else:
         wanted = {member for members in spec.members.values() for member in members}
@@ -121,17 +148,6 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
                 f"{spec.num_classes}; is this {spec.name}?"
             )
     return splits
-
-
-def _check_md5(path: Path, expected: str) -> None:
-    digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != expected:
-        raise ValueError(
-            f"{path} is damaged (MD5 {digest.hexdigest()}, not {expected}); delete it and try again"
-        )
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -201,28 +217,51 @@ def _lossless(content: bytes, path: Path, row: int) -> ByteArray:
         raise ValueError(f"{path}: image {row} cannot be used ({error}); take the file anew") from None
 
 
-def official_partitions(spec: Cifar, place: Path, classes: IntArray) -> dict[str, PartitionIndex]:
-    """Google's splits from the CSVs in a folder or zip archive, each row's class checked against its image.
+def csv_partitions(
+    spec: Cifar, place: Path, classes: IntArray
+) -> tuple[dict[str, PartitionIndex], dict[str, str]]:
+    """The partitions of the CSVs in a folder or zip archive, and the `rows_digest` of each.
 
-    :raises ValueError: when there is no such CSV, or one does not fit the images.
+    Args:
+        classes: of the training images, ``[N]``; each row's class is checked against its image's.
+
+    Raises:
+        ValueError: when there is no such CSV, or one does not fit the images.
     """
     if place.name == spec.old_splits:
         raise ValueError(
             f"{place} is version 1.0 of the splits, whose image ids are wrong; take {spec.splits_archive}"
         )
     row_of = {str(row): row for row in range(len(classes))}
-    partitions = {}
+    partitions: dict[str, PartitionIndex] = {}
+    digests: dict[str, str] = {}
     for name, text in sorted(csv_texts(place).items()):
         if TRAIN_CSV.fullmatch(name):
             part = partition_name(name)
             listing = read_listing(text, f"{place}: {name}", {"user_id": part})
             check_classes(listing, row_of, classes)
             partitions[part] = partition_of(listing, part, row_of)
+            digests[part] = rows_digest(listing, part)
     if not partitions:
         raise ValueError(
             f"--splits {place} holds no federated_train*.csv; give the folder or {spec.splits_archive}"
         )
-    return partitions
+    return partitions, digests
+
+
+def check_official(spec: Cifar, archive: Path, digests: Mapping[str, str]) -> None:
+    """Delete a downloaded archive and raise SourceError if its partitions are not the official ones.
+
+    Nothing is checked for a data set whose official digests are not known here.
+    """
+    for name, expected in spec.official.items():
+        if digests.get(name) != expected:
+            archive.unlink(missing_ok=True)
+            raise SourceError(
+                f"{spec.splits_archive} arrived damaged, or is not the official one: the rows of {name} "
+                f"have the SHA-256 {digests.get(name, 'of no row')}, not {expected}; run the command again, "
+                "or give a copy that you trust with --splits DIR"
+            )
 
 
 def split_index(
@@ -239,13 +278,3 @@ def split_index(
         {"labels": labels, "fine_grained_labels": labels},
         partitions,
     )
-
-
-def provenance_text(source: str, splits: str, alphas: Sequence[float], seed: int) -> dict[str, object]:
-    """Where the file came from."""
-    return {
-        "source": source,
-        "splits": splits,
-        "dirichlet": json.dumps({"alphas": list(alphas), "seed": seed}) if alphas else "",
-        "licence": LICENCE,
-    }

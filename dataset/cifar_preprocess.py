@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +14,25 @@ import numpy as np
 
 from dataset.cifar import (
     IMAGES_BASE,
+    LICENCE,
     SIDE,
     SPLITS_BASE,
     Cifar,
     Images,
-    download,
-    official_partitions,
-    provenance_text,
+    check_official,
+    csv_partitions,
+    download_images,
+    download_splits,
     read_images,
     split_index,
 )
 from dataset.dirichlet import dirichlet_partition
 from dataset.flair.arguments import OneLineParser
+from dataset.flair.download import SourceError
 from dataset.flair.hdf5 import FlairWriter
 from dataset.flair.index import DatasetIndex, PartitionIndex
 
-NO_SPLITS = "none"
+NO_SPLITS, OFFICIAL = "none", "official"
 
 
 def write(
@@ -65,9 +69,11 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--source", default=IMAGES_BASE, help="a folder, or the address of one, with the images")
     add(
         "--splits",
-        help="a folder or zip archive with federated_train*.csv, or the address of its folder, or 'none' "
-        f"(a local --source if it holds any, else {SPLITS_BASE})",
+        help=f"official: download Google's splits from {SPLITS_BASE}; none; or a folder or zip archive with "
+        "federated_train*.csv, or the address of the archive's folder "
+        "(default: a local --source that holds any, else official)",
     )
+    add("--splits_sha256", default="", help="of the archive, for --splits with an address")
     add("--alphas", default="", help="partitions by our own sampler as well: 0.3,1,...")
     add("--seed", type=int, default=0, help="of --alphas (0)")
     add("--clients", type=int, default=100, help="of --alphas (100)")
@@ -89,42 +95,68 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
     alphas = _alphas(given.alphas)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
-    images_at, splits_at = _remote(given.source), _remote(given.splits)
-    local = folder if images_at else Path(given.source)
-    if not images_at and not local.is_dir():
+    local = folder if _is_address(given.source) else Path(given.source)
+    if local is not folder and not local.is_dir():
         raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
-    if given.splits is None and (images_at or not _has_splits(spec, local)):
-        splits_at = SPLITS_BASE
-    download(spec, folder, images_at, splits_at)
+    told: dict[str, object] = {"source": given.source, "licence": LICENCE}
+    asked: str = given.splits or (OFFICIAL if local is folder or not _has_splits(spec, local) else str(local))
+    splits = _splits(spec, asked, given.splits_sha256, folder)
+    if local is folder:
+        download_images(spec, given.source, folder)
     images = read_images(spec, local)
     partitions: dict[str, PartitionIndex] = {}
-    place = local
-    if given.splits != NO_SPLITS:
-        place = _place(spec, folder if splits_at else Path(given.splits or local))
-        partitions = official_partitions(spec, place, images["train"].classes)
+    if splits is not None:
+        partitions, digests = csv_partitions(spec, splits, images["train"].classes)
+        if asked == OFFICIAL:
+            check_official(spec, splits, digests)
+        told["splits_sha256"] = digests
+    told["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
     for name, alpha in alphas.items():
         partitions[f"dirichlet-{name}-seed-{given.seed}"] = dirichlet_partition(
             images["train"].classes, alpha, given.seed, given.clients, given.images_per_client
         )
-    told = provenance_text(
-        str(given.source),
-        str(splits_at or place) if given.splits != NO_SPLITS else NO_SPLITS,
-        list(alphas.values()),
-        given.seed,
-    )
+    if alphas:
+        told["dirichlet"] = json.dumps({"alphas": list(alphas.values()), "seed": given.seed})
     told["tool"] = f"dataset.{spec.name}.download_preprocess"
     told["created"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     write(spec, images, partitions, told, output)
-    for name in (spec.archive, spec.splits_archive):
-        if folder.is_dir():
-            (folder / name).unlink(missing_ok=True)
+    downloaded = [folder / spec.archive] if local is folder else []
+    downloaded += [splits] if splits is not None and splits.parent == folder else []
+    for path in downloaded:
+        path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not there, or not empty
         folder.rmdir()
+    if not partitions:
+        print("the file has no partition, only one user: --alphas adds some", file=sys.stderr)
     print(f"{output} is complete; python -m dataset.flair.hdf5 {output} describes it", file=sys.stderr)
 
 
-def _remote(place: str | None) -> str:
-    return place if place is not None and place.startswith(("http://", "https://")) else ""
+def _is_address(place: str | None) -> bool:
+    return place is not None and place.startswith(("http://", "https://"))
+
+
+def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
+    """Where the CSVs are, after a download if one is asked for; None if none are wanted."""
+    if sha256 and not _is_address(asked):
+        raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
+    if asked == NO_SPLITS:
+        return None
+    if asked == OFFICIAL:
+        try:
+            return download_splits(spec, SPLITS_BASE, folder)
+        except SourceError as error:
+            raise SourceError(
+                f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
+                "--alphas for partitions of our own"
+            ) from None
+    if not _is_address(asked):
+        return _place(spec, Path(asked))
+    if asked.startswith("http://") and not sha256:
+        raise ValueError(
+            f"--splits {asked}: nothing vouches for what comes over http; give an https address, or the "
+            f"SHA-256 of {spec.splits_archive} with --splits_sha256"
+        )
+    return download_splits(spec, asked, folder, sha256.lower())
 
 
 def _has_splits(spec: Cifar, folder: Path) -> bool:
@@ -134,7 +166,9 @@ def _has_splits(spec: Cifar, folder: Path) -> bool:
 def _place(spec: Cifar, place: Path) -> Path:
     """A folder's CSVs, or the zip archive that it holds."""
     if not place.exists():
-        raise ValueError(f"--splits {place} is neither a folder, a zip archive nor an address (http...)")
+        raise ValueError(
+            f"--splits {place} is none of official, none, a folder, a zip archive and an address (http...)"
+        )
     if place.is_dir() and not any(place.rglob("federated_train*.csv")):
         return next(iter(sorted(place.rglob(spec.splits_archive))), place)
     return place

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from dataset.assignments import NOBODY, TEST_CSV, TRAIN_CSV, Listing, csv_texts, partition_name, read_listing
 from dataset.flair.columns import SCHEMA
-from dataset.flair.download import PATIENT, Patience, SourceError, fetch, remote, retried
+from dataset.flair.download import PATIENT, Patience, SourceError, fetch_checked, remote, retried
 from dataset.flair.sources import Shard, tar_images
 
 OWNERS = {"train": "no-author", "test": "all-test"}
@@ -141,25 +141,9 @@ def fetch_lists(spec: ListedSet, base: str, folder: Path, patience: Patience = P
     """Download the CSVs, or the zip archive of them, and check them; returns where they are."""
     for one in spec.splits:
         target = folder / "splits" / one.path
-        url = base.rstrip("/") + "/" + one.path
-        if not target.is_file():
-            fetch(url, target, remote(url, patience), patience)
-        check_md5(target, one.md5, url)
+        fetch_checked(base.rstrip("/") + "/" + one.path, target, "md5", one.md5, patience)
     zipped = [folder / "splits" / one.path for one in spec.splits if one.path.endswith(".zip")]
     return zipped[0] if zipped else folder / "splits"
-
-
-def check_md5(path: Path, expected: str, url: str) -> None:
-    """Delete the file and raise SourceError if its MD5 is another; an empty one is not checked."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    if expected and digest.hexdigest() != expected:
-        path.unlink()
-        raise SourceError(
-            f"{url} arrived damaged (MD5 {digest.hexdigest()}, not {expected}); run the command again"
-        )
 
 
 def remote_shard(
@@ -178,8 +162,7 @@ def remote_shard(
         if kept.is_file():
             return kept
         whole = folder / name
-        fetch(url, whole, remote(url, patience), patience)
-        check_md5(whole, archive.md5 or _told_md5(archive, base, patience), url)
+        fetch_checked(url, whole, "md5", archive.md5 or _told_md5(archive, base, patience), patience)
         keep(whole, wanted, kept)
         whole.unlink()
         return kept

@@ -1,7 +1,9 @@
 """Download CIFAR-100 and its federated splits, or take local copies, and make one HDF5 file of them.
 
-    python -m dataset.cifar100.download_preprocess --output_file F [--source URL-or-DIR] [--splits DIR]
+    python -m dataset.cifar100.download_preprocess --output_file F [--source URL-or-DIR] \
+        [--splits none|official|DIR]
 
+Where Google's splits cannot be downloaded, ``--splits none`` makes the file without them.
 ``--alphas 0.3,1 --seed 0`` adds partitions by our own sampler (`dataset.dirichlet`). The labels are
 the 100 fine ones, as in the paper.
 """
@@ -35,6 +37,7 @@ CIFAR100 = Cifar(
     label_column="fine_label",
     splits_archive="cifar100_v1.1.zip",
     old_splits="cifar100.zip",
+    official={},
 )
 
 

@@ -2,12 +2,14 @@
 
 A server may be slow, busy (429, 500 to 504), break off, send too little, too much, or another file under the
 same name; what arrives takes the target's name only when it is as long as announced, and of one version
-(ETag). Checksums are the caller's: Apple's server gives none, but its archives carry CRCs.
+(ETag). `fetch_checked` compares a checksum too, where one is known: Apple's server gives none, but its
+archives carry CRCs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import os
 import sys
@@ -129,6 +131,37 @@ def fetch(url: str, target: Path, expected: Remote, patience: Patience = PATIENT
     noted.unlink()
 
 
+def fetch_checked(
+    url: str, target: Path, algorithm: str, expected: str, patience: Patience = PATIENT
+) -> None:
+    """Download ``url`` to ``target``, unless it is there, and check its digest.
+
+    Args:
+        algorithm: ``md5`` or ``sha256``.
+        expected: the digest in hexadecimal; an empty one is not checked.
+
+    Raises:
+        SourceError: when it cannot be downloaded. A file with another digest is deleted first, so that the
+            same command downloads it again.
+    """
+    if not target.is_file():
+        fetch(url, target, remote(url, patience), patience)
+    if expected and (found := file_digest(target, algorithm)) != expected:
+        target.unlink()
+        raise SourceError(
+            f"{url} arrived damaged ({algorithm.upper()} {found}, not {expected}); run the command again"
+        )
+
+
+def file_digest(path: Path, algorithm: str) -> str:
+    """The digest of a file, in hexadecimal; ``algorithm`` is ``md5`` or ``sha256``."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
     have = part.stat().st_size if part.exists() else 0
     if have == expected.size:
@@ -163,7 +196,10 @@ def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
 
 @contextlib.contextmanager
 def _bar(part: Path, size: int, have: int) -> Iterator[tqdm[None]]:
-    with tqdm(total=size, initial=have, unit="B", unit_scale=True, desc=part.stem, leave=False) as bar:
+    """On a terminal only: in a log, the next line would stand behind it."""
+    with tqdm(
+        total=size, initial=have, unit="B", unit_scale=True, desc=part.stem, leave=False, disable=None
+    ) as bar:
         yield bar
 
 

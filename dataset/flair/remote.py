@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from dataset.flair.download import PATIENT, Patience, SourceError, fetch, remote
+from dataset.flair.download import PATIENT, Patience, SourceError, fetch, file_digest, remote
 from dataset.flair.sources import LICENCE, METADATA, ArchiveSource, ParquetSource, Shard, Source
 
 REPOSITORY = "apple/flair"
@@ -93,7 +92,7 @@ def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = 
                 raise SourceError(
                     f"cannot download {file.path} ({text}); what has arrived is kept: run the command again"
                 ) from None
-            digest = _sha256(target)
+            digest = file_digest(target, "sha256")
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()
                 raise SourceError(f"{file.path} arrived damaged (SHA-256 {digest}); run the command again")
@@ -119,14 +118,6 @@ def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = 
         "format": "parquet",
     }
     return ParquetSource(shards, NUM_IMAGES, provenance, _to_download(shards, folder), discard)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _delete(folder: Path, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ LANDMARKS = {
     "160k": ListedSet(
         name="landmarks",
         title="Landmarks-User-160k or gld23k",
-        splits_base="http://storage.googleapis.com/gresearch/federated-vision-datasets/",
+        splits_base="https://storage.googleapis.com/gresearch/federated-vision-datasets/",
         splits=(Archive("landmarks-user-160k.zip", "53c36bd7d5fc12f927af2820b7e4a57c"),),
         images_base="https://s3.amazonaws.com/google-landmark/",
         archives=ARCHIVES,

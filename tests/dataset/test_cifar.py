@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import re
 import shutil
 import tarfile
@@ -16,6 +18,7 @@ import pytest
 from dataset import cifar_preprocess
 from dataset.cifar import Cifar
 from dataset.command_line import run
+from dataset.flair.download import Patience
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.validate import validate
 from dataset.single_label import SingleLabelTask
@@ -64,7 +67,7 @@ def test_every_source_gives_the_same_file(
     write_parquet(spec, tmp_path / "parquet")
     write_parquet(spec, tmp_path / "webp", "WEBP", lossless=True)
     write_splits(spec, tmp_path / "webp", zipped=True)
-    found = [write_binary(spec, tmp_path / "tar"), spec]
+    made = dataclasses.replace(write_binary(spec, tmp_path / "tar"), official={})
     with tarfile.open(tmp_path / "tar" / spec.archive) as archive:
         archive.extractall(tmp_path / "loose", filter="data")
     csvs, prints = tmp_path / "parquet", set[str]()
@@ -80,7 +83,7 @@ def test_every_source_gives_the_same_file(
         sources += [(tmp_path / "tar", ()), (tmp_path / "loose", ("--splits", csvs)), (server.url, ())]
         for number, (source, more) in enumerate(sources):
             output = tmp_path / f"{number}.hdf5"
-            assert make(found[0], output, "--source", source, *more) == 0
+            assert make(made, output, "--source", source, *more) == 0
             assert_holds(output, spec, dealt)
             with FlairFile(output) as file:
                 prints.add(file.fingerprint)
@@ -97,6 +100,109 @@ def test_our_own_partitions_stand_beside_the_official_ones(tmp_path: Path) -> No
         task = SingleLabelTask(file, "dirichlet-0.3-seed-7")
         assert task.partition_names == ("dirichlet-0.3-seed-7", "dirichlet-10-seed-7")
         assert np.diff(task.split("train").user_offsets).tolist() == [12] * 5
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads are tried once."""
+    once = Patience(attempts=1, timeout_s=5)
+    for name in ("download_images", "download_splits"):
+        real = getattr(cifar_preprocess, name)
+        monkeypatch.setattr(cifar_preprocess, name, partial(real, patience=once))
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a refusal."""
+    line = capsys.readouterr().err
+    assert (line.startswith("error: "), line.count("\n")) == (True, 1), line
+    return line
+
+
+@pytest.mark.usefixtures("impatient")
+def test_cifar_is_made_without_the_splits_where_they_cannot_be_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names both remedies, and each of them works with what the refusal left behind."""
+    write_parquet(CIFAR10, tmp_path / "in")
+    dealt = write_splits(CIFAR10, tmp_path / "copy", zipped=True)
+    output = tmp_path / "f.hdf5"
+    with serving(tmp_path / "served") as server:
+        monkeypatch.setattr(cifar_preprocess, "SPLITS_BASE", server.url)
+        for asked in ((), ("--splits", "official")):
+            assert make(CIFAR10, output, "--source", tmp_path / "in", *asked) == 2
+            line = error_of(capsys)
+            assert "cannot download" in line
+            assert "give a copy of cifar10_v1.1.zip with --splits DIR; or --splits none" in line
+            assert not output.exists()
+        assert make(CIFAR10, output, "--source", tmp_path / "in", "--splits", "none") == 0
+        assert "has no partition" in capsys.readouterr().err
+        assert_holds(output, CIFAR10, {})
+        more = ("--source", tmp_path / "in", "--splits", tmp_path / "copy", "--overwrite")
+        assert make(CIFAR10, output, *more) == 0
+        assert_holds(output, CIFAR10, dealt)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_official_splits_are_known_by_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that went to another user is noticed; the archive is then downloaded again."""
+    write_parquet(CIFAR10, tmp_path / "in")
+    dealt = write_splits(CIFAR10, tmp_path / "in")
+    output = tmp_path / "f.hdf5"
+    assert make(CIFAR10, output, "--source", tmp_path / "in") == 0
+    with FlairFile(output) as file:
+        digests = file.provenance["splits_sha256"]
+    assert list(digests) == list(dealt)
+    capsys.readouterr()
+    spec = dataclasses.replace(CIFAR10, official=digests)
+    changed = tmp_path / "changed"
+    write_splits(CIFAR10, changed)
+    listed = changed / "federated_train_alpha_1.00.csv"
+    listed.write_text(listed.read_text().replace("0,58,", "1,58,"))
+    more = ("--source", tmp_path / "in", "--splits", "official", "--overwrite")
+    with serving(tmp_path / "served") as server:
+        monkeypatch.setattr(cifar_preprocess, "SPLITS_BASE", server.url)
+        with zipfile.ZipFile(server.root / spec.splits_archive, "w") as archive:
+            for path in changed.iterdir():
+                archive.write(path, path.name)
+        assert make(spec, output, *more) == 2
+        assert "the rows of alpha-1.00 have the SHA-256" in error_of(capsys)
+        write_splits(spec, server.root, zipped=True)
+        assert make(spec, output, *more) == 0
+        assert_holds(output, spec, dealt)
+    assert not output.with_name("f.hdf5.download").exists()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_splits_over_http_need_their_checksum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(CIFAR10, tmp_path / "in")
+    output = tmp_path / "f.hdf5"
+    with serving(tmp_path / "served") as server:
+        dealt = write_splits(CIFAR10, server.root, zipped=True)
+        more = ("--source", tmp_path / "in", "--splits", server.url)
+        assert make(CIFAR10, output, *more) == 2
+        assert "nothing vouches for what comes over http; give an https address, or" in error_of(capsys)
+        assert server.asked == []
+        assert make(CIFAR10, output, *more, "--splits_sha256", "0" * 64) == 2
+        assert "cifar10_v1.1.zip arrived damaged (SHA256" in error_of(capsys)
+        digest = hashlib.sha256((server.root / CIFAR10.splits_archive).read_bytes()).hexdigest()
+        assert make(CIFAR10, output, *more, "--splits_sha256", digest.upper()) == 0
+        assert_holds(output, CIFAR10, dealt)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_images_that_arrive_damaged_are_downloaded_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(tmp_path / "served") as server:
+        spec = write_binary(CIFAR10, server.root)
+        server.faults[spec.archive] = ["flipped"]
+        more = ("--source", server.url, "--splits", "none")
+        assert make(spec, tmp_path / "f.hdf5", *more) == 2
+        assert "cifar-10-binary.tar.gz arrived damaged (MD5" in error_of(capsys)
+        assert make(spec, tmp_path / "f.hdf5", *more) == 0
+        assert_holds(tmp_path / "f.hdf5", spec, {})
 
 
 def flipped(folder: Path, spec: Cifar) -> None:
@@ -200,7 +306,7 @@ def test_splits_that_do_not_fit_the_images_are_refused(
     assert "cifar10.zip is version 1.0 of the splits" in refused(old)
     (tmp_path / "empty").mkdir()
     assert "holds no federated_train*.csv" in refused(tmp_path / "empty")
-    assert "neither a folder, a zip archive nor an address" in refused(tmp_path / "nowhere")
+    assert "is none of official, none, a folder" in refused(tmp_path / "nowhere")
     broken = tmp_path / "cifar10_v1.1.zip"
     broken.write_bytes(b"PK\x03\x04 and no more")
     assert "cifar10_v1.1.zip is damaged" in refused(broken)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dataset.cifar import official_partitions
+from dataset.cifar import csv_partitions
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.command_line import run
 from dataset.flair.hdf5 import FlairFile
@@ -111,7 +111,8 @@ def test_googles_splits_have_the_golden_distances() -> None:
         _, image, label = line.split(",")
         classes[int(image)] = int(label)
     classes[classes < 0] = 9  # of index 10100, which no split has
-    found = official_partitions(CIFAR10, REAL, classes)
+    found, digests = csv_partitions(CIFAR10, REAL, classes)
+    assert digests == CIFAR10.official
     assert list(found) == list(GOLDEN)
     for name, (emd, held) in GOLDEN.items():
         sizes = np.diff(found[name].offsets)
