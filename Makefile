@@ -5,6 +5,7 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 HOROVOD := $(VENV)/.horovod
 
+# A DATA that is given must exist. Where none is given, a command takes data/flair.hdf5, or else the mini data set.
 DATA   ?= data/flair.hdf5
 CONFIG ?=
 ARGS   ?=
@@ -16,21 +17,26 @@ NNODES   ?= 1
 BY_torchrun = $(VENV)/bin/torchrun --nproc_per_node $(NP) \
   $(if $(RDZV),--nnodes $(NNODES) --rdzv_backend c10d --rdzv_id flair --rdzv_endpoint $(RDZV),--standalone)
 BY_horovod  = $(VENV)/bin/horovodrun --gloo -np $(NP) $(if $(HOSTS),-H $(HOSTS)) $(PY)
-ifeq ($(filter torchrun horovod,$(LAUNCHER)),)
-  $(error LAUNCHER is $(LAUNCHER): choose torchrun or horovod)
-endif
 LAUNCH   = $(if $(filter-out 1,$(NP))$(RDZV),PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(BY_$(LAUNCHER)),$(PY))
 TRAIN    = $(LAUNCH) -m benchmarks.flair.train
-WORKERS  = $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
+WORKERS  = workers-given $(READY) $(if $(filter-out 1,$(NP)),$(if $(filter horovod,$(LAUNCHER)),$(HOROVOD)))
 SWEEP  ?= learning-rates
 LOCAL  ?=
-FILE    = --data_path $(or $(wildcard $(DATA)),mini)
+FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
+
+# Refuses NP, NNODES and LAUNCHER before anything is set up or started.
+workers-given:
+	@for given in 'NP=$(NP)' 'NNODES=$(NNODES)'; do case "$${given#*=}" in \
+	  ''|0*|*[!0-9]*) echo "error: $${given%%=*} is '$${given#*=}': give a whole number of at least 1" >&2; exit 2;; \
+	  esac; done
+	@case '$(LAUNCHER)' in torchrun|horovod) ;; \
+	  *) echo "error: LAUNCHER is '$(LAUNCHER)': choose torchrun or horovod" >&2; exit 2;; esac
 
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 
@@ -74,34 +80,34 @@ flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 
 flair-table1: $(READY) ## Table 1, resumable, then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
 	@$(PY) -m benchmarks.flair.table1 $(if $(SETTINGS),--settings $(SETTINGS)) $(if $(SEEDS),--seeds $(SEEDS)) \
-	  $(if $(SCALE),--scale $(SCALE)) $(if $(filter mini,$(SCALE)),,$(FILE)) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
+	  $(if $(SCALE),--scale $(SCALE)) $(FILE) $(if $(WEIGHTS),--weights $(WEIGHTS)) -- $(ARGS)
 
 flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and from RUNS="runs/table1-..." (default: runs)
-	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(FILE) --output_dir $(or $(OUT),figures)
+	@$(PY) -m benchmarks.flair.figures $(or $(RUNS),$(wildcard runs)) $(or $(FILE),--data_path $(or $(wildcard $(DATA)),mini)) \
+	  --output_dir $(or $(OUT),figures)
 
-flair-sweep: $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
+flair-sweep: workers-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
 VISION   = benchmarks.visual_classification
-VFILE    = $(if $(filter file,$(origin DATA)),,--data_path $(DATA))
 
 vision-data: $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 vision-fl: $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
-	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(VFILE) $(ARGS)
+	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(ARGS)
 
 vision-c: $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
-	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(VFILE) $(ARGS)
+	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(ARGS)
 
 vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="runs/vision", OUT=report
 	@$(PY) -m $(VISION).report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
-vision-sweep: $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
+vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
-	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(VFILE) $(ARGS)
+	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)

@@ -283,6 +283,9 @@ class Benchmark(Generic[C_co]):
         """
         given = arguments(argv)
         plain = {n: given.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}
+        for name, text in plain.items():
+            if text == "":
+                raise ValueError(f"--{name} is empty: give a value, or leave the option out")
         typed = self._typed(given)
         path = self.path(plain["config"] or self.default)
         shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed

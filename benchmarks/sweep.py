@@ -57,6 +57,7 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
         raise ValueError(f"--{key} is the sweep's to give: remove it (there are --sweep_dir and --devices)")
     program = importlib.import_module(sweep.program_module)
     words, data_path = program.resolve_data([*training_words(sweep, extra), "--runtime.progress=false"])
+    program.ready_data(program.parse(words), data_path)
     if "runtime.track" not in arguments(extra):
         words.append("--runtime.track=none")
     words = [w for w in words if not w.startswith(("--run_dir=", "--data_path="))]

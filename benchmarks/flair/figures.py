@@ -24,11 +24,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
 from benchmarks.flair.table import Row
-from benchmarks.flair.train import resolve_data
-from benchmarks.mini import MINI_FILE, draw_mini
+from benchmarks.flair.train import ready_data, resolve_data
 from benchmarks.plots import (
     BLACK,
     BLUE,
@@ -413,9 +413,8 @@ def main(argv: Sequence[str]) -> None:
     if not given.run_dirs and given.data_path is None:
         raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
     if given.data_path is not None:
-        path = resolve_data([f"--data_path={given.data_path}"])[1]
-        if path == MINI_FILE != given.data_path:
-            draw_mini("no file for the figures (make flair-data gets FLAIR)")
+        words, path = resolve_data([f"--data_path={given.data_path}"])
+        ready_data(parse(words), path)
         for name, figure in data_figures(path, given.split, given.image_size, given.threads):
             write(figure, given.output_dir, name)
     if given.run_dirs:

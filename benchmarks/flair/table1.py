@@ -11,7 +11,6 @@ twelve rows and two seeds on the embedded mini set at the scale *tiny*, about te
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,8 @@ from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.runs import read_run
 from benchmarks.flair.standin import main as make_standin
-from benchmarks.flair.train import resolve_data
+from benchmarks.flair.train import ready_data, resolve_data
+from benchmarks.mini import MINI_FILE
 from benchmarks.runs import DAMAGE, find_runs
 from benchmarks.settings import arguments, digest
 from dataset.command_line import run as run_command
@@ -167,13 +167,8 @@ def make_runs(todo: Sequence[Job], logs: Path) -> list[str]:
     return failures
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the rows of Table 1, skipping what is done, report, and draw the figures."""
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the run in progress ends with this
     words = list(argv)
     extra = words[words.index("--") + 1 :] if "--" in words else []
     parser = OneLineParser(
@@ -194,12 +189,14 @@ def main(argv: Sequence[str]) -> None:
     given = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     laptop = given.scale == LAPTOP[0]
     data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
-    common = ["--evaluation.per_user=true"]  # for Figure 5
-    common += [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else []), *extra]
+    on = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else [])]
+    on, file = resolve_data(on)
+    common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
     settings = [name.lower() for name in given.settings or paper.settings()]
     seeds = given.seeds if given.seeds is not None else range(2 if laptop else 5)
     own = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
-    name = f"table1-{Path(data or 'data/flair.hdf5').stem}-{scale or 'full'}{''.join(own)}"
+    place = ("mini", scale or "mini") if file == MINI_FILE else (file.stem, scale or "full")
+    name = "-".join(("table1", *place)) + "".join(own)
     root = given.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
         FLAIR.path(setting)
@@ -223,12 +220,12 @@ def main(argv: Sequence[str]) -> None:
             else j
             for j in todo
         ]
+    ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
     words = [str(root), "--output_dir", str(root), *(["--verify"] if given.verify else [])]
     report.main(words)
     if any(read_run(directory).finished for directory in find_runs([root])):
-        file = resolve_data([f"--data_path={data}"] if data else [])[1]
         figures.main([str(root), f"--data_path={file}", f"--output_dir={root / 'figures'}"])
     if failures:
         raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")

@@ -23,7 +23,7 @@ from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.federated import objective_of
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
-from benchmarks.mini import MINI_FILE, MINI_WORD, draw_mini
+from benchmarks.mini import MINI_FILE, draw_mini, resolve
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.task import FlairTask
@@ -36,17 +36,19 @@ FLAIR_FILE = Path("data/flair.hdf5")
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
     """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
 
-    :raises ValueError: when a ``--data_path`` is given that does not exist.
+    Raises:
+        ValueError: when a ``--data_path`` is given that does not exist.
     """
-    given = parse(argv).data_path or (FLAIR_FILE if FLAIR_FILE.is_file() else MINI_WORD)
-    if given != MINI_WORD:
-        if not given.is_file():
-            raise ValueError(
-                f"--data_path {given}: no such file; make it with python -m dataset.flair.download_preprocess"
-            )
-        return list(argv), given
-    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-    return [*argv, *([] if has_scale else ["--scale", "mini"])], MINI_FILE
+    maker = "python -m dataset.flair.download_preprocess"
+    return resolve(argv, parse(argv).data_path, FLAIR_FILE, MINI_FILE, maker)
+
+
+def ready_data(run: Run, data_path: Path) -> None:
+    """Draw the mini data set where `resolve_data` chose it for this run, and say so."""
+    if data_path == MINI_FILE != run.data_path:
+        if is_main():
+            draw_mini(run.data_path, "no FLAIR file (make flair-data gets it)")
+        barrier()
 
 
 def flair_task(run: Run, file: FlairFile) -> FlairTask:
@@ -83,10 +85,7 @@ def main(argv: Sequence[str]) -> None:
     argv, data_path = resolve_data(argv)
     run = parse(argv)
     with started(run.runtime):
-        if data_path == MINI_FILE != run.data_path:
-            if is_main():
-                draw_mini("no FLAIR file (make flair-data gets it)")
-            barrier()
+        ready_data(run, data_path)
         execute(run, data_path, partial(experiment, run))
 
 

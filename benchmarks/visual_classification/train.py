@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.experiment import Experiment, build_model, execute, started
-from benchmarks.mini import CLASSES, CLASSES_FILE, MINI_WORD, draw_mini
+from benchmarks.mini import CLASSES, CLASSES_FILE, draw_mini, resolve
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
@@ -31,20 +31,23 @@ from pfl_ext.distributed import barrier, is_main
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
     """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
 
-    :raises ValueError: when a ``--data_path`` is given that does not exist.
+    Raises:
+        ValueError: when a ``--data_path`` is given that does not exist.
     """
     run = parse(argv)
     dataset = run.config.data.dataset
-    default = Path(f"data/{dataset}.hdf5")
-    given = run.data_path or (default if default.is_file() else MINI_WORD)
-    if given != MINI_WORD:
-        if not given.is_file():
-            raise ValueError(
-                f"--data_path {given}: no such file; python -m dataset.{dataset}.download_preprocess makes it"
-            )
-        return list(argv), given
-    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-    return [*argv, *([] if has_scale else ["--scale", "mini"])], CLASSES_FILE
+    maker = f"python -m dataset.{dataset}.download_preprocess"
+    return resolve(argv, run.data_path, Path(f"data/{dataset}.hdf5"), CLASSES_FILE, maker)
+
+
+def ready_data(run: Run, data_path: Path) -> None:
+    """Draw the mini data set where `resolve_data` chose it for this run, and say so."""
+    if data_path == CLASSES_FILE != run.data_path:
+        if is_main():
+            dataset = run.config.data.dataset
+            missing = f"no data/{dataset}.hdf5 (make vision-data DATASET={dataset} makes it)"
+            draw_mini(run.data_path, missing, CLASSES_FILE, CLASSES)
+        barrier()
 
 
 def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
@@ -79,12 +82,7 @@ def main(argv: Sequence[str]) -> None:
     argv, data_path = resolve_data(argv)
     run = parse(argv)
     with started(run.runtime):
-        if data_path == CLASSES_FILE != run.data_path:
-            if is_main():
-                dataset = run.config.data.dataset
-                why = f"no data/{dataset}.hdf5 (make vision-data DATASET={dataset} makes it)"
-                draw_mini(why, CLASSES_FILE, CLASSES)
-            barrier()
+        ready_data(run, data_path)
         execute(run, data_path, partial(experiment, run))
 
 

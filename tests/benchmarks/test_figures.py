@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.flair import figures
+from benchmarks.flair import figures, train
 from benchmarks.flair.figures import main, per_class, private, user_sizes
 from benchmarks.flair.report import collect
 from benchmarks.mini import MINI_FILE
@@ -121,11 +121,11 @@ def test_the_mini_data_set_is_drawn_where_it_is_not_yet(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def draw(why: str) -> None:
+    def draw(given: Path | None, missing: str) -> None:
         MINI_FILE.parent.mkdir()
         MINI_FILE.write_bytes(mini_file.read_bytes())
 
-    monkeypatch.setattr(figures, "draw_mini", draw)
+    monkeypatch.setattr(train, "draw_mini", draw)
     assert run(main, ["--data_path=mini", "--output_dir=out"]) == 0
     assert written(Path("out")) == {"user_sizes", "labels", "emd"}
 

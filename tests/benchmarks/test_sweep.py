@@ -21,6 +21,7 @@ from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
 from benchmarks import sweep_local
+from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
 from benchmarks.settings import Tree, short_digest
 from benchmarks.sweep import main
@@ -112,6 +113,21 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
     assert run(main, argv) == 0
     assert (sweep / "table.csv").read_bytes() == before
     assert "starts" not in capsys.readouterr().out
+
+
+def test_a_sweep_without_a_file_draws_the_mini_set_first(
+    doubled: Callable[..., LocalSweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17.39: its trials were sent to a file of the mini set that nobody had drawn."""
+    drawn: list[Path | None] = []
+    doubled(RATES)  # trials take no time from here on
+    monkeypatch.setattr(flair_train, "draw_mini", lambda given, missing: drawn.append(given))
+    monkeypatch.chdir(tmp_path)
+    for data in ([], ["--data_path=mini"]):
+        assert (
+            run(main, [str(tmp_path / "sweep.yaml"), "--local=true", *data, f"--sweep_dir=s{len(data)}"]) == 0
+        )
+    assert drawn == [None, Path("mini")]
 
 
 def test_a_sweep_killed_outright_goes_on(mini_file: Path, tmp_path: Path) -> None:

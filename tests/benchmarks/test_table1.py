@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +18,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
 from benchmarks.mini import MINI_FILE
 from dataset.command_line import run
+from dataset.signals import RESUMABLE, Stopped, raised
 from tests.benchmarks.made_runs import make_run
 
 
@@ -19,6 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Figures are not drawn; the arguments with which they would have been."""
     told: list[list[str]] = []
     monkeypatch.setattr(figures, "main", told.append)
+    monkeypatch.setattr(table1, "ready_data", lambda *_: None)
     return told
 
 
@@ -166,6 +175,58 @@ def test_a_mistake_is_named_before_anything_is_run(
     assert run(main, argv) == 2
     assert message in capsys.readouterr().err
     assert not made
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_ends_it_as_every_command_that_can_go_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.22: SIGTERM ended in 130, the code of an interruption from the keyboard."""
+
+    def stopped(job: Job, log: Path, tell: str) -> int:
+        os.kill(os.getpid(), signal.Signals[name])
+        return 0
+
+    monkeypatch.setattr(table1, "execute", stopped)
+    argv = ["--settings", "fl-r-17", "--seeds", "0", "--data_path=mini", f"--runs_dir={tmp_path}"]
+    assert run(main, argv) == RESUMABLE
+    assert capsys.readouterr().err == f"stopped by {name}; the same command goes on from here\n"
+
+
+def test_the_run_in_progress_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped writes its checkpoint before the signal ends table1."""
+    job = Job("x", ("-c",), tmp_path / "x", 3, True)
+    script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(print('kept', flush=True)));"
+    script += "print('begun', flush=True); time.sleep(60)"
+    log, real = tmp_path / "x.log", subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return real([sys.executable, "-c", script], **options)
+
+    def ask() -> None:
+        while "begun" not in (log.read_text() if log.exists() else ""):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    threading.Thread(target=ask).start()
+    with raised(), pytest.raises(Stopped):
+        execute(job, log, "x")
+    assert log.read_text() == "begun\nkept\n"
+
+
+def test_the_directory_says_the_data_and_the_scale_that_are_used(
+    made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.39: without a file the runs were those of the mini set under FLAIR's name."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--settings", "fl-r-17", "--seeds", "0"]
+    assert run(main, argv) == 0
+    assert run(main, argv) == 0
+    assert made == ["fl-r-17 seed 0"]
+    assert [path.name for path in Path("runs").iterdir()] == ["table1-mini-mini"]
+    assert run(main, [*argv, "--data_path=nowhere.hdf5"]) == 2
+    assert "--data_path nowhere.hdf5: no such file" in capsys.readouterr().err
 
 
 def test_the_time_left_is_that_of_like_runs() -> None:

@@ -1,0 +1,80 @@
+"""What `make` refuses, and what it hands to the commands. Nothing is set up or trained here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRAINING = ("flair-fl", "flair-pfl", "flair-c", "vision-fl", "vision-c")
+USING_DATA = (*TRAINING, "flair-table1", "flair-sweep", "flair-figures", "vision-sweep")
+
+
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`make` in a folder whose .venv counts as set up; its Python runs the project's modules there."""
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / "requirements.txt").touch()
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >> asked\nPYTHONPATH={ROOT} exec {sys.executable} $RUN "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    (folder / ".venv" / ".ready").touch()
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=os.environ)
+
+
+def asked(folder: Path, *words: str) -> str:
+    """The words that a target hands to Python, which only prints them."""
+    os.environ["RUN"] = "-V"
+    try:
+        assert make(folder, *words).returncode == 0
+    finally:
+        del os.environ["RUN"]
+    return (folder / "asked").read_text()
+
+
+@pytest.mark.parametrize("target", USING_DATA)
+def test_a_data_file_that_is_given_is_what_the_command_gets(target: str, tmp_path: Path) -> None:
+    """Issue 17.39: a given file that did not exist was replaced by the drawn set."""
+    assert "--data_path nowhere.hdf5" in asked(tmp_path, target, "DATA=nowhere.hdf5", "RUNS=x")
+
+
+@pytest.mark.parametrize("target", sorted(set(USING_DATA) - {"flair-figures"}))
+def test_without_data_the_choice_is_the_commands(target: str, tmp_path: Path) -> None:
+    assert "--data_path" not in asked(tmp_path, target)
+
+
+def test_figures_are_of_flair_where_it_is_and_of_the_mini_set_else(tmp_path: Path) -> None:
+    assert "--data_path mini" in asked(tmp_path, "flair-figures")
+    (tmp_path / "asked").unlink()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "flair.hdf5").touch()
+    assert "--data_path data/flair.hdf5" in asked(tmp_path, "flair-figures")
+
+
+def test_a_given_data_file_that_does_not_exist_ends_in_one_line(tmp_path: Path) -> None:
+    ended = make(tmp_path, "flair-fl", "DATA=nowhere.hdf5")
+    assert ended.returncode == 2
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith("make: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: --data_path nowhere.hdf5: no such file")
+    assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("target", ["flair-fl", "flair-pfl", "flair-sweep", "vision-fl", "vision-sweep"])
+@pytest.mark.parametrize("given", ["NP=abc", "NP=0", "NP=-2", "NP=1.5", "NP=", "NNODES=two", "LAUNCHER=mpi"])
+def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
+    target: str, given: str, tmp_path: Path
+) -> None:
+    """Issue 17.22: these ended in a traceback of torchrun."""
+    ended = make(tmp_path, target, given)
+    assert ended.returncode == 2
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith("make: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {given.split('=')[0]} is '{given.split('=')[1]}': ")
+    assert not (tmp_path / "asked").exists()
