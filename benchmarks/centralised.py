@@ -101,6 +101,7 @@ def train_centralised(
         if not np.isfinite(loss):
             raise ValueError(f"the training loss of epoch {epoch} is {loss}: lower centralised.learning_rate")
         recorder.step_done(epoch, {"train_loss": round(loss, 6)}, model)
-    recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)
-    recorder.end(config.centralised.num_epochs)
+    if not recorder.ended:
+        recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)
+        recorder.end(model)
     return model

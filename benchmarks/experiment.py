@@ -214,7 +214,10 @@ def _final_scores(experiment: Experiment, recorder: Recorder, model: PyTorchMode
 def _write_results(
     experiment: Experiment, recorder: Recorder, scores: Tree, module: ImageClassifier, data_path: Path
 ) -> Tree:
-    """``model.safetensors``, plots and ``results.json``, the last of which says that the run has ended."""
+    """``model.safetensors``, plots and ``results.json``, which says that the run has ended.
+
+    The secret of a private run is deleted after that.
+    """
     config, directory = recorder.run.config, recorder.directory
     checkpoint.save(directory / "model.safetensors", module.state_dict(), {"config_sha256": digest(config)})
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
@@ -222,7 +225,6 @@ def _write_results(
     plots.training_curve(recorder.history(), recorder.unit, experiment.headline, title, curve)
     if recorder.ledger is not None:
         plots.privacy_curves(recorder.history(), title, directory / "plots" / "privacy.png")
-        recorder.ledger.close()
     results = {
         "setting": config.setting,
         "dataset": str(data_path),
@@ -241,4 +243,6 @@ def _write_results(
     }
     experiment.draw(results, title, directory / "plots")
     checkpoint.write_json(directory / "results.json", results)
+    if recorder.ledger is not None:
+        recorder.ledger.secret.close()
     return results

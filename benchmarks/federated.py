@@ -18,8 +18,9 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.ledger import CentralLedger, LocalLedger
+from benchmarks.ledger import open_ledger
 from benchmarks.recorder import Recorder
+from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import AnyRun, Tree, digest
 from pfl_ext.backend import CentrallyEvaluatedBackend
@@ -100,15 +101,19 @@ def training_data(
     store: ImageStore,
     objective: ObjectiveName = "multi_label",
     partition: Partition | None = None,
-    cohort_seed: int | None = None,
+    secret: Secret | None = None,
 ) -> FederatedImageDataset:
-    """The training users: those of a partition, or the store's."""
+    """The training users: those of a partition, or the store's.
+
+    ``secret``: of a private run, whose noise comes from it, and with central privacy the cohorts too.
+    """
     config, runtime = run.config, run.runtime
     return FederatedImageDataset(
         store,
         local_sampling(config),
         seed=config.seed,
-        cohort_seed=cohort_seed,
+        cohort_seed=secret.cohort_seed if secret is not None and config.privacy is not None else None,
+        noise_seed=None if secret is None else secret.noise_seed,
         partition=partition,
         sampler=sampler(config),
         reweight=importance_weights(config, store, objective),
@@ -259,12 +264,10 @@ def train_federated(
 ) -> PyTorchModel:
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
     config = run.config
-    if config.privacy is not None:
-        recorder.ledger = CentralLedger(config, len(store.user_ids), recorder.directory)
-    secret = recorder.ledger.cohort_seed if recorder.ledger else None
+    secret = recorder.secret()
     users = training_data(run, store, module.objective.name, partition, secret)
-    if config.local_privacy is not None:
-        recorder.ledger = LocalLedger(config, users, recorder.directory)
+    if secret is not None:
+        recorder.ledger = open_ledger(config, users, secret, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
     algorithm, params = algorithm_and_params(config, module, len(store.user_ids))
     model = pfl_model(run, module)
@@ -309,6 +312,7 @@ def train_federated(
     )
     if engine is not None:
         engine.close()
-    recorder.evaluated(config.federated.num_rounds, evaluation(model), model)
-    recorder.end(config.federated.num_rounds)
+    if not recorder.ended:
+        recorder.evaluated(config.federated.num_rounds, evaluation(model), model)
+        recorder.end(model)
     return model

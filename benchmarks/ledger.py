@@ -1,60 +1,51 @@
-"""The privacy of one run: its mechanism, its noise seed, and ``privacy.json``."""
+"""The privacy of one run: its mechanism, what it spends, and ``privacy.json``."""
 
 from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import Tree
-from pfl_ext.checkpoint import write_bytes, write_json
-from pfl_ext.distributed import from_main, is_main
+from pfl_ext.checkpoint import write_json
+from pfl_ext.distributed import is_main
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import METRICS, NoisyMean, private_mean
 from pfl_ext.privacy_local import LocallyPrivateMean
-from pfl_ext.randomness import derive
 
 
 class Ledger(ABC):
-    """Accounts for every round that was released; owner of the run's secret and of ``privacy.json``.
-
-    The seed of a private run's noise (and cohorts) is secret: it lies in ``checkpoint/noise_seed``, readable
-    by its owner alone, so that a resumed run releases no round with a second, other noise; `close` deletes
-    it. Worker 0 has the files; the others are told the seed.
-    """
+    """Accounts for every round that was released; owner of ``privacy.json``."""
 
     mechanism: NoisyMean
-    cohort_seed: int | None = None
-    """What cohorts are drawn from; None: from the run's seed."""
 
-    def __init__(
-        self, config: TrainingConfig, noise_seed: Literal["entropy", "run"], directory: Path
-    ) -> None:
+    def __init__(self, secret: Secret, directory: Path) -> None:
+        self.secret = secret
         self._path = directory / "privacy.json"
-        self._seed_path = directory / "checkpoint" / "noise_seed"
-        self._seeded = noise_seed == "run"
-        if self._seeded:
-            self._secret = derive(config.seed, "secret of the run")
-        else:
-            self._secret = int(from_main(self._drawn_secret() if is_main() else None))
 
-    def _drawn_secret(self) -> int:
-        if not self._seed_path.exists():
-            write_bytes(self._seed_path, str(secrets.randbits(128)).encode(), mode=0o600)
-        try:
-            return int(self._seed_path.read_text())
-        except ValueError:
-            raise ValueError(f"{self._seed_path} is damaged: start anew in another --run_dir") from None
+    def state(self) -> Tree:
+        """What a checkpoint must hold."""
+        return {**self.mechanism.state(), "secret_sha256": self.secret.sha256}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`.
+
+        Raises:
+            ValueError: when it is not one, or was written with another secret.
+        """
+        own = dict(state)
+        self.secret.check(own.pop("secret_sha256", None))
+        self.mechanism.load_state(own)
 
     @abstractmethod
     def _summary(self) -> str:
@@ -66,7 +57,9 @@ class Ledger(ABC):
 
     def announce(self) -> None:
         """Tell on stderr what is promised."""
-        text = self._summary() + ("; noise from the run's seed: for research only" if self._seeded else "")
+        text = self._summary() + (
+            "; noise from the run's seed: for research only" if self.secret.is_public else ""
+        )
         if is_main():
             print(text, file=sys.stderr)
 
@@ -75,11 +68,9 @@ class Ledger(ABC):
         told = [line["privacy"] for line in history if "privacy" in line][:rounds]
         by_round: Tree = {name: [line.get(name) for line in told] for name in METRICS}
         content = self._content(rounds)
-        write_json(self._path, {**content, "seeded_for_research_only": self._seeded, "by_round": by_round})
-
-    def close(self) -> None:
-        """After the last round: nothing is left from which the noise could be drawn again."""
-        self._seed_path.unlink(missing_ok=True)
+        write_json(
+            self._path, {**content, "seeded_for_research_only": self.secret.is_public, "by_round": by_round}
+        )
 
 
 class CentralLedger(Ledger):
@@ -88,14 +79,13 @@ class CentralLedger(Ledger):
     :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
     """
 
-    def __init__(self, config: TrainingConfig, population: int, directory: Path) -> None:
+    def __init__(self, config: TrainingConfig, population: int, secret: Secret, directory: Path) -> None:
         assert config.privacy is not None
+        super().__init__(secret, directory)
         federated = config.federated
         self.calibration = config.privacy.calibrate(population, federated.cohort_size, federated.num_rounds)
-        super().__init__(config, config.privacy.noise_seed, directory)
-        self.cohort_seed = derive(self._secret, "cohorts")
         threads = os.cpu_count() or 1
-        self.mechanism = private_mean(self.calibration, noise_seed=self._secret, threads=threads)
+        self.mechanism = private_mean(self.calibration, noise_seed=secret.noise_seed, threads=threads)
         self.announce()
 
     def _summary(self) -> str:
@@ -123,15 +113,17 @@ class CentralLedger(Ledger):
 class LocalLedger(Ledger):
     """Of a run with ``local_privacy``: counts how often each user takes part."""
 
-    def __init__(self, config: TrainingConfig, users: FederatedImageDataset, directory: Path) -> None:
+    def __init__(
+        self, config: TrainingConfig, users: FederatedImageDataset, secret: Secret, directory: Path
+    ) -> None:
         assert config.local_privacy is not None
+        super().__init__(secret, directory)
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
-        super().__init__(config, self.config.noise_seed, directory)
         self._counts, self._counted = np.zeros(len(users.partition.user_ids), np.int64), 0
         self.mechanism = LocallyPrivateMean(
             self.config,
             self._federated.num_rounds,
-            noise_seed=self._secret,
+            noise_seed=secret.noise_seed,
             threads=os.cpu_count() or 1,
         )
         self._most_at_end = self._most(self._federated.num_rounds)
@@ -180,3 +172,12 @@ class LocalLedger(Ledger):
             **{f"epsilon_{key}": value if math.isfinite(value) else None for key, value in spent.items()},
             "not_covered": "metrics of the run (losses, norms, fraction clipped, signal-to-noise) are exact",
         }
+
+
+def open_ledger(
+    config: TrainingConfig, users: FederatedImageDataset, secret: Secret, directory: Path
+) -> Ledger:
+    """The ledger of a private run."""
+    if config.privacy is not None:
+        return CentralLedger(config, len(users.partition.user_ids), secret, directory)
+    return LocalLedger(config, users, secret, directory)

@@ -24,6 +24,7 @@ from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.ledger import Ledger
+from benchmarks.secret import Secret, open_secret, public_secret, secret_path
 from benchmarks.sections import BestBy
 from benchmarks.settings import AnyRun, Tree, digest, read_yaml
 from benchmarks.tracking import Tracking
@@ -85,6 +86,7 @@ class Recorder:
         self.best = Best()
         self.ledger: Ledger | None = None
         self.held = Held()
+        self.ended = False
         self.data_sha256 = data_sha256
         self.tracking: Tracking | None = None
         self._digest = digest(run.config)
@@ -139,10 +141,28 @@ class Recorder:
         return self._seconds + time.perf_counter() - self._started
 
     def finished(self) -> Tree | None:
-        """The results of this run, if it has already ended."""
+        """The results of this run, if it has already ended; a secret that a kill left behind is deleted."""
         path = self.directory / "results.json"
         results = from_main(checkpoint.read_json(path) if self._main and path.exists() else None)
-        return results if results is not None and results.get("config_sha256") == self._digest else None
+        if results is None or results.get("config_sha256") != self._digest:
+            return None
+        if self._main:
+            secret_path(self.directory).unlink(missing_ok=True)
+        return dict(results)
+
+    def secret(self) -> Secret | None:
+        """What a private run's noise is drawn from; None without privacy.
+
+        Raises:
+            ValueError: when a round might be released a second time with other noise.
+        """
+        config = self.run.config
+        privacy = config.privacy or config.local_privacy
+        if privacy is None:
+            return None
+        if privacy.noise_seed == "run":
+            return public_secret(self.directory, config.seed)
+        return open_secret(self.directory, self._digest, self.data_sha256)
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far.
@@ -179,12 +199,16 @@ class Recorder:
             self._bar.close()
         self.held.stop_if_asked(f"{self.unit} {step} is done and {self._last} is written")
 
-    def end(self, step: int) -> None:
-        """Write the last line, which holds nothing but the val of the model after the last update."""
-        self._write_line({self.unit: step})
+    def end(self, model: PyTorchModel) -> None:
+        """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.
+
+        From that checkpoint no round is trained again, whatever happens before ``results.json`` is written.
+        """
+        self._write_line({self.unit: self.num_steps})
         self._bar.close()
-        if self.ledger is not None and self._main:
-            self.ledger.write(step, self.history())
+        self.ended = True
+        if self._main:
+            self.save(self.num_steps, model)
 
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
@@ -215,9 +239,10 @@ class Recorder:
             "metrics_bytes": len(lines),
             "metrics_sha256": hashlib.sha256(lines).hexdigest(),
             "seconds": self.wall_clock,
+            "ended": self.ended,
         }
         if self.ledger is not None:
-            state["privacy"] = self.ledger.mechanism.state()
+            state["privacy"] = self.ledger.state()
             self.ledger.write(step, self.history())
         checkpoint.save(self._last, tensors, state, keep_previous=True)
 
@@ -261,9 +286,9 @@ class Recorder:
         self.best = Best(**state["best"], weights=part(tensors, BEST))
         if self._main:
             self._cut_metrics(state)
-        self._seconds = state["seconds"]
+        self._seconds, self.ended = state["seconds"], state.get("ended", False)
         if self.ledger is not None:
-            self.ledger.mechanism.load_state(state["privacy"])
+            self.ledger.load_state(state["privacy"])
         if self.tracking is not None:
             for line in self.history():
                 self.tracking.tell(line)

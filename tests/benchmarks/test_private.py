@@ -15,6 +15,7 @@ from dp_accounting.pld import PLDAccountant
 from benchmarks import recorder
 from benchmarks.flair.config import parse
 from benchmarks.ledger import CentralLedger
+from benchmarks.secret import public_secret
 from benchmarks.settings import Tree
 from pfl_ext.privacy_banded import BandedFactor
 from pfl_ext.privacy_epsilon import epsilon_spent
@@ -219,7 +220,7 @@ def test_epsilon_is_accounted_at_few_points_of_a_run_and_never_too_low(
     """A checkpoint after every round asks dp-accounting no more than 20 times a system."""
     sizes = ("--federated.num_rounds=60", "--federated.cohort_size=50", "--privacy.noise_cohort_size=100")
     config = parse(["--config=pfl-r-17", "--seed=1", *sizes]).config
-    ledger = CentralLedger(config, 2000, tmp_path)
+    ledger = CentralLedger(config, 2000, public_secret(tmp_path, 1), tmp_path)
     exact = {t: ledger.calibration.epsilon_after(t) for t in (1, 3, 4, 41, 60)}
     epsilon_spent.cache_clear()
     asked = []

@@ -1,12 +1,17 @@
 """Kill -9 at random moments of a mini run, go on each time until it ends, and compare with one never killed.
 
     python -m tests.campaigns.kill_training --kills 50 --rounds 30 --kind all
+    python -m tests.campaigns.kill_training --kills 20 --rounds 6 --kind secret --window
 
 Half of the kills come at a random time, half at a random place: while a checkpoint is written, flushed, read
 back or renamed, in evaluation, at the sum over users and the server's step, at a line of metrics.jsonl, while
 results are written. What the process was at is counted. A run that survives to its end is compared (SHA-256
 of model.safetensors, results.json and metrics.jsonl but for times, model and server optimiser after the last
 round) and the next one begins, until the kills are used up.
+
+Every noisy sum that a private run releases is logged, with its noise: no round may have two of them. The kind
+``secret`` draws its noise from entropy, so that nothing but this log and the order of rounds can be compared.
+``--window`` puts all kills between the last round and the deletion of the secret, after ``results.json``.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from benchmarks.flair.train import main as train
 from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, write_mini
 from pfl_ext import checkpoint
+from pfl_ext.privacy import NoisyMean, PrivateMean
 from pfl_ext.privacy_accounting import PrivacyConfig
 from tests.campaigns.lives import After, At, Phases, live
 
@@ -56,9 +62,11 @@ KINDS = {
     "fl": ("--config=fl-r-17",),
     "momentum": (*PRIVATE, "--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=0.5"),
     "pfl": PRIVATE,
+    "secret": tuple(word for word in PRIVATE if not word.startswith("--seed")),
     "centralised": ("--config=c-r-17",),
 }
-"""``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping."""
+"""``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
+``secret`` the same with noise from entropy."""
 
 ROUND = "benchmarks.experiment:train_federated"
 PHASES = {
@@ -106,6 +114,57 @@ PLACES = {
     ),
 }
 """Where lives end that do not end at a random time: one of these kinds is drawn, then one of its places."""
+
+
+WINDOW = (
+    "benchmarks.recorder:Recorder.end",
+    "benchmarks.experiment:_final_scores",
+    "benchmarks.experiment:_write_results",
+    "benchmarks.plots:training_curve",
+    "benchmarks.plots:privacy_curves",
+    "benchmarks.experiment:hardware",
+    "benchmarks.experiment:probe_checksum",  # its first call is before the first round
+    "benchmarks.secret:Secret.close",
+)
+"""What a run does once between its last round and its end."""
+
+
+def log_releases(path: Path) -> None:
+    """Have this process append a line to a file for each round: its number, SHA-256 of its noise and mean."""
+    real_noise, real_release = PrivateMean._noise, NoisyMean.postprocess_server
+    noises: list[torch.Tensor] = []
+
+    def noise(self: Any, *given: Any) -> Any:
+        drawn = real_noise(self, *given)
+        noises.append(drawn[0].clone())
+        return drawn
+
+    def release(self: Any, **given: Any) -> Any:
+        stats, metrics = real_release(self, **given)
+        mean = torch.cat([stats[name].reshape(-1) for name in sorted(stats)])
+        parts = [hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for t in (noises.pop(), mean)]
+        with path.open("a") as file:
+            file.write(" ".join([str(given["central_context"].current_central_iteration), *parts]) + "\n")
+        return stats, metrics
+
+    cast(Any, PrivateMean)._noise = noise
+    cast(Any, NoisyMean).postprocess_server = release
+
+
+def check_releases(path: Path, rounds: int) -> int:
+    """Rounds that were made more than once, each time with the same noise and the same noisy mean.
+
+    :raises RuntimeError: when a round has two, or none, or when two rounds have the same noise.
+    """
+    made = [tuple(line.split()) for line in path.read_text().splitlines()]
+    different = {number: {line[1:] for line in made if line[0] == number} for number, *_ in made}
+    for number, found in different.items():
+        if len(found) != 1:
+            raise RuntimeError(f"{path}: round {number} was released in {len(found)} forms: {found}")
+    noises = {line[1] for line in made}
+    if sorted(map(int, different)) != list(range(rounds)) or len(noises) != rounds:
+        raise RuntimeError(f"{path}: {len(noises)} noises in the rounds {sorted(map(int, different))}")
+    return len(made) - rounds
 
 
 TIMES = ("seconds", "worker_seconds")
@@ -157,7 +216,8 @@ def compare(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 class Campaign:
     """Kills of one kind of run, on one data file, in one folder."""
 
-    def __init__(self, kind: str, rounds: int, folder: Path, seed: int) -> None:
+    def __init__(self, kind: str, rounds: int, folder: Path, seed: int, window: bool = False) -> None:
+        self._rounds, self._window, self.repeated = rounds, window, 0
         self.kind, self.folder, self.phases = kind, folder / kind, Phases(PHASES)
         self._data, self._log = folder / "mini.hdf5", self.folder / "log.txt"
         self._argv = [
@@ -171,6 +231,7 @@ class Campaign:
         if not self._data.exists():
             live(self._draw, None, self._log)
         privacy = parse(self._argv).config.privacy
+        self._private = privacy is not None
         if privacy is not None:  # the children inherit what it takes seconds to compute
             privacy.calibrate(SPEC.train_users, COHORT, rounds)
         started = time.monotonic()
@@ -185,11 +246,19 @@ class Campaign:
     def _live(self, name: str, death: After | At | None) -> int | None:
         def work() -> int:
             torch.set_num_threads(1)
+            if self._private:
+                log_releases(self._releases(name))
             return run(train, [*self._argv, f"--run_dir={self.folder / name}"])
 
         return live(work, death, self._log, self.phases)
 
+    def _releases(self, name: str) -> Path:
+        return self.folder / f"{name}.releases"
+
     def _death(self) -> After | At:
+        if self._window:
+            place = str(self._rng.choice(WINDOW))
+            return At(place, 1 + place.endswith("probe_checksum"), bool(self._rng.random() < 0.5))
         if self._rng.random() < 0.5:
             return After(float(self._rng.uniform(0, 0.5 * self._seconds)))
         place = str(self._rng.choice(PLACES[str(self._rng.choice(list(PLACES)))]))
@@ -212,8 +281,12 @@ class Campaign:
                 deaths[str(death)] += 1
             if code != 0:
                 raise RuntimeError(f"{self.folder / name} ended with {code}: {self._log.read_text()[-2000:]}")
-            compare(name, told(self.folder / name), self._whole)
-            left = [str(path) for path in (self.folder / name).rglob("*.partial")]
+            ended = told(self.folder / name)
+            if self.kind != "secret":
+                compare(name, ended, self._whole)
+            if self._private:
+                self.repeated += check_releases(self._releases(name), self._rounds)
+            left = [str(p) for word in ("*.partial", "noise_seed") for p in (self.folder / name).rglob(word)]
             if left:
                 raise RuntimeError(f"left behind: {left}")
             shutil.rmtree(self.folder / name)
@@ -238,16 +311,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--kind", choices=("all", *KINDS), default="all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", action="store_true", help="kills between the last round and the end")
     given = parser.parse_args()
     remember_calibrations()
     kinds = list(KINDS) if given.kind == "all" else [given.kind]
     with tempfile.TemporaryDirectory() as folder:
         for kind in kinds:
             started = time.monotonic()
-            runs, phases, deaths = Campaign(kind, given.rounds, Path(folder), given.seed).kill(given.kills)
+            campaign = Campaign(kind, given.rounds, Path(folder), given.seed, given.window)
+            runs, phases, deaths = campaign.kill(given.kills)
+            same = "" if kind == "secret" else ", each equal to the run never killed"
             print(
-                f"{kind}: {deaths.total()} kills over {runs} runs of {given.rounds} rounds, each equal to "
-                f"the run never killed ({time.monotonic() - started:.0f} s)"
+                f"{kind}: {deaths.total()} kills over {runs} runs of {given.rounds} rounds{same}; "
+                f"{campaign.repeated} rounds made again after a kill, all with the same noise and mean "
+                f"({time.monotonic() - started:.0f} s)"
             )
             tell(phases, deaths)
 

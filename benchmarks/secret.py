@@ -1,0 +1,133 @@
+"""The secret of a private run: the number from which its noise and its cohorts are drawn.
+
+Whoever knows it can subtract the noise, so it is drawn from the operating system's entropy, lies in
+``checkpoint/noise_seed`` (readable by its owner alone) while the run lasts, and is deleted after the last
+file of the run is written. Three rules keep a round from being released with two different noises:
+
+* A secret is drawn only where nothing was released yet. A directory with a checkpoint or with lines of
+  ``metrics.jsonl``, but without its secret, is refused.
+* Every checkpoint holds SHA-256 of the secret, and is refused beside another one.
+* The noise is drawn from (secret, config digest, data digest, round), and the file names both digests, so
+  that a copied secret meets no other data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pfl_ext import checkpoint
+from pfl_ext.distributed import from_main, is_main
+from pfl_ext.randomness import derive
+
+
+@dataclass(frozen=True)
+class Secret:
+    """What all workers know of the secret."""
+
+    noise_seed: int
+    """128 bits, for the noise of all rounds."""
+    cohort_seed: int
+    """128 bits, for the cohorts of all rounds."""
+    sha256: str | None
+    """Of the secret, for checkpoints; None where the noise comes from the run's public seed."""
+    path: Path
+
+    @property
+    def is_public(self) -> bool:
+        """Whether anybody who has the config can draw the noise again: for research only."""
+        return self.sha256 is None
+
+    def check(self, sha256: str | None) -> None:
+        """Refuse a checkpoint that was written with another secret; ``sha256`` is what it holds.
+
+        Raises:
+            ValueError: when the two differ.
+        """
+        if self.sha256 != sha256:
+            raise ValueError(
+                f"{self.path} is not the secret that the checkpoint beside it was written with, so rounds "
+                "would be released again with other noise: restore the file, or choose another --run_dir"
+            )
+
+    def close(self) -> None:
+        """Delete the file, after everything else of the run is written."""
+        self.path.unlink(missing_ok=True)
+
+
+def secret_path(directory: Path) -> Path:
+    """Where a run's secret lies."""
+    return directory / "checkpoint" / "noise_seed"
+
+
+def public_secret(directory: Path, seed: int) -> Secret:
+    """Noise from the run's seed: anybody can draw it again, and subtract it."""
+    drawn = derive(seed, "secret of the run")
+    return Secret(drawn, derive(drawn, "cohorts"), None, secret_path(directory))
+
+
+def open_secret(directory: Path, config_sha256: str, data_sha256: str) -> Secret:
+    """The directory's secret, drawn if no round was released yet.
+
+    Worker 0 reads the file and sends the secret to the others.
+
+    Raises:
+        ValueError: when the directory has rounds but no secret, or when the secret is damaged or belongs to
+            another config or other data.
+    """
+    path = secret_path(directory)
+    keys = (config_sha256, data_sha256)
+    text = str(from_main(_read(directory, path, keys) if is_main() else None))
+    drawn = int(text)
+    return Secret(
+        noise_seed=derive(drawn, "noise", *keys),
+        cohort_seed=derive(drawn, "cohorts", *keys),
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        path=path,
+    )
+
+
+def _read(directory: Path, path: Path, keys: tuple[str, str]) -> str:
+    released = _released(directory)
+    if not path.exists():
+        if released:
+            raise ValueError(
+                f"{path} is missing, but {directory} holds rounds that were made with it, and with a new "
+                "secret they would be released a second time: restore the file, or choose another --run_dir"
+            )
+        return _draw(path, keys)
+    try:
+        held = json.loads(path.read_bytes())
+        text, found = str(int(held["secret"])), (held["config_sha256"], held["data_sha256"])
+    except (ValueError, KeyError, TypeError):
+        if not released:
+            return _draw(path, keys)
+        raise ValueError(
+            f"{path} is damaged, or of an older version: restore it, or choose another --run_dir"
+        ) from None
+    if found == keys:
+        return text
+    if not released:
+        return _draw(path, keys)
+    raise ValueError(
+        f"{path} belongs to a run of another config or on other data, and no secret is used twice: "
+        "choose another --run_dir"
+    )
+
+
+def _draw(path: Path, keys: tuple[str, str]) -> str:
+    text = str(secrets.randbits(128))
+    content = {"secret": text, "config_sha256": keys[0], "data_sha256": keys[1]}
+    checkpoint.write_bytes(path, json.dumps(content).encode(), mode=0o600)
+    return text
+
+
+def _released(directory: Path) -> bool:
+    """Whether the directory holds a round: a checkpoint, or a line of metrics."""
+    last, lines = directory / "checkpoint" / "last.safetensors", directory / "metrics.jsonl"
+    if last.exists() or checkpoint.previous(last).exists():
+        return True
+    return lines.exists() and lines.stat().st_size > 0

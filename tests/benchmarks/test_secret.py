@@ -1,0 +1,134 @@
+"""The secret of a private run: no round is ever released with two different noises."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import experiment
+from benchmarks.secret import open_secret, public_secret, secret_path
+from pfl_ext.privacy import NoisyMean
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.test_private import PRIVATE
+from tests.benchmarks.test_train import lines, results
+
+SHORT = (*PRIVATE, "--runtime.checkpoint_every=2", "--federated.num_rounds=3")
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What stands last on the screen."""
+    return capsys.readouterr().err.rstrip().splitlines()[-1]
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Round and SHA-256 of each noisy mean that the server makes from now on."""
+    seen: list[tuple[int, str]] = []
+    real = NoisyMean.postprocess_server
+
+    def watched(self: NoisyMean, **given: Any) -> Any:
+        stats, metrics = real(self, **given)
+        content = b"".join(stats[name].detach().numpy().tobytes() for name in sorted(stats))
+        seen.append((given["central_context"].current_central_iteration, hashlib.sha256(content).hexdigest()))
+        return stats, metrics
+
+    monkeypatch.setattr(NoisyMean, "postprocess_server", watched)
+    return seen
+
+
+@pytest.fixture
+def killed(train: Train, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private run whose last round was made, and which stopped before ``results.json``."""
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "_write_results", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        return train(*SHORT, code=130)
+
+
+def test_a_run_stopped_before_its_results_releases_no_round_again(
+    killed: Path, train: Train, released: list[tuple[int, str]]
+) -> None:
+    history = lines(killed)
+    assert secret_path(killed).exists()
+    assert train(*SHORT) == killed
+    assert released == []
+    assert lines(killed) == history
+    assert results(killed)["rounds"] == 3
+    assert not secret_path(killed).exists()
+
+
+def test_rounds_after_the_last_checkpoint_are_released_again_with_the_same_noise(
+    train: Train, monkeypatch: pytest.MonkeyPatch, released: list[tuple[int, str]]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment.Recorder, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        train(*SHORT, code=130)
+    train(*SHORT)
+    assert [number for number, _ in released] == [0, 1, 2, 2]
+    assert len(set(released)) == 3
+
+
+def test_rounds_without_their_secret_are_refused(
+    killed: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret_path(killed).unlink()
+    train(*SHORT, code=2)
+    assert "noise_seed is missing" in last_line(capsys)
+    for checkpoint in (killed / "checkpoint").glob("*.safetensors"):
+        checkpoint.unlink()
+    train(*SHORT, code=2)  # lines of metrics.jsonl are rounds as well
+    assert "noise_seed is missing" in last_line(capsys)
+
+
+def test_a_checkpoint_is_refused_beside_another_secret(
+    killed: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = json.loads(secret_path(killed).read_text())
+    secret_path(killed).write_text(json.dumps({**held, "secret": "12345"}))
+    train(*SHORT, code=2)
+    assert "is not the secret that the checkpoint" in last_line(capsys)
+    secret_path(killed).write_text("12345")
+    train(*SHORT, code=2)
+    assert "damaged, or of an older version" in last_line(capsys)
+
+
+def test_a_secret_that_a_kill_left_beside_results_is_deleted(train: Train) -> None:
+    directory = train(*SHORT)
+    secret_path(directory).write_text("{}")
+    train(*SHORT)
+    assert not secret_path(directory).exists()
+
+
+def test_a_copied_secret_meets_no_other_data_and_no_other_config(tmp_path: Path) -> None:
+    first = open_secret(tmp_path, "config", "data")
+    assert open_secret(tmp_path, "config", "data") == first
+    assert open_secret(tmp_path, "config", "other data").sha256 != first.sha256  # no round yet: a new one
+    held = secret_path(tmp_path).read_bytes()
+    assert secret_path(tmp_path).stat().st_mode & 0o777 == 0o600
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    for keys in (("config", "data"), ("other", "other data")):
+        with pytest.raises(ValueError, match="no secret is used twice"):
+            open_secret(tmp_path, *keys)
+    assert secret_path(tmp_path).read_bytes() == held
+
+
+def test_the_noise_depends_on_secret_config_and_data(tmp_path: Path) -> None:
+    def seeds(secret: str, *keys: str) -> tuple[int, int]:
+        content = {"secret": secret, "config_sha256": keys[0], "data_sha256": keys[1]}
+        secret_path(tmp_path).parent.mkdir(exist_ok=True)
+        secret_path(tmp_path).write_text(json.dumps(content))
+        opened = open_secret(tmp_path, *keys)
+        return opened.noise_seed, opened.cohort_seed
+
+    drawn = [seeds("1", "a", "b"), seeds("2", "a", "b"), seeds("1", "c", "b"), seeds("1", "a", "c")]
+    assert len({seed for pair in drawn for seed in pair}) == 8
+    assert seeds("1", "a", "b") == drawn[0]
+
+
+def test_the_runs_seed_is_no_secret(tmp_path: Path) -> None:
+    assert public_secret(tmp_path, 3).is_public
+    assert public_secret(tmp_path, 3) == public_secret(tmp_path, 3)
+    assert not secret_path(tmp_path).exists()
