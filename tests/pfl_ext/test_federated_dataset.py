@@ -82,6 +82,16 @@ def test_the_cap_takes_another_random_subset_each_round() -> None:
     assert len({frozenset(rows) for rows in taken}) == 40
 
 
+@settings(deadline=None)
+@given(st.integers(0, 60), st.integers(1, 40), st.sampled_from(["random", "first"]), st.integers(0, 2**32))
+def test_the_cap_takes_distinct_images_in_the_stores_order(n: int, most: int, cap: Any, seed: int) -> None:
+    own = 1000 + 7 * np.arange(n)
+    rows = LocalSampling(max_images=most, cap=cap).take(own, stream(seed, "cap")).tolist()
+    assert len(rows) == min(n, most)
+    assert rows == sorted(set(rows)), "no image is drawn twice"
+    assert set(rows) <= set(own.tolist())
+
+
 def test_the_first_images_are_taken_when_asked_for() -> None:
     data = users(NumberedStore([100]), LocalSampling(1, 64, 10, cap="first", input_size=8))
     assert set(seen_rows(data.user_dataset(0), LocalSampling(1, 64))[0].tolist()) == set(range(10))
