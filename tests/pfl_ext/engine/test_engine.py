@@ -165,6 +165,16 @@ def test_the_result_is_bitwise_the_same_again_and_hardly_depends_on_lanes() -> N
     assert distance(wide[1], wide[3]) < 1e-6
 
 
+@pytest.mark.parametrize("sizes", [[9, 0, 3, 0], [0, 1, 1, 0]])
+def test_users_without_images_change_no_sum(sizes: list[int]) -> None:
+    """All in one lane, so that the empty ones come after full ones."""
+    setting = Setting(sizes, by_images=False)
+    theirs, weight, _ = setting.run(False)
+    ours, our_weight, _ = setting.run(True, lanes=1)
+    assert our_weight == weight
+    assert distance(ours, theirs) < 1e-5
+
+
 class Tangled(nn.Module):
     """What the tape cannot take apart: a bare parameter, and a layer that is used twice."""
 

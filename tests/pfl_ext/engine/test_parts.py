@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,18 +11,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pfl_ext.engine.gradients import Gradient, Users, Weight
+from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import activation_bytes, group_size
 from pfl_ext.engine.norms import squared_norm
+from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, live_taps
 from pfl_ext.models import ImageClassifier, build_backbone
 from pfl_ext.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
-from tests.pfl_ext.engine.setting import LABELS, SIDE, small_backbone, targets_for
+from pfl_ext.privacy_mechanisms import Clipping
+from tests.pfl_ext.engine.setting import LABELS, SIDE, small_backbone, targets_for, without_noise
 
 HOW = LocalTraining(0.1, 2, 4, "variable", 0.5, 0.0, None)
 
@@ -82,20 +85,129 @@ def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     assert not net.backbone[0].weight.any(), "the copy shares the weights"  # type: ignore[index]
 
 
+def weight_gradients(norms: list[float], draw: torch.Generator) -> Weight:
+    """Of a linear layer, one image a user, with exactly these norms."""
+    directions = [torch.nn.functional.normalize(torch.randn(len(norms), n, generator=draw)) for n in (3, 4)]
+    x, e = directions[0] * torch.tensor(norms)[:, None], directions[1]
+    users = Users(tuple(range(len(norms) + 1)), x.device)
+    return Weight(nn.Linear(3, 4, bias=False), x, e, users)
+
+
+def sums_of(**shapes: tuple[int, ...]) -> Sums:
+    views = {f"backbone.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    return Sums(torch.zeros(1), views, [])
+
+
+@pytest.mark.parametrize("norms", [[0.1, 10], [10, 0.1], [0.1, 0.2], [10, 20], [0.2, 10, 0.3], [9, 0.1, 9]])
+def test_each_users_clipping_depends_on_its_own_norm_alone(norms: list[float]) -> None:
+    """A bound on the norms saves them only where no user of the group can exceed ``max_norm``, here 0.5."""
+    draw = torch.Generator().manual_seed(len(norms))
+    gradient = weight_gradients(norms, draw)
+    bounds = gradient.norm_bounds()
+    assert bounds is not None
+    assert bool(((bounds > 0.5) == (torch.tensor(norms) > 0.5)).all()), "the bounds are on both sides"
+    weights = 1 + torch.rand(len(norms), generator=draw, dtype=torch.float64)
+    sums = sums_of(w=(4, 3))
+    _Adding(HOW, weights, None, sums).add("w", gradient)
+    each = torch.einsum("ud,up->udp", gradient.e.double(), gradient.x.double())
+    factors = (0.5 / torch.tensor(norms, dtype=torch.float64)).clamp(max=1)
+    expected = -HOW.learning_rate * torch.einsum("u,udp->dp", weights * factors, each)
+    gap = (sums.views["backbone.w"].double() - expected).norm()
+    assert float(gap) <= 2**-18 * float(expected.norm())  # float32 products of a few numbers
+
+
+class Refused(NamedTuple):
+    users: float
+    refused: float
+
+
+def counted(sums: Sums) -> Refused:
+    """Users and refused users of the tallies."""
+    tally = torch.stack(sums.tally).sum(0)
+    return Refused(float(tally[0]), float(tally[2]))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("what", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("variable", ["w", "b"])
+def test_one_variable_that_is_not_finite_refuses_its_user_and_nobody_else(
+    variable: str, what: float, clipping: Clipping
+) -> None:
+    """All of that user's variables, as its norm is unknown; the others send what they send without it."""
+    weights = torch.ones(3, dtype=torch.float64)
+
+    def added(bad: bool) -> Sums:
+        draw = torch.Generator().manual_seed(0)
+        weight, bias = weight_gradients([1.0, 2.0, 3.0], draw), torch.rand(3, 4, generator=draw)
+        if bad:
+            (weight.x if variable == "w" else bias)[1, 2] = what
+        else:
+            weight.x[1], bias[1] = 0, 0
+        sums = sums_of(w=(4, 3), b=(4,))
+        adding = _Adding(HOW, weights, without_noise(0.01, clipping), sums)
+        adding.keep("w", weight)
+        adding.keep("b", Explicit(bias))
+        adding.add_kept()
+        return sums
+
+    ours, without = added(True), added(False)
+    assert counted(ours) == Refused(3, 1)
+    assert counted(without) == Refused(3, 0)
+    for name, total in without.views.items():
+        assert total.any()
+        assert torch.equal(ours.views[name], total), name
+
+
+def lane_of(objective: ObjectiveName = "multi_label") -> tuple[Lane, ImageClassifier]:
+    module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, objective=objective)
+    layout = Layout.of(module)
+    return Lane(module, layout, layout.gather(module), torch.float32), module
+
+
+def lane_batch() -> Batch:
+    """Three images of one step."""
+    draw = torch.Generator().manual_seed(5)
+    images = torch.randint(0, 256, (3, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
+    settled, shares = MULTI_LABEL.settled(targets_for("multi_label", 3, draw))
+    return Batch(images, settled, torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(3, 1), shares)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_user_without_images_sends_nothing_whoever_trained_in_the_lane_before(scaled: bool) -> None:
+    lane, _ = lane_of()
+    scaling = without_noise(0.01) if scaled else None
+    lane.clear()
+    lane.train([lane_batch(), lane_batch()], HOW)
+    lane.add(1.0, scaling)
+    before = lane.sums.vector.clone()
+    assert before.any()
+    lane.train([], HOW)
+    lane.add(1.0, scaling)
+    assert torch.equal(lane.sums.vector, before)
+    lane.train([lane_batch()], HOW)
+    lane.train([], HOW)
+    assert not any(t.any() for t in lane.update().values())
+
+
+def test_a_lane_refuses_a_user_with_one_variable_that_is_not_finite() -> None:
+    lane, _ = lane_of()
+    lane.clear()
+    for position in (0, len(lane._local) - 1):
+        lane.train([lane_batch()], HOW)
+        lane._local[position] = float("inf")
+        lane.add(1.0, without_noise(0.01))
+    assert not lane.sums.vector.any()
+    assert counted(lane.sums) == Refused(2, 2)
+
+
 @pytest.mark.parametrize("size", range(1, 17))
 def test_padding_a_batch_changes_no_step(size: int) -> None:
     objective: ObjectiveName = list(OBJECTIVES)[size % 3]
-
-    def lane_of() -> tuple[Lane, ImageClassifier]:
-        module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, objective=objective)
-        layout = Layout.of(module)
-        return Lane(module, layout, layout.gather(module), torch.float32), module
-
     draw = torch.Generator().manual_seed(size)
     images = torch.randint(0, 256, (size, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
     targets = targets_for(objective, size, draw)
     boxes = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
-    (plain, module), (graphed, _) = lane_of(), lane_of()
+    (plain, module), (graphed, _) = lane_of(objective), lane_of(objective)
     how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
     graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._written)
 
