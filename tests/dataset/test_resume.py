@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,17 +11,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dataset.command_line import run
 from dataset.flair import download_preprocess, sources, writer
 from dataset.flair.download_preprocess import Options, preprocess
+from dataset.flair.hdf5 import FlairFile
 from dataset.flair.journal import Journal
 from dataset.flair.native import Storage
 from dataset.flair.sources import local
 from dataset.flair.writer import FlairWriter
-from tests.dataset.drawn import Record, assert_paired, records, write_archives, write_files, write_parquet
+from tests.dataset.drawn import (
+    Record,
+    assert_paired,
+    draw,
+    jpeg,
+    number_in,
+    records,
+    write_archives,
+    write_files,
+    write_parquet,
+)
 from tests.dataset.test_download_preprocess import WRITERS, Folder, content_hash
+from tests.dataset.test_hdf5 import dataset_index, partitioned
 
 BLOCK = 10
 
@@ -110,6 +124,48 @@ def test_a_source_that_changed_is_read_anew_where_it_changed(
     write(folder, changed)
     assert make(folder, output) == 0
     assert_paired(output, changed)
+
+
+def test_a_source_with_the_same_ids_and_lengths_and_other_pixels_is_written_from_its_beginning(
+    tmp_path: Path, stop: Any
+) -> None:
+    """Raw storage gives every image one length: only the source's origin tells the two plans apart."""
+    rows = records(60)
+    folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
+    stop(FlairWriter, "put_down", 4)
+    assert make(folder, output, "raw") == 75
+    pixels = [Record(one.number, jpeg(one.number ^ 0x8000)) for one in rows]
+    shutil.rmtree(folder)
+    write_parquet(folder, pixels)
+    created = stop(FlairWriter, "_create", -1)
+    assert make(folder, output, "raw") == 0
+    assert created == [1], "the plan is another one"
+    with FlairFile(output) as file:
+        for name in file.splits:
+            ids = [int(i) for i in file.split(name).image_ids]
+            shown = [number_in(image) for image in file.read_images(name, np.arange(len(ids)), 32)]
+            wanted = {one.image_id: one.number ^ 0x8000 for one in rows}
+            assert shown == [wanted[i] for i in ids]
+
+
+@pytest.mark.parametrize("origin, index, taken_up", [("a", 0, True), ("b", 0, False), ("a", 1, False)])
+def test_a_plan_is_taken_up_when_its_source_and_its_index_are_the_same(
+    origin: str, index: int, taken_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indices = [dataset_index(), dataset_index(splits=partitioned())]
+    output, rows = tmp_path / "f.hdf5", {"train": np.arange(7)}
+    with Journal(output) as journal:
+        begun = FlairWriter(output, indices[0], storage="raw", image_size=32, journal=journal, origin="a")
+        begun.__enter__()
+        begun.write("train", rows["train"], np.stack([draw(i) for i in range(7)]))
+        begun.put_down("x", rows)
+        begun._discard()
+        again = FlairWriter(
+            output, indices[index], storage="raw", image_size=32, journal=journal, origin=origin
+        )
+        again.__enter__()
+        assert again.already("x", rows) == taken_up
+        again._discard()
 
 
 def test_damaged_entries_of_the_journal_are_not_believed(tmp_path: Path, stop: Any) -> None:
