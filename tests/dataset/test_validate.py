@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 
 from dataset.command_line import run
 from dataset.flair.hdf5 import FlairFile, main
-from dataset.flair.index import TAXONOMIES
+from dataset.flair.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
 from dataset.flair.native import checksum
-from dataset.flair.validate import validate
-from tests.dataset.test_hdf5 import partitioned, write
+from dataset.flair.validate import check_index, validate
+from tests.dataset.test_hdf5 import dataset_index, partitioned, write
 
 
 def rejected(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -100,6 +101,112 @@ def test_a_flipped_bit_in_an_image_is_reported_with_its_user_and_image(
     path.write_bytes(whole)
     line = rejected(path, capsys)
     assert "image 6 of user c (train, row 6): it does not agree with its checksum" in line
+
+
+def test_each_image_of_a_split_larger_than_a_threads_block_is_checked(tmp_path: Path) -> None:
+    """70 images are two blocks and a part: the first and the last of each are images as the others."""
+    users = [f"user-{u:02d}" for u in range(35)]
+    labels = {
+        name: LabelMatrix.from_rows([[0]] * 70, k) for name, k in (("labels", 2), ("fine_grained_labels", 3))
+    }
+    owners = np.repeat(np.arange(35, dtype=np.int32), 2)
+    train = SplitIndex(users, np.arange(0, 71, 2), owners, [str(i) for i in range(70)], labels)
+    path = write(tmp_path / "f.hdf5", "jpeg", splits={"train": train})
+    with h5py.File(path) as file:
+        start, offsets = file["train/images"].id.get_offset(), file["train/image_offsets"][()]
+    sound = path.read_bytes()
+    validate(path)
+    for row in range(70):
+        damaged = bytearray(sound)
+        damaged[start + int(offsets[row + 1]) - 1] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=rf"image {row} of user user-{row // 2:02d} \(train, row {row}\): "
+        ):
+            validate(path)
+
+
+def repeated(labels: LabelMatrix) -> LabelMatrix:
+    """The first image has its first label twice, the others have what they had."""
+    indptr = labels.indptr + 1
+    indptr[0] = 0
+    return replace(labels, indptr=indptr, indices=np.concatenate([labels.indices[:1], labels.indices]))
+
+
+def falling(labels: LabelMatrix) -> LabelMatrix:
+    """The first image has its labels from the last to the first."""
+    stop = int(labels.indptr[1])
+    return replace(labels, indices=np.concatenate([labels.indices[:stop][::-1], labels.indices[stop:]]))
+
+
+def begins_at_one(labels: LabelMatrix) -> LabelMatrix:
+    indptr = labels.indptr.copy()
+    indptr[0] = 1
+    return replace(labels, indptr=indptr)
+
+
+def ends_early(labels: LabelMatrix) -> LabelMatrix:
+    indptr = labels.indptr.copy()
+    indptr[-1] -= 1
+    return replace(labels, indptr=indptr)
+
+
+def ends_late(labels: LabelMatrix) -> LabelMatrix:
+    indptr = labels.indptr.copy()
+    indptr[-1] += 1
+    return replace(labels, indptr=indptr)
+
+
+def falls_between(labels: LabelMatrix) -> LabelMatrix:
+    indptr = labels.indptr.copy()
+    indptr[[1, 2]] = indptr[[2, 1]]
+    return replace(labels, indptr=indptr)
+
+
+def one_row_short(labels: LabelMatrix) -> LabelMatrix:
+    return replace(labels, indptr=np.delete(labels.indptr, 1))
+
+
+def beyond(labels: LabelMatrix) -> LabelMatrix:
+    """The least label that there is not."""
+    return replace(labels, indices=np.where(labels.indices == 2, 3, labels.indices).astype(np.uint16))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (repeated, "the label indices of an image in fine_grained_labels are not sorted and unique"),
+        (falling, "the label indices of an image in fine_grained_labels are not sorted and unique"),
+        (begins_at_one, "fine_grained_labels_indptr does not rise from 0"),
+        (ends_early, "fine_grained_labels_indptr does not rise from 0 to the number of labels"),
+        (ends_late, "fine_grained_labels_indptr does not rise from 0 to the number of labels"),
+        (falls_between, "fine_grained_labels_indptr does not rise"),
+        (one_row_short, "fine_grained_labels_indptr does not rise"),
+        (beyond, "a label index of fine_grained_labels is out of range"),
+    ],
+)
+def test_labels_that_contradict_themselves_are_refused(
+    damage: Callable[[LabelMatrix], LabelMatrix], message: str
+) -> None:
+    rows = [[0, 1], [2], [], [0, 1, 2], [1], [0], [1, 2]]
+    fine, index = LabelMatrix.from_rows(rows, 3), dataset_index()
+
+    def with_labels(labels: LabelMatrix) -> DatasetIndex:
+        train = index.splits["train"]
+        changed = replace(train, labels={**train.labels, "fine_grained_labels": labels})
+        return replace(index, splits={**index.splits, "train": changed})
+
+    check_index(with_labels(fine))
+    with pytest.raises(ValueError, match=f"split train: .*{re.escape(message)}"):
+        check_index(with_labels(damage(fine)))
+
+
+@pytest.mark.parametrize("offsets", [[1, 2, 3, 7], [0, 2, 3, 6], [0, 2, 2, 7], [0, 3, 2, 7], [0, 2, 7]])
+def test_offsets_of_users_rise_from_0_to_the_number_of_images(offsets: list[int]) -> None:
+    index = dataset_index()
+    train = replace(index.splits["train"], user_offsets=np.array(offsets))
+    with pytest.raises(ValueError, match="split train: user_offsets do not rise"):
+        check_index(replace(index, splits={**index.splits, "train": train}))
 
 
 @pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9, 0.9999])
