@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -85,6 +86,40 @@ def test_a_flipped_bit_or_a_cut_is_found_and_the_one_before_is_loaded(
     assert "going on from the one before it" in sentence
     assert state == {"step": 1}
     assert torch.equal(tensors["w"], torch.full((3, 2), 1.0))
+
+
+def altered(path: Path, change: str) -> None:
+    """Change what a checkpoint says, and keep the checksum that it was written with."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        text, digest = json.loads(file.metadata()["checkpoint"])
+    tensors = safetensors.torch.load_file(path)
+    match change:
+        case "step":
+            text = text.replace('"step": 1', '"step": 2')
+        case "swapped dimensions":
+            tensors["w"] = tensors["w"].reshape(2, 3)
+        case "type":
+            tensors["b"] = tensors["b"].view(torch.float16)
+        case "name":
+            tensors["v"] = tensors.pop("w")
+        case "value":
+            tensors["w"][2, 1] = 7
+        case "lost":
+            del tensors["b"]
+    safetensors.torch.save_file(tensors, path, metadata={"checkpoint": json.dumps([text, digest])})
+
+
+@pytest.mark.parametrize("change", ["step", "swapped dimensions", "type", "name", "value", "lost", "nothing"])
+def test_the_checksum_covers_the_state_and_all_that_a_tensor_is(change: str, tmp_path: Path) -> None:
+    """Each change leaves a sound safetensors file with the same bytes of tensors, or nearly so."""
+    path = tmp_path / "last.safetensors"
+    save(path, 1)
+    altered(path, change)
+    if change == "nothing":
+        assert checkpoint.load(path)[1] == {"step": 1}
+        return
+    with pytest.raises(ValueError, match=r"last\.safetensors is not a whole checkpoint \(its checksum"):
+        checkpoint.load(path)
 
 
 def test_what_the_disk_gives_back_otherwise_never_takes_the_name(
