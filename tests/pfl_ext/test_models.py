@@ -48,6 +48,15 @@ def build(
     )
 
 
+def build_torchvision(arch: str, generator: torch.Generator) -> nn.Module:
+    """Torchvision's own network with 1,000 classes, drawn without moving the global generator."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        network = torchvision.models.get_model(arch, weights=None)
+    assert isinstance(network, nn.Module)
+    return network
+
+
 def batch(n: int = 4, labels: int = 17, size: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     """Images, targets and boxes as pfl hands them on."""
     rng = np.random.default_rng(0)
@@ -110,6 +119,28 @@ def test_frozen_batchnorm_is_batchnorm_in_eval_mode_with_its_gradients(training:
         assert expected.grad is not None
         torch.testing.assert_close(got.grad, expected.grad)
     assert {name for name, _ in frozen.named_parameters()} == {"weight", "bias"}
+
+
+def test_a_network_with_frozen_statistics_is_torchvisions_in_eval_mode_whatever_its_eps(
+    tmp_path: Path,
+) -> None:
+    """MobileNetV3's norms have eps 1e-3; with variances of its size, any other eps shows in the logits."""
+    generator = torch.Generator().manual_seed(3)
+    theirs = build_torchvision("mobilenet_v3_small", generator)
+    norms = [m for m in theirs.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {m.eps for m in norms} == {1e-3}
+    for m in norms:
+        assert m.running_var is not None
+        m.running_var.uniform_(1e-4, 1e-3, generator=generator)
+    torch.save(theirs.state_dict(), tmp_path / "mobilenet.pth")
+    ours = build("mobilenet_v3_small", 1000, "frozen_batch", tmp_path / "mobilenet.pth")
+    (_, new), (_, old) = head_of(ours), head_of(theirs)
+    new.load_state_dict(old.state_dict())  # ours is always new
+    x = torch.randn(3, 3, 32, 32, generator=generator)
+    with torch.no_grad():
+        expected, got = theirs.eval()(x).double(), ours.train()(x).double()
+    # Float32 sums of up to 1,024 products err by some 32 * 2^-24 of their size, in each of 52 layers.
+    assert float((got - expected).norm()) <= 52 * 2**-19 * float(expected.norm())
 
 
 def test_no_running_statistic_ever_moves_and_every_parameter_does(weights_file: Path) -> None:

@@ -75,6 +75,24 @@ def test_a_bottleneck_stands_between_features_and_head(tmp_path: Path) -> None:
         assert all(torch.equal(theirs[n], features[n]) for n in features)
 
 
+@pytest.mark.parametrize("arch", ["cifar_cnn", "mobilenet_v2"])
+def test_both_layers_behind_the_features_are_drawn_as_the_paper_draws_linear_layers(arch: str) -> None:
+    """Glorot uniform: within sqrt(6 / (in + out)) and, of a thousand weights, near it; biases are 0."""
+    net = build(arch, 20, bottleneck=64)
+    name, head = head_of(net)
+    bottleneck = net.get_submodule(name.rpartition(".")[0] + ".0")
+    for layer in (bottleneck, head):
+        assert isinstance(layer, nn.Linear)
+        limit = (6 / (layer.in_features + layer.out_features)) ** 0.5
+        weights = layer.weight.detach()
+        assert weights.numel() >= 1000
+        assert 0.98 * limit < float(weights.abs().max()) <= limit
+        # The variance of a uniform draw is limit^2 / 3, with a relative standard deviation of sqrt(0.8 / n).
+        spread = 5 * (0.8 / weights.numel()) ** 0.5
+        assert float(weights.square().mean()) == pytest.approx(limit**2 / 3, rel=spread)
+        assert not layer.bias.any()
+
+
 def test_two_layers_are_trained_and_nothing_else() -> None:
     net = build("mobilenet_v2", 7, bottleneck=64, train="two_layers")
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
