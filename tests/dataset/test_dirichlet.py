@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dataset import dirichlet
 from dataset.dirichlet import _draw_q, _rounded, dirichlet_partition
 from dataset.partition_statistics import distances
 
@@ -116,3 +119,70 @@ def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:
 def test_what_cannot_be_dealt_is_said(alpha: float, clients: int, images: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         dirichlet_partition(CIFAR10, alpha, 0, clients, images)
+
+
+class Prescribed:
+    """In the place of `_draw_q`: these q one after another, and the priors that they were asked for with."""
+
+    def __init__(self, *draws: list[float]) -> None:
+        self.draws = [np.array(q) for q in draws]
+        self.priors: list[list[float]] = []
+
+    def __call__(self, rng: np.random.Generator, prior: Any, alpha: float) -> Any:
+        self.priors.append(prior.tolist())
+        return self.draws.pop(0)
+
+
+THIRDS = np.array([0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize(
+    "left, q, images, taken",
+    [
+        # Nothing runs out: the shares of q.
+        ([100, 100, 100], [0.5, 0.3, 0.2], 20, [10, 6, 4]),
+        # Class 0 has 2 of 10: the lacking 8 go to the others as q has them, 4.8 and 3.2.
+        ([2, 100, 100], [0.5, 0.3, 0.2], 20, [2, 6 + 5, 4 + 3]),
+        # Class 0 is exhausted from the start: equation 5 for all 20, 12 and 8.
+        ([0, 100, 100], [0.5, 0.3, 0.2], 20, [0, 12, 8]),
+        # Two run out one after the other: 2 of 10, then 7 of 11, and class 2 has the rest.
+        ([2, 7, 100], [0.5, 0.3, 0.2], 20, [2, 7, 11]),
+        # A class with no mass in q is not touched while another has images.
+        ([5, 100, 100], [0.5, 0.5, 0.0], 20, [5, 15, 0]),
+        # The very last image of each class.
+        ([3, 4, 5], [0.98, 0.01, 0.01], 12, [3, 4, 5]),
+    ],
+)
+def test_what_an_exhausted_class_lacks_comes_from_the_others_as_q_has_them(
+    left: list[int], q: list[float], images: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = Prescribed(q)
+    monkeypatch.setattr(dirichlet, "_draw_q", draws)
+    stock = np.array(left)
+    assert dirichlet._counts(np.random.default_rng(0), THIRDS, 1.0, stock, images) == taken
+    assert stock.tolist() == left, "the caller's account is the caller's"
+    assert draws.priors == [THIRDS.tolist()], "q is drawn once"
+
+
+def test_where_all_of_q_is_exhausted_it_is_drawn_from_the_prior_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draws = Prescribed([1.0, 0.0, 0.0], [0.0, 0.25, 0.75])
+    monkeypatch.setattr(dirichlet, "_draw_q", draws)
+    rng = np.random.default_rng(0)
+    assert dirichlet._counts(rng, THIRDS, 1.0, np.array([4, 100, 100]), 20) == [4, 4, 12]
+    assert draws.priors == [THIRDS.tolist(), [0.0, 0.3, 0.2]]
+
+
+def test_what_is_drawn_after_a_class_is_exhausted_follows_the_prior() -> None:
+    """With alpha = 0, a client whose class runs out takes the rest from one other, y with chance p(y)."""
+    left = np.array([4, 100, 100])
+    rng, counts = np.random.default_rng(1), np.zeros(3)
+    for _ in range(2000):
+        taken = dirichlet._counts(rng, THIRDS, 0.0, left, 20)
+        assert sorted(taken) in ([0, 0, 20], [0, 4, 16])
+        if taken[0]:
+            counts += np.array(taken) == 16
+    share = counts[1] / counts.sum()
+    assert abs(share - 0.6) < 5 * (0.6 * 0.4 / counts.sum()) ** 0.5
+    assert abs(counts.sum() / 2000 - 0.5) < 5 * (0.25 / 2000) ** 0.5
