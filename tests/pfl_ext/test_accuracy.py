@@ -50,6 +50,18 @@ def test_sums_over_workers_are_sums_of_vectors() -> None:
     assert other.overall_value == 1
 
 
+@pytest.mark.parametrize("left, right", [(0, 2), (2, 0), (1, 2)])
+def test_images_without_a_prediction_of_either_side_are_counted(left: int, right: int) -> None:
+    first, second = (
+        ClassCounts.from_batch([-1] * unknown + [0], np.eye(3)[[0] * (unknown + 1)])
+        for unknown in (left, right)
+    )
+    total = first + second
+    assert total.unknown == left + right
+    with pytest.raises(ValueError, match=f"{left + right} of {left + right + 2} scores are NaN"):
+        _ = total.overall_value
+
+
 @pytest.mark.parametrize("row", [[0, 0, 0], [1, 1, 0]])
 def test_an_image_without_exactly_one_label_is_refused(row: list[int]) -> None:
     with pytest.raises(ValueError, match=f"image 1 of a batch has {sum(row)} labels"):
