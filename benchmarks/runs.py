@@ -1,10 +1,14 @@
-"""Where runs lie."""
+"""Where runs lie, and which of them are seeds of one experiment."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from benchmarks.sections import TrainingConfig
+from benchmarks.settings import Tree, experiment
 
 DAMAGE = (
     OSError,
@@ -40,3 +44,33 @@ def _walk(top: Path) -> Iterator[Path]:
             names.clear()  # what lies inside a run is the run's
             yield Path(where)
         names[:] = sorted(name for name in names if not name.startswith(".") and name != "wandb")
+
+
+def check_seeds(configs: Mapping[Path, Tree], kind: type[TrainingConfig]) -> None:
+    """Refuse runs that are not different seeds of one experiment, whose mean would mean nothing.
+
+    Args:
+        configs: of each run directory the resolved config.
+        kind: the benchmark's type of config.
+
+    Raises:
+        ValueError: a line that names two of the directories and in what their configs differ, or their seed.
+    """
+    seeds: dict[Any, Path] = {}
+    first, *_ = configs
+    reference = experiment(configs[first], kind)
+    for directory, tree in configs.items():
+        fields = experiment(tree, kind)
+        keys = [k for k in {**reference, **fields} if reference.get(k) != fields.get(k)]
+        if keys:
+            shown = "; ".join(f"{k}: {reference.get(k)} -> {fields.get(k)}" for k in keys[:3])
+            raise ValueError(
+                f"{first} and {directory} are no seeds of one experiment, they differ in more than the seed "
+                f"({shown}{'; ...' if keys[3:] else ''}): give them apart, or only one of them"
+            )
+        seed = tree.get("seed")
+        if seed in seeds:
+            raise ValueError(
+                f"{seeds[seed]} and {directory} have the same config and the same seed, {seed}: give only one"
+            )
+        seeds[seed] = directory

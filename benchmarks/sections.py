@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -14,6 +15,9 @@ from pfl_ext.privacy_local import LocalPrivacyConfig
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BestBy = Literal["loss", "C-AP", "accuracy", "last"]
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
+"""Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
+scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -132,9 +136,9 @@ class EvaluationConfig:
     best_by: BestBy = "loss"
     """The column of val that chooses; of rounds that score the same, the earliest. ``last``: no choice
     is made, the last model is the result."""
-    per_user: bool = False
+    per_user: bool = field(default=False, metadata=REPETITION)
     """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
-    few_shot_below: PositiveInt = 20
+    few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
     """Classes with fewer training images than this are reported apart as few-shot (FLAIR paper, 6.1)."""
 
 
@@ -158,7 +162,7 @@ class PersonalConfig:
 class PrivacySection(PrivacyConfig):
     """Private training (the PFL rows): pfl_ext's `PrivacyConfig`, and where the noise comes from."""
 
-    noise_seed: Literal["entropy", "run"] = "entropy"
+    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
     runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
 
@@ -167,7 +171,7 @@ class PrivacySection(PrivacyConfig):
 class LocalPrivacySection(LocalPrivacyConfig):
     """Every update noised on its device: pfl_ext's `LocalPrivacyConfig`, and where the noise comes from."""
 
-    noise_seed: Literal["entropy", "run"] = "entropy"
+    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """As for `PrivacySection`."""
 
 
@@ -178,7 +182,7 @@ class TrainingConfig:
     setting: str = ""
     """The row of the paper's table that this run is compared with."""
     mode: Literal["federated", "centralised"] = "federated"
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = field(default=0, metadata=REPETITION)
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -191,7 +195,7 @@ class TrainingConfig:
     """None: no privacy."""
     local_privacy: LocalPrivacySection | None = None
     """None: no local privacy."""
-    personal: PersonalConfig = field(default_factory=PersonalConfig)
+    personal: PersonalConfig = field(default_factory=PersonalConfig, metadata=REPETITION)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
+from benchmarks.sections import REPETITION, LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
@@ -160,6 +160,44 @@ def check_training(config: TrainingConfig) -> None:
 def digest(config: TrainingConfig) -> str:
     """SHA-256 of the resolved config in a fixed form."""
     text = json.dumps(dataclasses.asdict(config), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _repetition_keys(kind: Any) -> tuple[str, ...]:
+    """The dotted keys of a config's fields that are marked as `REPETITION`; a section's ends with a dot."""
+    hints, out = get_type_hints(kind), []
+    for item in dataclasses.fields(kind):
+        sections = [
+            part for part in (hints[item.name], *get_args(hints[item.name])) if dataclasses.is_dataclass(part)
+        ]
+        if item.metadata == REPETITION:
+            out.append(item.name + ("." if sections else ""))
+        else:
+            out += [f"{item.name}.{key}" for part in sections for key in _repetition_keys(part)]
+    return tuple(out)
+
+
+def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
+    """What runs that differ only in their seed have in common.
+
+    Args:
+        tree: a resolved config.
+        kind: the benchmark's type of config.
+
+    Returns:
+        Every field by its dotted key, without those that their section marks as `REPETITION`.
+    """
+    apart = _repetition_keys(kind)
+    return {
+        key: value
+        for key, value in dotted(tree).items()
+        if not any(key.startswith(name) if name.endswith(".") else key == name for name in apart)
+    }
+
+
+def experiment_digest(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> str:
+    """SHA-256 of `experiment` in a fixed form."""
+    text = json.dumps(experiment(tree, kind), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

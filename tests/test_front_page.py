@@ -72,8 +72,9 @@ def test_the_citation_is_valid_cff() -> None:
     assert {work["url"].split("/")[-1] for work in cff["references"]} == {"2207.08869", "2404.06430"}
 
 
-def finished(directory: Path, test: float) -> Path:
+def finished(directory: Path, test: float, seed: int = 0) -> Path:
     directory.mkdir()
+    (directory / "config.yaml").write_text(f"seed: {seed}\n")
     (directory / "results.json").write_text(
         json.dumps({"rounds": 10, "test": {"C-AP": test}, "prevalence": {"a": 0.25}})
     )
@@ -85,10 +86,17 @@ def finished(directory: Path, test: float) -> Path:
 def test_the_overview_draws_runs_and_refuses_unfinished_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = finished(tmp_path / "a", 30.0), finished(tmp_path / "b", 20.0)
+    one, two = finished(tmp_path / "a", 30.0), finished(tmp_path / "b", 20.0, seed=1)
     assert read_run(one)[1] == [(0.0, 5.0), (1.0, 30.0)]
     assert run(overview, [str(tmp_path / "p.png"), f"federated={one},{two}"]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    for config, fault in (
+        ("seed: 0", "the same seed, 0"),
+        ("seed: 1\nmode: centralised", "more than the seed"),
+    ):
+        (two / "config.yaml").write_text(config)
+        assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{two}"]) == 2
+        assert fault in capsys.readouterr().err
     (two / "results.json").unlink()
     assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{two}"]) == 2
     assert "holds no finished run" in capsys.readouterr().err

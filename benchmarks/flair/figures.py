@@ -178,7 +178,7 @@ def _label(row: Row, rows: Sequence[Row]) -> str:
     """A row's label, short: seeds, and the scale only where there are several."""
     scales = {other.variant.scale for other in rows}
     scale = f" ({row.variant.scale or 'full'})" if len(scales) > 1 else ""
-    return _shortened(f"{row.variant.label}{scale}")
+    return _shortened(f"{row.label}{scale}")
 
 
 def _shortened(label: str) -> str:

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.flair.config import Config
 from benchmarks.plots import BLUE, GREY, ORANGE, save
+from benchmarks.runs import check_seeds
+from benchmarks.settings import read_yaml
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
@@ -37,12 +40,17 @@ def read_run(directory: Path) -> tuple[dict[str, Any], Curve]:
 
 
 def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
-    """Left: val C-AP over training, mean and range of the runs. Right: test C-AP of each, and the mean."""
+    """Left: val C-AP over training, mean and range of the runs. Right: test C-AP of each, and the mean.
+
+    Raises:
+        ValueError: when the runs of a group are not different seeds of one experiment.
+    """
     figure = Figure(figsize=(8.6, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     place = np.linspace(0, 1, 51)
     for number, (name, directories) in enumerate(groups.items()):
         read = [read_run(directory) for directory in directories]
+        check_seeds({directory: read_yaml(directory / "config.yaml") for directory in directories}, Config)
         colour = COLOURS[number % len(COLOURS)]
         curves = np.array([np.interp(place, *np.array(curve).T) for _, curve in read])
         left.plot(100 * place, curves.mean(0), color=colour, label=f"{name} (n = {len(read)})")

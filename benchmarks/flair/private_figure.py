@@ -21,7 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.flair.config import Config
 from benchmarks.plots import BLUE, GREY, ORANGE, plain_log, save
+from benchmarks.runs import check_seeds
 from benchmarks.settings import Tree
 from dataset.command_line import run as run_command
 
@@ -59,7 +61,7 @@ class PrivateRun:
 
     directory: Path
     budget: Budget
-    config: Tree  # without the seed
+    config: Tree
     history: list[Tree]
     results: Tree | None  # None: not finished
 
@@ -80,25 +82,20 @@ def read_run(directory: Path) -> PrivateRun:
     return PrivateRun(
         directory,
         Budget(local, math.inf if privacy is None else float(privacy["epsilon"])),
-        {key: value for key, value in tree.items() if key != "seed"},
+        tree,
         history,
         json.loads(results.read_text()) if results.is_file() else None,
     )
 
 
 def check(runs: Sequence[PrivateRun]) -> None:
-    """Runs of one budget must be seeds of one experiment: they have one colour and one row.
+    """Runs of one budget must be different seeds of one experiment: they have one colour and one row.
 
-    :raises ValueError: when their configs differ by more than the seed.
+    Raises:
+        ValueError: when their configs differ in more than the seed, or two have the same seed.
     """
-    first: dict[Budget, PrivateRun] = {}
-    for run in runs:
-        other = first.setdefault(run.budget, run)
-        if run.config != other.config:
-            raise ValueError(
-                f"{run.directory} and {other.directory} have one budget but differ in more than the seed: "
-                "give only one of them, or use benchmarks.flair.figures"
-            )
+    for budget in {run.budget for run in runs}:
+        check_seeds({run.directory: run.config for run in runs if run.budget == budget}, Config)
 
 
 def _spread(values: Sequence[float], digits: int = 1) -> str:

@@ -88,9 +88,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
         cells = [row.cell(column) for column in COLUMNS]
         exact = [_cell(row.exact(name)) for name in ("C-AP", "O-AP")]
         seeds = ", ".join(map(str, row.seeds))
-        lines.append(
-            table_line([f"**{row.variant.label}**", seeds, *map(_cell, cells), *exact, row.privacy()])
-        )
+        lines.append(table_line([f"**{row.label}**", seeds, *map(_cell, cells), *exact, row.privacy()]))
         if cells[0].paper_mean is not None:
             lines.append(table_line(["paper (FLAIR)", "5 seeds", *map(_paper, cells), "", "", ""]))
             if row.comparable:
@@ -121,7 +119,7 @@ def _own_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
     for row in rows:
         told = [reason for reason in row.reasons if reason not in (*common, row.variant.reason)]
         if told:
-            own.setdefault("; ".join(told), []).append(row.variant.label)
+            own.setdefault("; ".join(told), []).append(row.label)
     return [f"* {' | '.join(labels)}: {told}" for told, labels in own.items()]
 
 
@@ -200,7 +198,7 @@ def _origins(rows: Sequence[Row]) -> list[str]:
                 table_line(
                     [
                         str(run.directory),
-                        row.variant.label,
+                        row.label,
                         str(results["seed"]),
                         told,
                         f"{results['parameters']:,}" if "parameters" in results else "not recorded",
@@ -228,7 +226,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
         ):
             if len(set(values)) > 1:
                 told = ", ".join(f"{value[:12]} ({n})" for value, n in Counter(values).most_common())
-                lines.append(f"* {row.variant.label}: the seeds differ in {what}: {told}")
+                lines.append(f"* {row.label}: the seeds differ in {what}: {told}")
     return [*lines, ""] if lines else []
 
 
@@ -245,17 +243,21 @@ def _left_out(report: Report) -> list[str]:
         lines += ["## Broken, not in the tables", ""]
         lines += [f"* {run.directory}: {run.fault}" for run in report.broken] + [""]
     if report.duplicates:
-        lines += ["## Duplicates, counted once", ""]
-        for run, kept in report.duplicates:
-            assert run.results is not None
-            assert kept.results is not None
-            same = run.results["model_sha256"] == kept.results["model_sha256"]
-            lines.append(
-                f"* {run.directory} repeats {kept.directory}: the same config, seed and data, "
-                + ("the same model" if same else "ANOTHER model")
-            )
+        lines += ["## Duplicates, not in the tables", ""]
+        lines += [f"* {_duplicate(run, kept)}" for run, kept in report.duplicates]
         lines.append("")
     return lines
+
+
+def _duplicate(run: RunRecord, kept: RunRecord) -> str:
+    """A run with the config, seed and data of one that is counted, in a line."""
+    assert run.results is not None
+    assert kept.results is not None
+    same = f"{run.directory} repeats {kept.directory}: the same config, seed and data"
+    if run.results["model_sha256"] == kept.results["model_sha256"]:
+        return f"{same}, the same model"
+    theirs, ours = (r["test"]["C-AP-binned200"] for r in (run.results, kept.results))
+    return f"**{same}, but ANOTHER model** (C-AP {theirs:.2f}; {ours:.2f} is counted)"
 
 
 def table_csv(report: Report) -> str:
@@ -272,7 +274,7 @@ def table_csv(report: Report) -> str:
                 {
                     "data": _dataset_name(row),
                     "scale": row.variant.scale or "full",
-                    "row": row.variant.label,
+                    "row": row.label,
                     "comparable": str(row.comparable).lower(),
                     "seeds": " ".join(map(str, row.seeds)),
                     "column": column,
@@ -314,13 +316,12 @@ def latex(report: Report) -> str:
         for row in rows:
             cells = [row.cell(column) for column in COLUMNS]
             out.append(
-                " & ".join([_tex(row.variant.label), str(len(row.runs)), *(_tex(_cell(c)) for c in cells)])
-                + r" \\"
+                " & ".join([_tex(row.label), str(len(row.runs)), *(_tex(_cell(c)) for c in cells)]) + r" \\"
             )
             if cells[0].paper_mean is not None:
                 out.append(" & ".join(["\\quad paper", "5", *(_tex(_paper(c)) for c in cells)]) + r" \\")
         out += ["\\bottomrule", "\\end{tabular}"]
-        out += [f"% {_tex(row.variant.label)}: {row.privacy()}" for row in rows if row.privacy()]
+        out += [f"% {_tex(row.label)}: {row.privacy()}" for row in rows if row.privacy()]
         out += ["\\end{table*}"]
     return "\n".join(out) + "\n"
 
@@ -354,7 +355,7 @@ def main(argv: Sequence[str]) -> None:
 
 def verify(report: Report) -> None:
     """Say on standard error how the comparable rows stand; exit with 1 if one misses the paper."""
-    misses, checked = report.misses(), [row.variant.label for row in report.rows if row.comparable]
+    misses, checked = report.misses(), [row.label for row in report.rows if row.comparable]
     if not checked:
         print("verify: no finished row at full scale on FLAIR, so nothing was compared", file=sys.stderr)
     for line in misses:

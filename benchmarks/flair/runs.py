@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.facts import dataset_facts, sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
 from benchmarks.runs import DAMAGE
 from benchmarks.sections import LocalPrivacySection
-from benchmarks.settings import Tree, build, read_yaml
-from benchmarks.settings import digest as digest_of
+from benchmarks.settings import Tree, build, experiment, experiment_digest, read_yaml
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.metrics import COLUMNS
 
@@ -163,36 +162,9 @@ def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float | None]:
     )
 
 
-def flat(config: Config) -> dict[str, Any]:
-    """The fields that a run's scores depend on, dotted, without its seed and what its mode does not read."""
-    out: dict[str, Any] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for item in dataclasses.fields(node):
-            value = getattr(node, item.name)
-            if dataclasses.is_dataclass(value):
-                walk(value, f"{prefix}{item.name}.")
-            else:
-                out[prefix + item.name] = value
-
-    walk(config, "")
-    idle = [
-        "setting",
-        "seed",
-        "privacy.noise_seed",
-        "local_privacy.noise_seed",
-        "federated.max_state_gb",
-        "personal.",
-        "evaluation.few_shot",
-        "evaluation.per_user",
-    ]
-    if config.mode == "centralised":
-        idle += ["local.", "server.", "federated.", "privacy", "local_privacy"]
-        idle += ["data.partition", "evaluation.every_rounds"]
-    else:
-        idle += ["centralised.", "evaluation.every_epochs"]
-        idle += [] if config.federated.algorithm == "fedprox" else ["federated.mu"]
-    return {key: value for key, value in out.items() if not key.startswith(tuple(idle))}
+def fields_of(config: Config) -> Tree:
+    """The fields that seeds of one experiment share, dotted, without the name of the setting."""
+    return {k: v for k, v in experiment(dataclasses.asdict(config), Config).items() if k != "setting"}
 
 
 @cache
@@ -200,10 +172,10 @@ def _shipped(setting: str, scale: str | None, recipe: str | None) -> dict[str, A
     words = [] if scale is None else ["--scale", scale]
     words += [] if recipe is None else ["--recipe", recipe]
     if not setting.startswith(LOCAL):
-        return flat(parse(["--config", setting.lower(), *words]).config)
+        return fields_of(parse(["--config", setting.lower(), *words]).config)
     config = parse(["--config", setting.replace(LOCAL, "fl-", 1).lower(), *words]).config
     users = dataclasses.replace(config.federated, weighting="users")
-    return flat(dataclasses.replace(config, federated=users, local_privacy=LocalPrivacySection()))
+    return fields_of(dataclasses.replace(config, federated=users, local_privacy=LocalPrivacySection()))
 
 
 @dataclass(frozen=True)
@@ -242,7 +214,7 @@ def variant(config: Config) -> Variant:
             config.setting, None, (*(["local differential privacy"] if local else []), "its own config")
         )
     setting = LOCAL + config.setting.split("-", 1)[1] if local else config.setting
-    own, best = flat(config), None
+    own, best = fields_of(config), None
     for recipe in (None, "pfl"):
         for scale in (None, *FLAIR.scales):
             try:
@@ -264,17 +236,29 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
+Key: TypeAlias = tuple[str, str, str | None]
+
+
+def experiment_key(record: RunRecord) -> Key:
+    """What all seeds of one experiment have in common, and no other run: config, data and weights."""
+    assert record.config is not None
+    assert record.results is not None
+    weights = record.results.get("weights") or {}
+    tree = dataclasses.asdict(record.config)
+    return experiment_digest(tree, Config), data_key(record), weights.get("sha256")
+
+
 def split_duplicates(
     records: Sequence[RunRecord],
 ) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
-    """The first finished run of each config, seed and data; and the others, each with the one it repeats."""
-    first: dict[tuple[str, str], RunRecord] = {}
+    """The first finished run of each experiment and seed; and the others, each with the one it repeats."""
+    first: dict[tuple[Key, int], RunRecord] = {}
     others = []
     for record in records:
         if not record.finished:
             continue
         assert record.config is not None
-        key = (digest_of(record.config), data_key(record))
+        key = (experiment_key(record), record.config.seed)
         if key in first:
             others.append((record, first[key]))
         else:

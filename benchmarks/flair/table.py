@@ -15,10 +15,12 @@ from typing import Literal
 from benchmarks.flair import paper
 from benchmarks.flair.runs import (
     LOCAL,
+    Key,
     RunRecord,
     Variant,
     data_key,
     epsilon_of,
+    experiment_key,
     is_flair,
     local_epsilon_of,
     variant,
@@ -85,6 +87,13 @@ class Row:
     """Why it is not comparable with the paper; empty where it is."""
 
     @property
+    def label(self) -> str:
+        """Of the variant, with the weights it started from where they are not torchvision's."""
+        weights = (self.runs[0].results or {}).get("weights")
+        other = f", weights {weights['sha256'][:8]}" if weights and not weights.get("imagenet") else ""
+        return self.variant.label + other
+
+    @property
     def comparable(self) -> bool:
         """Whether it is the paper's setting, on FLAIR, from the paper's weights."""
         return not self.reasons
@@ -145,7 +154,7 @@ class Row:
             cell = self.cell(column)
             if cell.verdict == "below" or (cell.verdict == "above" and not self.expects_more):
                 out.append(
-                    f"{self.variant.label}: {column} {cell.mean:.1f} for the paper's {cell.paper_mean:.1f}, "
+                    f"{self.label}: {column} {cell.mean:.1f} for the paper's {cell.paper_mean:.1f}, "
                     f"{cell.difference:+.1f} points where {cell.tolerance:.2f} are allowed"
                 )
         return out
@@ -201,20 +210,23 @@ def reasons_against(record: RunRecord, made: Variant) -> tuple[str, ...]:
 
 
 def make_rows(records: Sequence[RunRecord]) -> list[Row]:
-    """Finished runs as rows, the paper's order first, then by label."""
-    rows: dict[tuple[str, Variant, tuple[str, ...]], list[RunRecord]] = {}
+    """Finished runs as rows, the paper's order first, then by label. A row is the seeds of one experiment.
+
+    Args:
+        records: no two of them of one experiment and seed, see `benchmarks.flair.runs.split_duplicates`.
+    """
+    groups: dict[Key, list[RunRecord]] = {}
     for record in records:
-        assert record.config is not None
-        made = variant(record.config)
-        key = (data_key(record), made, reasons_against(record, made))
-        rows.setdefault(key, []).append(record)
+        groups.setdefault(experiment_key(record), []).append(record)
+    rows = []
+    for runs in groups.values():
+        runs.sort(key=lambda run: run.config.seed if run.config else 0)
+        assert runs[0].config is not None
+        made = variant(runs[0].config)
+        rows.append(Row(made, data_key(runs[0]), tuple(runs), reasons_against(runs[0], made)))
     order = {name: float(place) for place, name in enumerate(paper.settings())}
     order |= {LOCAL + n.removeprefix("PFL-"): order[n] + 0.5 for n in paper.settings() if n[:3] == "PFL"}
-    out = [
-        Row(made, data, tuple(sorted(runs, key=lambda run: run.config.seed if run.config else 0)), reasons)
-        for (data, made, reasons), runs in rows.items()
-    ]
-    return sorted(
-        out,
-        key=lambda row: (order.get(row.variant.setting, 99), row.variant.setting, row.variant.differences),
+    rows.sort(
+        key=lambda row: (order.get(row.variant.setting, 99), row.variant.setting, row.variant.differences)
     )
+    return rows

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.runs import DAMAGE
-from benchmarks.settings import Tree, read_yaml
+from benchmarks.settings import Tree, experiment_digest, read_yaml
+from benchmarks.visual_classification.config import Config
 from pfl_ext.checkpoint import read_json
 
 IntArray = npt.NDArray[np.int64]
@@ -80,9 +81,15 @@ class FinishedRun:
         return str(self.results["setting"]), str(self.config["data"]["partition"] or "users")
 
     @property
-    def variant(self) -> str:
-        """What seeds of the same experiment share: everything but the seed."""
-        return json.dumps([{**self.config, "seed": None}, self.results["data_sha256"]], sort_keys=True)
+    def experiment(self) -> tuple[str, str, str | None]:
+        """What seeds of one experiment share, and no other run: config, data and weights."""
+        weights = self.results.get("weights") or {}
+        return experiment_digest(self.config, Config), str(self.results["data_sha256"]), weights.get("sha256")
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.results["seed"])
 
 
 def read_run(directory: Path) -> FinishedRun:

@@ -14,15 +14,16 @@ import csv
 import io
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.runs import find_runs
-from benchmarks.settings import Tree, arguments, dotted
+from benchmarks.settings import Tree, arguments, experiment
 from benchmarks.visual_classification import figures, paper
+from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import FinishedRun, read_run
 from dataset.command_line import run as run_command
 from pfl_ext.checkpoint import write_bytes
@@ -90,34 +91,71 @@ def header(rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
     ]
 
 
-def make_rows(runs: Sequence[FinishedRun]) -> list[Row]:
-    """Runs by what they share but the seed; of runs with the same seed too, the first."""
-    groups: dict[str, dict[int, FinishedRun]] = defaultdict(dict)
+def split_duplicates(runs: Sequence[FinishedRun]) -> tuple[list[FinishedRun], list[str]]:
+    """The first run of each experiment and seed; and a line on each other one."""
+    first: dict[tuple[object, int], FinishedRun] = {}
+    told = []
     for run in runs:
-        groups[run.variant].setdefault(int(run.results["seed"]), run)
-    central: dict[str, list[float]] = defaultdict(list)
+        kept = first.setdefault((run.experiment, run.seed), run)
+        if kept is not run:
+            theirs, ours = (float(r.results["last"]["test"]["accuracy"]) for r in (run, kept))
+            told.append(
+                f"{run.directory} repeats {kept.directory}: the same config, seed and data; test accuracy "
+                + (f"{ours:.2f}, too" if theirs == ours else f"{theirs:.2f}, where {ours:.2f} IS COUNTED")
+            )
+    return list(first.values()), told
+
+
+def centralised_accuracy(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], list[str]]:
+    """Test accuracy in percent of centralised training, by the content of the data, mean over seeds.
+
+    Where the runs hold several centralised experiments on the same data, none of them is the reference, and
+    a line says so.
+    """
+    found: dict[str, dict[object, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.config["mode"] == "centralised":
-            central[str(run.results["data_sha256"])].append(float(run.results["last"]["test"]["accuracy"]))
-    firsts = [next(iter(group.values())) for group in groups.values()]
+            found[str(run.results["data_sha256"])][run.experiment].append(run)
+    out, told = {}, []
+    for data, experiments in found.items():
+        (seeds, *others) = experiments.values()
+        if others:
+            names = ", ".join(str(group[0].directory) for group in experiments.values())
+            told.append(
+                f"no accuracy is relative to centralised training, as there are several experiments of it "
+                f"({names}): give the runs of only one"
+            )
+        else:
+            out[data] = float(np.mean([run.results["last"]["test"]["accuracy"] for run in seeds]))
+    return out, told
+
+
+def make_rows(runs: Sequence[FinishedRun], centralised: Mapping[str, float]) -> list[Row]:
+    """The seeds of each experiment as a row, by setting, partition and label.
+
+    Args:
+        runs: no two of them of one experiment and seed.
+        centralised: as `centralised_accuracy` gives it.
+    """
+    groups: dict[object, list[FinishedRun]] = defaultdict(list)
+    for run in runs:
+        groups[run.experiment].append(run)
+    firsts = [group[0] for group in groups.values()]
     rows = []
-    for group, first in zip(groups.values(), firsts):
-        seeds = tuple(group[seed] for seed in sorted(group))
+    for first, group in zip(firsts, groups.values()):
         rivals = [other.config for other in firsts if other.place == first.place]
-        own = central.get(str(first.results["data_sha256"]))
         name, partition = first.place
         label = ", ".join([name, *differences(first.config, rivals)])
-        rows.append(Row(name, label, partition, seeds, float(np.mean(own)) if own else None))
+        seeds = tuple(sorted(group, key=lambda run: run.seed))
+        rows.append(Row(name, label, partition, seeds, centralised.get(str(first.results["data_sha256"]))))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 
 def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
-    """``key value`` of each field in which configs of the same setting and partition differ; but the seed."""
-    leaves, others = dotted(config), [dotted(rival) for rival in rivals]
+    """``key value`` of each field in which experiments of the same setting and partition differ."""
+    leaves, others = experiment(config, Config), [experiment(rival, Config) for rival in rivals]
     return [
-        f"{key} {value}"
-        for key, value in leaves.items()
-        if key != "seed" and any(other.get(key) != value for other in others)
+        f"{key} {value}" for key, value in leaves.items() if any(other.get(key) != value for other in others)
     ]
 
 
@@ -209,7 +247,10 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(
             f"no finished run in {', '.join(argv[:cut])}: {'; '.join(left_out) or 'no run at all'}"
         )
-    rows = make_rows(runs)
+    runs, repeated = split_duplicates(runs)
+    centralised, several = centralised_accuracy(runs)
+    left_out += [*repeated, *several]
+    rows = make_rows(runs, centralised)
     out = Path(given.get("output_dir", "report"))
     text = markdown(rows, left_out, rounds, batches)
     write_bytes(out / "report.md", text.encode())

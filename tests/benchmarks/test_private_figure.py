@@ -87,6 +87,9 @@ def test_the_picture_is_written_and_a_mistake_is_named(tmp_path: Path) -> None:
     other = run_directory(tmp_path / "other", 2.0, 3)
     (other / "config.yaml").write_text((other / "config.yaml").read_text() + "seed: 1\n")
     main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
-    (other / "config.yaml").write_text("privacy:\n  epsilon: 2.0\n  noise_cohort_size: 200\n")
+    (other / "config.yaml").write_text("privacy:\n  epsilon: 2.0\n")
+    with pytest.raises(ValueError, match="have the same config and the same seed"):
+        main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
+    (other / "config.yaml").write_text("privacy:\n  epsilon: 2.0\n  noise_cohort_size: 200\nseed: 1\n")
     with pytest.raises(ValueError, match="differ in more than the seed"):
         main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import dataclasses
 import io
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.flair import report
-from benchmarks.flair.config import parse
+from benchmarks.flair.config import Config, parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
 from benchmarks.flair.runs import read_run, variant
 from benchmarks.flair.table import tolerance
 from benchmarks.runs import find_runs
+from benchmarks.settings import experiment_digest
 from dataset.command_line import run
 from pfl_ext.metrics import COLUMNS
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
@@ -197,9 +202,69 @@ def test_a_variant_is_said_by_what_differs() -> None:
     assert say("--config=pfl-r-17", "--scale=mini", "--privacy.epsilon=8") == (
         "PFL-R-17, privacy.epsilon=8.0", "mini")  # fmt: skip
     assert say("--config=pfl-r-17", "--privacy=none") == ("PFL-R-17, privacy=none", None)
-    # What the mode does not read makes no other row.
-    assert say("--config=c-r-17", "--federated.cohort_size=7") == ("C-R-17", None)
-    assert say("--config=fl-r-17", "--centralised.num_epochs=7") == ("FL-R-17", None)
+    # What is computed beside the scores, and which noise is drawn, makes no other row.
+    assert say("--config=c-r-17", "--evaluation.per_user=true", "--personal.num_epochs=2") == ("C-R-17", None)
+    assert say("--config=pfl-r-17", "--seed=1") == say("--config=pfl-r-17") == ("PFL-R-17", None)
+
+
+@pytest.mark.parametrize("algorithm", ["fednova", "fedprox"])
+def test_runs_that_differ_in_mu_are_two_rows(algorithm: str, tmp_path: Path) -> None:
+    """Issue 17.14: mu was forgotten but for fedprox, so that FedNova's runs merged as seeds of one row."""
+    for seed, mu in enumerate((0.1, 0.5)):
+        words = [f"--federated.algorithm={algorithm}", f"--federated.mu={mu}", "--federated.weighting=images"]
+        make_run(tmp_path / str(seed), "fl-r-17", *words, seed=seed)
+    told = collect([tmp_path]).rows
+    assert [(row.seeds, f"federated.mu={mu}" in row.label) for row, mu in zip(told, (0.1, 0.5))] == [
+        ((0,), True), ((1,), True)]  # fmt: skip
+
+
+def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field of a config's type that is no section, dotted, with its default."""
+    for item in dataclasses.fields(kind):
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        if dataclasses.is_dataclass(default):
+            yield from leaves(type(default), f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, default
+
+
+@pytest.mark.parametrize("key", [key for key, _ in leaves(Config)])
+def test_only_what_is_marked_as_repetition_may_differ_among_the_seeds_of_a_row(key: str) -> None:
+    """Issue 17.37: rows are told apart by all fields. A field that is added counts without being named."""
+    repeated = ("seed", "evaluation.per_user", "evaluation.few_shot_below", "personal.")
+    tree = dataclasses.asdict(parse(["--config=fl-r-17"]).config)
+    other = copy.deepcopy(tree)
+    *sections, leaf = key.split(".")
+    node = other
+    for section in sections:
+        node = node[section]
+    node[leaf] = "another value"
+    same = experiment_digest(tree, Config) == experiment_digest(other, Config)
+    assert same == key.startswith(repeated)
+
+
+def test_equal_seeds_with_different_results_are_named_and_never_averaged(tmp_path: Path) -> None:
+    """Issue 17.37: of runs with one seed, only the first counts, whatever else they compute."""
+    make_run(tmp_path / "a", shift=0.0)
+    make_run(tmp_path / "b", "fl-r-17", "--evaluation.per_user=true", shift=4.0)
+    make_run(tmp_path / "c", seed=1, shift=1.0)
+    found = collect([tmp_path])
+    (row,) = found.rows
+    assert row.seeds == (0, 1)
+    assert row.cell("C-AP").mean == pytest.approx(50.1 + 0.5)
+    told = f"**{tmp_path / 'b'} repeats {tmp_path / 'a'}: the same config, seed and data, but ANOTHER model**"
+    assert f"{told} (C-AP 54.10; 50.10 is counted)" in markdown(found)
+
+
+def test_runs_from_other_weights_or_data_are_no_seeds_of_one_row(tmp_path: Path) -> None:
+    standin = {"file": "s", "sha256": "ab" * 32, "imagenet": False}
+    make_run(tmp_path / "a", "fl-f-17", weights=standin)
+    make_run(tmp_path / "b", "fl-f-17", seed=1, weights={**standin, "sha256": "cd" * 32})
+    make_run(tmp_path / "c", "fl-f-17", seed=2, weights=standin, data={**FLAIR, "content_sha256": "else"})
+    assert sorted((row.label, row.seeds) for row in collect([tmp_path]).rows) == [
+        ("FL-F-17, weights abababab", (0,)), ("FL-F-17, weights abababab", (2,)),
+        ("FL-F-17, weights cdcdcdcd", (1,)),
+    ]  # fmt: skip
 
 
 def test_rows_beyond_the_twelve_stand_beside_them(tmp_path: Path) -> None:
@@ -273,7 +338,7 @@ def test_reasons_are_said_once_for_the_rows_that_share_them(tmp_path: Path) -> N
         make_run(tmp_path / setting, setting, data=small, per_class_ap=ap, weights=weights)
     lines = [line for line in markdown(collect([tmp_path])).splitlines() if line.startswith("* ")]
     assert lines == [
-        "* C-F-17 | FL-F-17: weights are not torchvision's ImageNet ones (STAND-IN)",
+        "* C-F-17, weights ab | FL-F-17, weights ab: weights are not torchvision's ImageNet ones (STAND-IN)",
         "* C-R-1628: 68 labels for 1,628",
     ]
 

@@ -162,6 +162,25 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_equal_seeds_and_several_centralised_experiments_are_named_not_averaged(tmp_path: Path) -> None:
+    """Issue 17.37."""
+    made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, None)
+    made_run(tmp_path / "again", "cifar10-fedavg", 0, 44.0, None)
+    made_run(tmp_path / "c", "cifar10-centralised", 0, 80.0, None)
+    made_run(tmp_path / "other", "inat-centralised", 0, 60.0, None)
+    words = [str(tmp_path), f"--output_dir={tmp_path / 'out'}", "--rounds=10", "--batches=50"]
+    assert run_command(report.main, words) == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10-fedavg |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2] == "0"
+    assert cells[4] == "39.0"
+    assert f"{tmp_path / 'again'} repeats {tmp_path / 'a'}" in text
+    assert "test accuracy 43.00, where 39.00 IS COUNTED" in text
+    assert "several experiments of it" in text
+    assert "50.0" not in row
+
+
 def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
     base: Tree = {"seed": 0, "local": {"learning_rate": 0.1, "num_epochs": 1}}
     other: Tree = {"seed": 1, "local": {"learning_rate": 0.2, "num_epochs": 1}}
