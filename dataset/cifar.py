@@ -5,8 +5,8 @@ not load) or from parquet files as on Hugging Face; both keep the official order
 Google's splits rest. Shape letters: N images of a split, K classes.
 
 The file's own users are one for each split, who owns everything; each CSV ``federated_train_alpha_A.csv``
-becomes the partition ``alpha-A``, and each ``--alphas A`` the partition ``dirichlet-A-seed-S`` of our own
-sampler.
+becomes the partition ``alpha-A``. Our own sampler (`dataset.dirichlet`) makes partitions that are called
+``dirichlet-total-A-seed-S`` and ``dirichlet-per-class-A-seed-S``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from dataset.cifar import (
     read_images,
     split_index,
 )
-from dataset.dirichlet import dirichlet_partition
+from dataset.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.download import SourceError
 from dataset.flair.hdf5 import FlairWriter
@@ -74,10 +73,14 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
         "(default: a local --source that holds any, else official)",
     )
     add("--splits_sha256", default="", help="of the archive, for --splits with an address")
-    add("--alphas", default="", help="partitions by our own sampler as well: 0.3,1,...")
-    add("--seed", type=int, default=0, help="of --alphas (0)")
-    add("--clients", type=int, default=100, help="of --alphas (100)")
-    add("--images_per_client", type=int, default=500, help="of --alphas (500)")
+    total = "partitions by our own sampler, alpha being the sum over the classes (Hsu, Qi, Brown): 0.3,1,..."
+    add("--dirichlet_total", default="", help=total)
+    each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
+    add("--dirichlet_per_class", default="", help=each)
+    add("--alphas", default="", help="the old name of --dirichlet_total")
+    add("--seed", type=int, default=0, help="of our own partitions (0)")
+    add("--clients", type=int, default=100, help="of our own partitions (100)")
+    add("--images_per_client", type=int, default=500, help="of our own partitions (500)")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--overwrite", action="store_true", help="replace an existing output file")
     return parser.parse_args(argv)
@@ -93,7 +96,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         raise ValueError(f"{output} exists; give --overwrite to replace it")
     if given.seed < 0:
         raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
-    alphas = _alphas(given.alphas)
+    priors = _priors(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
     local = folder if _is_address(given.source) else Path(given.source)
     if local is not folder and not local.is_dir():
@@ -111,12 +114,26 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
             check_official(spec, splits, digests)
         told["splits_sha256"] = digests
     told["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
-    for name, alpha in alphas.items():
-        partitions[f"dirichlet-{name}-seed-{given.seed}"] = dirichlet_partition(
-            images["train"].classes, alpha, given.seed, given.clients, given.images_per_client
+    for name, (alpha, convention) in priors.items():
+        partitions[name] = dirichlet_partition(
+            images["train"].classes,
+            alpha,
+            given.seed,
+            given.clients,
+            given.images_per_client,
+            convention,
         )
-    if alphas:
-        told["dirichlet"] = json.dumps({"alphas": list(alphas.values()), "seed": given.seed})
+    for name, dealt in partitions.items():
+        clause = meaning(name, spec.num_classes)
+        print(
+            f"partition {name}: {len(dealt.user_ids)} users{clause and f'; {clause}'}",
+            file=sys.stderr,
+        )
+    if priors:
+        told["dirichlet"] = {
+            name: {"alpha": alpha, "alpha_is": convention, "seed": given.seed}
+            for name, (alpha, convention) in priors.items()
+        }
     told["tool"] = f"dataset.{spec.name}.download_preprocess"
     told["created"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     write(spec, images, partitions, told, output)
@@ -127,7 +144,11 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # it is not there, or not empty
         folder.rmdir()
     if not partitions:
-        print("the file has no partition, only one user: --alphas adds some", file=sys.stderr)
+        print(
+            "the file has no partition, only one user: --dirichlet_total A or --dirichlet_per_class A "
+            "adds one",
+            file=sys.stderr,
+        )
     print(f"{output} is complete; python -m dataset.flair.hdf5 {output} describes it", file=sys.stderr)
 
 
@@ -147,7 +168,7 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
         except SourceError as error:
             raise SourceError(
                 f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
-                "--alphas for partitions of our own"
+                "--dirichlet_total A for partitions of our own"
             ) from None
     if not _is_address(asked):
         return _place(spec, Path(asked))
@@ -174,9 +195,29 @@ def _place(spec: Cifar, place: Path) -> Path:
     return place
 
 
-def _alphas(text: str) -> dict[str, float]:
-    """As written -> value."""
-    try:
-        return {one.strip(): float(one) for one in text.split(",") if one.strip()}
-    except ValueError:
-        raise ValueError(f"--alphas is {text!r}; give numbers with commas between them: 0.3,1") from None
+def _priors(given: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
+    """Of each partition of our own that is asked for: its alpha, and what that counts."""
+    if given.alphas:
+        print(
+            "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
+            "--dirichlet_per_class takes that of each class",
+            file=sys.stderr,
+        )
+    found: dict[str, tuple[float, Convention]] = {}
+    asked: list[tuple[str, str, Convention]] = [
+        ("alphas", given.alphas, "total"),
+        ("dirichlet_total", given.dirichlet_total, "total"),
+        ("dirichlet_per_class", given.dirichlet_per_class, "per-class"),
+    ]
+    for option, text, convention in asked:
+        for written in filter(None, map(str.strip, text.split(","))):
+            try:
+                alpha = float(written)
+            except ValueError:
+                alpha = -1.0
+            if not 0 <= alpha <= MAX_ALPHA:
+                raise ValueError(
+                    f"--{option} is {text!r}; give numbers from 0 on with commas between them: 0.3,1"
+                )
+            found[partition_name(alpha, given.seed, convention)] = alpha, convention
+    return found

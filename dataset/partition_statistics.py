@@ -78,6 +78,8 @@ class Statistics:
     """Standard deviation of the clients' sizes, divided by their mean; 0 if all are of one size."""
     share_of_largest_tenth: float
     """Of the images, held by the largest 10 % of the clients (rounded up)."""
+    convention: str
+    """What the alpha in the partition's name counts; empty if it has none."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def _measured(task: SingleLabelTask, split: str) -> tuple[Statistics, Dealt]:
         emd_at_random=mean_emd(distances(mixed, owner, len(sizes))[0], sizes),
         size_variation=float(sizes.std() / sizes.mean()),
         share_of_largest_tenth=float(tenth.sum() / sizes.sum()),
+        convention=task.convention,
     )
     return statistics, Dealt(split, name, sizes, held, distance, store.label_counts())
 
@@ -171,9 +174,8 @@ def as_text(rows: Sequence[Statistics]) -> str:
             )
         )
     widths = [max(len(line[column]) for line in table) for column in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+    return "\n".join([*lines, *(f"{row.name}: {row.convention}" for row in rows if row.convention)])
 
 
 def main(argv: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dataset.dirichlet import known_as, meaning
 from dataset.flair.cache import ByteArray, PixelCache
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.index import IntArray, SplitIndex
@@ -64,7 +65,8 @@ class SingleLabelTask:
                 f"{self.file.path} is not grouped by user: preprocess without --not_group_data_by_user"
             )
         self.file.label_mapping(self.taxonomy)
-        if self.partition is not None and self.partition not in self.partition_names:
+        names = self.partition_names
+        if self.partition is not None and known_as(self.partition, names) not in names:
             known = ", ".join(self.partition_names) or "none, only users of its own"
             raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
         if not 0 <= self.val_share < 1:
@@ -95,6 +97,11 @@ class SingleLabelTask:
         if PARTITIONED not in self.file.splits:
             return ()
         return tuple(self.file.split(PARTITIONED).partitions)
+
+    @property
+    def convention(self) -> str:
+        """What the alpha in the partition's name counts, as a clause; empty if it has none."""
+        return meaning(self.partition, len(self.label_names))
 
     def num_left_out(self, name: str) -> int:
         """Images of a split (of its partition, if one is chosen) without exactly one label.
@@ -129,7 +136,7 @@ class SingleLabelTask:
         index = self.file.split(file_split)
         if self.partition is None or file_split != PARTITIONED:
             return index.user_ids, np.arange(index.num_images), index.user_index.astype(np.int64)
-        dealt = index.partitions[self.partition]
+        dealt = index.partitions[known_as(self.partition, index.partitions)]
         owner = np.repeat(np.arange(len(dealt.user_ids)), np.diff(dealt.offsets))
         return dealt.user_ids, dealt.rows, owner
 

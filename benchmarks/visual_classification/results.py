@@ -18,6 +18,12 @@ from dataset.single_label import SingleLabelTask
 from pfl_ext.evaluation import SCORES
 
 
+def partition_text(task: SingleLabelTask) -> str:
+    """The partition, and what its alpha counts if it has one."""
+    clause = task.convention
+    return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
+
+
 def partition_facts(task: SingleLabelTask) -> Tree:
     """How the training images lie with the users (Hsu, Qi, Brown, 6.1): sizes, classes, mean EMD."""
     train = task.split("train")
@@ -25,6 +31,7 @@ def partition_facts(task: SingleLabelTask) -> Tree:
     distance, classes = distances(train.classes, np.repeat(np.arange(len(sizes)), sizes), len(sizes))
     return {
         "name": task.partition,
+        "convention": task.convention,
         "users": len(sizes),
         "images": int(sizes.sum()),
         "largest_user": int(sizes.max()),
@@ -71,7 +78,7 @@ def show(results: Tree) -> None:
     facts = results["partition"]
     print(
         f"partition {facts['name'] or 'of the file'}: {facts['users']:,} users, {facts['images']:,} images, "
-        f"mean EMD {facts['mean_emd']:.3f}"
+        f"mean EMD {facts['mean_emd']:.3f}" + (f"; {facts['convention']}" if facts.get("convention") else "")
     )
     for name, values in final_rows(results).items():
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in values.items()))

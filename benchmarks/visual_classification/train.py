@@ -61,7 +61,7 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
     """This benchmark's side of a run on this file."""
     task, scored = single_label_task(run, file), run.config.data.scored
     return Experiment(
-        task=f"{len(task.label_names)} classes, partition {run.config.data.partition or 'of the file'}",
+        task=f"{len(task.label_names)} classes, {results.partition_text(task)}",
         split=lambda name: task.split(scored if name == "val" else name),
         module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
         partition=None,

@@ -4,7 +4,8 @@
         [--splits none|official|DIR]
 
 Where Google's splits cannot be downloaded, ``--splits none`` makes the file without them.
-``--alphas 0.3,1 --seed 0`` adds partitions by our own sampler (`dataset.dirichlet`). The labels are
+``--dirichlet_total 0.3,1`` and ``--dirichlet_per_class 0.03,0.1`` add partitions by our own sampler
+(`dataset.dirichlet`). The labels are
 the 100 fine ones, as in the paper.
 """
 

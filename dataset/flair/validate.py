@@ -15,6 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from dataset.dirichlet import meaning
 from dataset.flair.images import jpeg_size
 from dataset.flair.index import SPLITS, TAXONOMIES, DatasetIndex, PartitionIndex, SplitIndex
 from dataset.flair.native import (
@@ -187,6 +188,7 @@ def describe(path: Path, reader: Reader) -> str:
             lines.append(
                 f"        partition {part}: {len(sizes):,} users, {len(dealt.rows):,} images "
                 f"(per user: median {np.median(sizes):g}, mean {sizes.mean():.2f}, max {sizes.max():,})"
+                + (f"; {clause}" if (clause := meaning(part, len(reader.label_mappings["labels"]))) else "")
             )
     names = [f"{len(mapping):,} {taxonomy}" for taxonomy, mapping in reader.label_mappings.items()]
     lines.append("labels: " + ", ".join(names))

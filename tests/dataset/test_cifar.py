@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import cifar_preprocess
+from dataset import cifar_preprocess, partition_statistics
 from dataset.cifar import Cifar
 from dataset.command_line import run
+from dataset.flair import hdf5
 from dataset.flair.download import Patience
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.validate import validate
@@ -92,14 +93,39 @@ def test_every_source_gives_the_same_file(
     assert capsys.readouterr().err.count("is complete") == len(sources)
 
 
-def test_our_own_partitions_stand_beside_the_official_ones(tmp_path: Path) -> None:
+def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where they are made, described and compared; the old option and the old name are read as totals."""
     write_parquet(CIFAR10, tmp_path / "in")
-    more = ["--alphas", "0.3, 10", "--seed", "7", "--clients", "5", "--images_per_client", "12"]
-    assert make(CIFAR10, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", "none", *more) == 0
-    with FlairFile(tmp_path / "f.hdf5") as file:
-        task = SingleLabelTask(file, "dirichlet-0.3-seed-7")
-        assert task.partition_names == ("dirichlet-0.3-seed-7", "dirichlet-10-seed-7")
+    source = ["--source", str(tmp_path / "in"), "--splits", "none", "--seed", "7"]
+    size = ["--clients", "5", "--images_per_client", "12"]
+    new = ["--dirichlet_total", "0.3, 10", "--dirichlet_per_class", "0.30"]
+    path = tmp_path / "new.hdf5"
+    assert make(CIFAR10, path, *source, *size, *new) == 0
+    made = capsys.readouterr().err
+    with FlairFile(path) as file:
+        task = SingleLabelTask(file, "dirichlet-total-0.3-seed-7")
+        names = ["dirichlet-per-class-0.3-seed-7", "dirichlet-total-0.3-seed-7", "dirichlet-total-10-seed-7"]
+        assert list(task.partition_names) == names
         assert np.diff(task.split("train").user_offsets).tolist() == [12] * 5
+        rows = {name: SingleLabelTask(file, name).split("train").file_rows.tolist() for name in names}
+        assert (
+            SingleLabelTask(file, "dirichlet-0.3-seed-7").split("train").file_rows.tolist() == rows[names[1]]
+        )
+        assert rows[names[0]] != rows[names[1]]
+        assert file.provenance["dirichlet"][names[0]] == {"alpha": 0.3, "alpha_is": "per-class", "seed": 7}
+    assert run(hdf5.main, [str(path)]) == 0
+    described = capsys.readouterr().out
+    assert run(partition_statistics.main, [str(path)]) == 0
+    compared = capsys.readouterr().out
+    for text in (made, described, compared):
+        assert "alpha 0.3 is per class, as in Flower, FedML and pfl; in total over the 10 classes" in text
+        assert "alpha 0.3 is the total over the 10 classes, as in Hsu, Qi and Brown; per class" in text
+    assert make(CIFAR10, tmp_path / "old.hdf5", *source, *size, "--alphas", "0.3") == 0
+    assert capsys.readouterr().err.startswith(
+        "--alphas is the old name of --dirichlet_total: alpha is the sum"
+    )
+    with FlairFile(tmp_path / "old.hdf5") as file:
+        assert SingleLabelTask(file, names[1]).split("train").file_rows.tolist() == rows[names[1]]
 
 
 @pytest.fixture
@@ -343,7 +369,7 @@ def test_options_that_cannot_be_are_said_in_one_line(
         (["--alphas", "much"], "--alphas is 'much'; give numbers"),
         (
             ["--alphas", "-1", "--clients", "2", "--images_per_client", "3"],
-            "alpha is -1.0; give a number from 0 on",
+            "--alphas is '-1'; give numbers from 0 on",
         ),
         (["--alphas", "1"], "100 clients of 500 images cannot be had of 60 images"),
         (["--seed", "-1"], "--seed is -1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset import dirichlet
-from dataset.dirichlet import _draw_q, _rounded, dirichlet_partition
+from dataset.dirichlet import (
+    _draw_q,
+    _rounded,
+    dirichlet_partition,
+    known_as,
+    meaning,
+    partition_name,
+)
 from dataset.partition_statistics import distances
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
@@ -100,6 +108,60 @@ def test_alpha_is_the_sum_of_the_parameters_and_the_prior_is_the_datas() -> None
     np.testing.assert_allclose(drawn.sum(1), 1)
 
 
+def test_the_same_prior_by_either_convention_deals_the_same_images() -> None:
+    """Ten classes of one size: a total of 3 is 0.3 per class, as long as no class has run out."""
+    total = dirichlet_partition(CIFAR10, 3.0, 5, 40, 50)
+    each = dirichlet_partition(CIFAR10, 0.3, 5, 40, 50, "per-class")
+    np.testing.assert_array_equal(total.rows, each.rows)
+    other = dirichlet_partition(CIFAR10, 0.3, 5, 40, 50)
+    assert not np.array_equal(other.rows, each.rows)
+
+
+def test_per_class_every_class_has_the_same_parameter_whatever_its_size() -> None:
+    """Two classes in 9 : 1: q ~ Dir(1, 1), uniform, so that the mean share of each is a half."""
+    classes = np.repeat([0, 1], [90_000, 10_000])
+    dealt = dirichlet_partition(classes, 1.0, 0, 400, 20, "per-class")
+    shares = classes[dealt.rows].reshape(400, 20).mean(1)
+    assert abs(shares.mean() - 1 / 2) < 5 / np.sqrt(12 * 400)  # a uniform variable's variance is 1/12
+    assert abs((shares < 1 / 4).mean() - 1 / 4) < 5 * np.sqrt(3 / 16 / 400) + 1 / 20
+    total = dirichlet_partition(classes, 2.0, 0, 400, 20)
+    assert classes[total.rows].mean() < 0.2
+
+
+@pytest.mark.parametrize(
+    "name, classes, said",
+    [
+        ("alpha-0.30", 10, r"^alpha 0\.3 is the total over the 10 classes, .* per class, .* it is 0\.03$"),
+        ("dirichlet-0.3-seed-7", 10, r"^alpha 0\.3 is the total over the 10 classes, .* it is 0\.03$"),
+        (
+            "dirichlet-total-1e-05-seed-0",
+            100,
+            r"^alpha 1e-05 is the total over the 100 classes, .* is 1e-07$",
+        ),
+        (
+            "dirichlet-per-class-0.03-seed-0",
+            10,
+            r"^alpha 0\.03 is per class, .* in total over the 10 .* is 0\.3$",
+        ),
+        ("user-120k", 10, "^$"),
+        ("alpha-beta", 10, "^$"),
+        ("dirichlet-per-class-..-seed-0", 10, "^$"),
+        (None, 10, "^$"),
+    ],
+)
+def test_a_partitions_name_says_what_its_alpha_counts(name: str | None, classes: int, said: str) -> None:
+    assert re.search(said, meaning(name, classes))
+
+
+def test_the_old_name_and_the_new_one_find_each_other() -> None:
+    old, new = "dirichlet-0.3-seed-7", partition_name(0.3, 7, "total")
+    assert (known_as(old, [new]), known_as(new, [old])) == (new, old)
+    assert (known_as(old, [old, new]), known_as(new, [old, new])) == (old, new)
+    each = partition_name(0.3, 7, "per-class")
+    assert (known_as(each, [old]), known_as(old, [each]), known_as("users", [old])) == (each, old, "users")
+    assert partition_name(10, 0, "total") == "dirichlet-total-10-seed-0"
+
+
 def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:
     assert _rounded(np.array([1.2, 2.7, 0.4, 0.7])).tolist() == [1, 3, 0, 1]
     assert _rounded(np.array([2.5, 2.5])).tolist() == [3, 2]
@@ -109,7 +171,7 @@ def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:
 @pytest.mark.parametrize(
     "alpha, clients, images, said",
     [
-        (-0.1, 10, 10, "alpha is -0.1; give a number from 0 on"),
+        (-0.1, 10, 10, "alpha is -0.1; give a number from 0 to 1e.100"),
         (float("nan"), 10, 10, "alpha is nan"),
         (float("inf"), 10, 10, "alpha is inf"),
         (1.0, 101, 500, "101 clients of 500 images cannot be had of 50,000 images"),
