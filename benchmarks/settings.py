@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.privacy_matrix import check_privacy
 from benchmarks.sections import REPETITION, LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 
 Tree = dict[str, Any]
@@ -106,29 +107,6 @@ def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
         raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
 
 
-def _check_privacy(config: TrainingConfig) -> None:
-    """Refuse what neither central nor local privacy covers."""
-    if config.privacy is None and config.local_privacy is None:
-        return
-    section = "privacy" if config.privacy is not None else "local_privacy"
-    if config.privacy is not None and config.local_privacy is not None:
-        raise ValueError(
-            "privacy and local_privacy are both set, and no accounting here is for both: set one to none"
-        )
-    if config.mode != "federated":
-        raise ValueError(f"{section} is for federated training: remove the section, or set mode to federated")
-    if config.federated.replacement:
-        raise ValueError(f"{section} needs cohorts without replacement: set federated.replacement to false")
-    if config.federated.sampling != "uniform":
-        raise ValueError(f"{section} accounts for uniform cohorts: set federated.sampling to uniform")
-    if config.federated.weighting != "users":
-        raise ValueError("private training weights every user alike: set federated.weighting to users")
-    if config.federated.algorithm == "fednova":
-        raise ValueError(f"fednova scales updates that {section} bounds: set federated.algorithm to fedavg")
-    if config.federated.algorithm == "scaffold":
-        raise ValueError(f"scaffold keeps state of each user on the server, which {section} does not cover")
-
-
 def check_training(config: TrainingConfig) -> None:
     """Refuse combinations that no run of any benchmark could mean.
 
@@ -145,7 +123,6 @@ def check_training(config: TrainingConfig) -> None:
             f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
             "lower it"
         )
-    _check_privacy(config)
     if config.federated.algorithm == "scaffold":
         if config.local.straddle:
             raise ValueError(
@@ -208,7 +185,11 @@ def short_digest(config: TrainingConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[C_co]):
-    """One invocation: what, on which data, to where, how."""
+    """One invocation: what, on which data, to where, how.
+
+    Raises:
+        ValueError: when an option does not go with privacy (`benchmarks.privacy_matrix`).
+    """
 
     config: C_co
     runtime: Runtime
@@ -216,6 +197,9 @@ class Run(Generic[C_co]):
     run_dir: Path | None = None
     weights: Path | None = None
     resume: Literal["auto", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_privacy(self.config, self.runtime)
 
 
 AnyRun = Run[TrainingConfig]
@@ -336,12 +320,13 @@ class Benchmark(Generic[C_co]):
                 tree[section].setdefault("noise_seed", "run")
         runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
         config = build(self.kind, tree, f"{path.name} and command line")
-        self.check(config)
         resume = plain["resume"] or "auto"
         if resume not in ("auto", "never"):
             raise ValueError(f"--resume is {resume!r}: choose auto or never")
         paths = {n: Path(plain[n]) if plain[n] else None for n in ("data_path", "run_dir", "weights")}  # type: ignore[arg-type]
-        return Run(config, runtime, resume=resume, **paths)  # type: ignore[arg-type]
+        run = Run(config, runtime, resume=resume, **paths)  # type: ignore[arg-type]
+        self.check(config)
+        return run
 
     def usage(self) -> str:
         """Every key with its default, for ``--help``."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import experiment
+from benchmarks.recorder import Recorder
 from benchmarks.secret import open_secret, public_secret, secret_path
 from pfl_ext.privacy import NoisyMean
 from tests.benchmarks.conftest import Train
@@ -64,7 +65,7 @@ def test_rounds_after_the_last_checkpoint_are_released_again_with_the_same_noise
     train: Train, monkeypatch: pytest.MonkeyPatch, released: list[tuple[int, str]]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(experiment.Recorder, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Recorder, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         train(*SHORT, code=130)
     train(*SHORT)
     assert [number for number, _ in released] == [0, 1, 2, 2]
