@@ -1,0 +1,334 @@
+"""One-line faults in the modules that decide numbers or guarantees: do their tests fail?
+
+    pip install cosmic-ray==8.7.0
+    python -m tests.campaigns.mutate --sample 200 [--seed 0] [--state mutate.jsonl] [--only checkpoint]
+
+A sample of all faults (`tests.campaigns.mutants`) is put, one at a time, into a copy of the working tree,
+where the test files of `TESTS` run until the first failure, the quick tests of a file first. A fault is
+caught when a test fails, or when the tests take five times as long as without it. Each trial is a fork of
+the campaign, which has torch and the other libraries loaded already. With ``--state`` the same command goes
+on where it was broken off; a fault that lived is tried again once a test file of its module has changed.
+
+What lived is printed with the argument that ``mutants.yaml`` has for it. Exit code 1: less than 95 % of the
+faults that anybody could see were caught, or a fault lived for which there is no argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.campaigns.mutants import Mutant, digest, mutants, places
+
+ROOT = Path(__file__).parents[2]
+ARGUED = Path(__file__).with_name("mutants.yaml")
+ENOUGH = 0.95
+SLACK, FACTOR = 30.0, 5.0
+"""A fault hangs when its tests take ``FACTOR`` times as long as without it, and ``SLACK`` seconds."""
+MEMORY = 16 << 30  # bytes beyond what a trial starts with
+SECONDS = ".seconds.json"
+LOADED = (
+    "torch", "torchvision", "pfl.model.pytorch", "pfl.algorithm.scaffold", "pfl.algorithm.fedprox", "h5py",
+    "hypothesis", "scipy.stats", "scipy.optimize", "pyarrow.parquet", "sklearn.metrics", "dp_accounting",
+    "PIL.Image", "pydantic", "safetensors.torch", "huggingface_hub", "matplotlib.figure", "optuna", "tqdm",
+)  # fmt: skip
+OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
+
+_ENGINE = ("engine/test_parts", "engine/test_engine", "test_privacy_engine")
+_PFL_EXT: Mapping[str, Sequence[str]] = {
+    "accuracy": ["test_accuracy"],
+    "aggregator": ["test_distributed"],
+    "backend": ["test_backend", "engine/test_engine"],
+    "checkpoint": ["test_checkpoint", "test_small_parts"],
+    "evaluation": ["test_accuracy", "test_backend"],
+    "federated_dataset": ["test_federated_dataset", "test_fedvc", "test_backend"],
+    "fedir": ["test_fedir"],
+    "fednova": ["test_fednova"],
+    "metrics": ["test_metrics", "test_ranking_device"],
+    "models": ["test_models", "test_small_models"],
+    "objectives": ["test_objectives", "test_accuracy", "engine/test_engine"],
+    "optimizers": ["test_optimizers", "test_local_sgd"],
+    "per_user": ["test_per_user"],
+    "privacy": ["test_privacy", "test_privacy_engine", "test_privacy_local"],
+    "privacy_accounting": ["test_privacy_accounting", "test_privacy"],
+    "privacy_banded": ["test_privacy_banded"],
+    "privacy_epsilon": ["test_privacy_accounting", "test_privacy_banded"],
+    "privacy_local": ["test_privacy_local"],
+    "privacy_mechanisms": ["test_privacy_mechanisms", "test_privacy", "test_privacy_engine"],
+    "privacy_sampling": ["test_federated_dataset", "test_privacy_accounting"],
+    "randomness": ["test_small_parts", "test_federated_dataset"],
+    "ranking": ["test_metrics", "test_ranking_device"],
+    "schedule": ["test_schedule", "test_federated_dataset"],
+    "small_models": ["test_small_models"],
+    "transforms": ["test_transforms"],
+    "transport": ["test_distributed"],
+    "engine/cohort": _ENGINE,
+    "engine/gradients": _ENGINE,
+    "engine/lane": _ENGINE,
+    "engine/layout": _ENGINE,
+    "engine/norms": _ENGINE,
+    "engine/one_step": _ENGINE,
+    "engine/tape": _ENGINE,
+    "engine/training": [*_ENGINE, "test_local_sgd"],
+    "engine/trim": _ENGINE,
+}
+_DATASET: Mapping[str, Sequence[str]] = {
+    "dirichlet": ["test_dirichlet"],
+    "geo": ["test_geo"],
+    "partition_statistics": ["test_partition_statistics", "test_dirichlet"],
+    "flair/columns": ["test_hostile", "test_sources", "test_download_preprocess"],
+    "flair/images": ["test_hdf5", "test_hostile"],
+    "flair/index": ["test_hdf5", "test_validate"],
+    "flair/journal": ["test_resume"],
+    "flair/native": ["test_hdf5", "test_validate", "test_hostile"],
+    "flair/validate": ["test_validate", "test_hdf5"],
+    "flair/writer": ["test_hdf5", "test_resume", "test_download_preprocess"],
+}
+_BENCHMARKS: Mapping[str, Sequence[str]] = {
+    "ledger": ["test_private"],
+    "recorder": ["test_recorder", "test_train", "test_faults"],
+    "secret": ["test_secret", "test_private"],
+}
+TESTS = {
+    f"{root}/{module}.py": [f"tests/{root}/{name}.py" for name in names]
+    for root, of_root in (("pfl_ext", _PFL_EXT), ("dataset", _DATASET), ("benchmarks", _BENCHMARKS))
+    for module, names in of_root.items()
+}
+"""The test files of each module, the module's own before those that it takes part in."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a mutant: ``caught`` by a test, by ``time``, or it ``lived``."""
+
+    module: str
+    operator: str
+    occurrence: int
+    line: int
+    was: str
+    now: str
+    source: str  # SHA-256 of the module
+    tests: str  # SHA-256 of its test files
+    outcome: str
+    by: str
+    seconds: float
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        """What identifies the mutant."""
+        return self.module, self.operator, self.occurrence, self.source
+
+
+class _Quickest:
+    """A plugin of pytest that runs the tests of each file from the quickest to the slowest."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self._known = seconds
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files = list(dict.fromkeys(item.path for item in items))
+        items.sort(key=lambda item: (files.index(item.path), self._known.get(item.nodeid, 0.0)))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] += report.duration
+
+
+class Tree:
+    """A copy of the working tree, without what git ignores, where tests run."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self._seconds: dict[str, dict[str, float]] = {}  # of each test of a file, without a fault
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, place / name)
+
+    def limit(self, module: str) -> float:
+        """Seconds after which the tests of a module hang.
+
+        Raises ValueError if they do not pass without a fault.
+        """
+        for test in TESTS[module]:
+            if test not in self._seconds:
+                code, said = self._tested([test], 1200.0)
+                if code != 0:
+                    raise ValueError(f"{test} fails without a fault: repair it first\n{said[-3000:]}")
+                self._seconds[test] = json.loads((self.place / SECONDS).read_text())
+        return SLACK + FACTOR * sum(sum(self._seconds[test].values()) for test in TESTS[module])
+
+    def tried(self, mutant: Mutant) -> Trial:
+        """Put a fault in, run the tests of its module, take it out."""
+        limit = self.limit(mutant.module)
+        path, started = self.place / mutant.module, time.monotonic()
+        sound = path.read_text()
+        try:
+            path.write_text(mutant.code)
+            code, said = self._tested(TESTS[mutant.module], limit)
+        finally:
+            path.write_text(sound)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        return Trial(
+            **{name: value for name, value in asdict(mutant).items() if name != "code"},
+            source=digest(self.place, [mutant.module]),
+            tests=digest(self.place, TESTS[mutant.module]),
+            outcome="time" if code is None else "lived" if code == 0 else "caught",
+            by=failed[0] if failed else f"exit code {code}",
+            seconds=round(time.monotonic() - started, 1),
+        )
+
+    def _tested(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
+        """Run test files until the first failure: pytest's exit code, or None for a hang, and its output."""
+        shutil.rmtree(self.place / ".hypothesis", ignore_errors=True)
+        with tempfile.TemporaryFile("w+") as said:
+            child = os.fork()
+            if not child:
+                self._run(tests, said.fileno())
+            end, ended, status = time.monotonic() + limit, 0, 0
+            while not ended and time.monotonic() < end:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                time.sleep(0.02)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # with the processes that its tests started
+            if not ended:
+                os.waitpid(child, 0)
+            said.seek(0)
+            return os.waitstatus_to_exitcode(status) if ended else None, said.read()
+
+    def _run(self, tests: Sequence[str], output: int) -> None:
+        """In the child; does not return."""
+        code = 99
+        try:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+            os.chdir(self.place)
+            sys.path[0] = str(self.place)
+            sys.dont_write_bytecode = True  # a mutant may have the size and the second of the one before it
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+                del sys.modules[name]
+            importlib.invalidate_caches()
+            order = _Quickest({k: v for test in tests for k, v in self._seconds.get(test, {}).items()})
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--durations=0"]
+            code = int(pytest.main([*options, *tests], plugins=[order]))
+            Path(SECONDS).write_text(json.dumps(order.seconds))
+        finally:
+            os._exit(code)
+
+
+def known(state: Path | None) -> dict[tuple[str, str, int, str], Trial]:
+    """Trials of earlier lives of the campaign that still count."""
+    if state is None or not state.exists():
+        return {}
+    trials = [Trial(**json.loads(line)) for line in state.read_text().splitlines()]
+    return {
+        t.key: t
+        for t in trials
+        if t.module in TESTS and (t.outcome != "lived" or t.tests == digest(ROOT, TESTS[t.module]))
+    }
+
+
+def campaign(sample: int, seed: int, only: str, state: Path | None) -> tuple[list[Trial], str]:
+    """The trials of a sample, and what it is drawn from."""
+    sources = {module: (ROOT / module).read_text() for module in TESTS if only in module}
+    chosen = list(islice(mutants(sources, seed), sample))
+    old = known(state)
+    keys = [(m.module, m.operator, m.occurrence, digest(ROOT, [m.module])) for m in chosen]
+    new = sorted((m for m, key in zip(chosen, keys) if key not in old), key=lambda m: m.module)
+    with tempfile.TemporaryDirectory() as place:
+        tree = Tree(Path(place))
+        for number, mutant in enumerate(new, 1):
+            trial = tree.tried(mutant)
+            old[trial.key] = trial
+            where = f"{number} of {len(new)}: {mutant.module}:{mutant.line}"
+            print(f"{where} {trial.outcome} ({trial.seconds} s) {trial.by}", file=sys.stderr, flush=True)
+            if state is not None:
+                with state.open("a") as file:
+                    file.write(json.dumps(asdict(trial)) + "\n")
+    return [old[key] for key in keys], f"{len(places(sources))} places in {len(sources)} modules"
+
+
+def argument(trial: Trial) -> str | None:
+    """Why nobody can see this fault, in ``mutants.yaml``."""
+    entries = yaml.safe_load(ARGUED.read_text()).get(trial.module, [])
+    return next((str(e["why"]) for e in entries if (e["was"], e["now"]) == (trial.was, trial.now)), None)
+
+
+def report(trials: Sequence[Trial], drawn_from: str) -> tuple[str, bool]:
+    """What is printed at the end, and whether it is enough."""
+    lived = [t for t in trials if t.outcome == "lived"]
+    unseen = [t for t in lived if argument(t) is not None]
+    seen = len(trials) - len(unseen)
+    caught = len(trials) - len(lived)
+    by_module: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        by_module[trial.module].append(trial)
+    lines = [
+        f"{module}: {sum(t.outcome != 'lived' for t in of)} of {len(of)} caught"
+        for module, of in sorted(by_module.items())
+    ]
+    for trial in lived:
+        lines += [
+            f"LIVED {trial.module}:{trial.line} {trial.operator.removeprefix('core/')}",
+            f"    - {trial.was}",
+            f"    + {trial.now}",
+            f"    {argument(trial) or 'NOT ARGUED'}",
+        ]
+    hung = sum(t.outcome == "time" for t in trials)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    share, share_seen = caught / max(len(trials), 1), caught / max(seen, 1)
+    lines += [
+        f"{caught} of {len(trials)} faults caught ({share:.1%}; {hung} of them by time), "
+        f"drawn from {drawn_from} at {commit.stdout.strip()}",
+        f"{len(unseen)} of those that lived cannot be seen; of the others {caught} of {seen} are caught "
+        f"({share_seen:.1%})",
+    ]
+    return "\n".join(lines), caught >= ENOUGH * seen and len(unseen) == len(lived)
+
+
+def main() -> int:
+    """Run the campaign and say what was seen."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sample", type=int, default=200, help="so many faults (200)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="modules whose path contains this")
+    parser.add_argument("--state", type=Path, help="a file by which the same command goes on")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in LOADED:
+        importlib.import_module(name)
+    text, enough = report(*campaign(given.sample, given.seed, given.only, given.state))
+    print(text)
+    return 0 if enough else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
