@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from pfl_ext.checkpoint import write_bytes
+from pfl_ext.metrics import shown
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
@@ -91,7 +92,7 @@ def training_curve(
     left = figure.subplots()
     for column, line_style, marker in zip(columns, ("-", "--", "-."), ("o", "", "")):
         values = [line["val"][column] for line in scored]
-        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=column)
+        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=shown(column))
     left.set(xlabel=f"{unit}s of training", ylabel="score on val (%)", ylim=(0, 100), title=title)
     right = left.twinx()
     right.plot(

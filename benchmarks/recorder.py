@@ -32,6 +32,7 @@ from dataset.signals import Held
 from pfl_ext import checkpoint
 from pfl_ext.distributed import from_main, is_main, tensors_from_main
 from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.metrics import shown
 
 MODEL, SERVER, BEST = "model/", "optimizer/", "best/"
 
@@ -215,7 +216,7 @@ class Recorder:
             line["val"] = {key: round(value, 6) for key, value in self._val.items()}
             first = next(name for name in self._val if name != "loss")
             self._bar.set_postfix_str(
-                f"val {first} {self._val[first]:.2f} loss {self._val['loss']:.4f}", refresh=False
+                f"val {shown(first)} {self._val[first]:.2f} loss {self._val['loss']:.4f}", refresh=False
             )
             self._val = None
         if not self._main:

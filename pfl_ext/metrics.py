@@ -14,7 +14,7 @@ Shape letters: N images of the evaluation set, B images of a batch, K labels (cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,11 @@ from pfl_ext.ranking_device import rank_on
 
 COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 """The columns of Table 1 in the FLAIR paper, in its order."""
+
+EXACT = {"C-AP": "C-AP exact", "O-AP": "O-AP exact"}
+BINNED = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
+"""Two kinds of AP. In what people read, a column of `COLUMNS` is the published one, of 200 thresholds. Among
+the keys of `summarise`, ``C-AP`` is the exact one and ``C-AP-binned200`` the published one."""
 
 FLOAT32_EXACT = 1 << 24
 """Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
@@ -104,6 +109,17 @@ def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]
         wrong = (positives - tp) + (predicted - tp)
         summary["accuracy"] = 100 * float(1 - wrong[0] / len(scores))
     return summary
+
+
+def shown(name: str) -> str:
+    """What people read for a score of `summarise`: ``C-AP exact`` for ``C-AP``, which is exact there."""
+    return {**EXACT, **{key: column for column, key in BINNED.items()}}.get(name, name)
+
+
+def for_people(scores: Mapping[str, float]) -> dict[str, float]:
+    """Scores of `summarise` for a table: the exact AP, then the published columns, then the rest."""
+    first = (*EXACT, *(BINNED.get(column, column) for column in COLUMNS))
+    return {shown(name): scores[name] for name in dict.fromkeys((*first, *scores)) if name in scores}
 
 
 def f1(precision: Any, recall: Any) -> float:

@@ -47,6 +47,7 @@ from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.index import LabelMatrix
+from pfl_ext.metrics import shown
 
 Named = tuple[str, Figure]
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, GREY)
@@ -258,10 +259,11 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     if not groups["C-AP"]:
         return None
     figure = Figure(figsize=(max(5.2, 1.1 * len(groups["C-AP"])), 6.4), layout="constrained")
-    titles = {"C-AP": "C-AP of one user (%)\nclasses it lacks count 0", "O-AP": "O-AP of one user (%)"}
-    for axes, (column, shown) in zip(figure.subplots(2, sharex=True), groups.items()):
-        violins(axes, shown, [COLOURS[k % len(COLOURS)] for k in range(len(shown))])
-        highest = max(float(np.nanmax(values, initial=0.0)) for values in shown.values())
+    titles = {name: f"{shown(name)} of one user (%)" for name in groups}
+    titles["C-AP"] += "\nclasses it lacks count 0"
+    for axes, (column, of_rows) in zip(figure.subplots(2, sharex=True), groups.items()):
+        violins(axes, of_rows, [COLOURS[k % len(COLOURS)] for k in range(len(of_rows))])
+        highest = max(float(np.nanmax(values, initial=0.0)) for values in of_rows.values())
         axes.set(ylabel=titles[column], ylim=(0, min(102, 1.1 * highest + 1)))
     figure.suptitle(f"{name}\n{users:,} test users with {least_images} images or more, n seeds together")
     figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
@@ -319,8 +321,8 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
             )
             curves.plot(told[0][0], mean, color=GREY, label=label)
             ends.axhline(mean[-1], color=GREY)
-    curves.set(xlabel="rounds", ylabel="C-AP on val (%)", title="over the rounds, mean of seeds")
-    ends.set(ylabel="C-AP on val (%)", title="after the last round")
+    curves.set(xlabel="rounds", ylabel="C-AP exact on val (%)", title="over the rounds, mean of seeds")
+    ends.set(ylabel="C-AP exact on val (%)", title="after the last round")
     ratios.set(ylabel="norm of the mean update / of its noise", title="signal to noise, median")
     for axes in (ends, ratios):
         axes.set(xlabel="noise cohort (users)", xscale="log", xlim=(cohorts[0] / 1.6, cohorts[-1] * 1.6))

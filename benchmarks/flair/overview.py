@@ -61,8 +61,10 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
         right.text(number + 0.3, float(np.mean(tests)), f"{np.mean(tests):.1f}", va="center", fontsize=9)
         guess = 100 * float(np.mean(list(read[0][0]["prevalence"].values())))
     right.axhline(guess, color=GREY, linestyle=":", label="guessing")
-    left.set(xlabel="share of the training done (%)", ylabel="C-AP on val (%)", xlim=(0, 100), ylim=(0, None))
-    right.set(ylabel="C-AP on test (%)", ylim=(0, None), xlim=(-0.6, len(groups) - 0.1))
+    left.set(
+        xlabel="share of the training done (%)", ylabel="C-AP exact on val (%)", xlim=(0, 100), ylim=(0, None)
+    )
+    right.set(ylabel="C-AP exact on test (%)", ylim=(0, None), xlim=(-0.6, len(groups) - 0.1))
     right.set_xticks(range(len(groups)), [name.replace(", ", ",\n") for name in groups])
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower right", fontsize=9)

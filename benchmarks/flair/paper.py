@@ -39,12 +39,14 @@ def per_class(setting: str) -> dict[str, float]:
     return dict(zip(table["classes"], table[setting])) if setting in table else {}
 
 
-def results_table(rows: Mapping[str, Mapping[str, float] | None]) -> str:
-    """Rows of the eight columns as a plain-text table; a row that is None is left out."""
+def results_table(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Rows of percentages as a plain-text table. Its columns are those of the first row, without the loss."""
+    columns = [name for name in next(iter(rows.values())) if name != "loss"]
     width = max(len(name) for name in rows)
-    lines = [" " * width + "".join(f"{column:>8}" for column in COLUMNS)]
+    lines = [" " * width + "".join(f"  {column:>6}" for column in columns)]
     for name, values in rows.items():
-        if values is not None:
-            cells = "".join(f"{values[c]:8.1f}" if c in values else f"{'-':>8}" for c in COLUMNS)
-            lines.append(f"{name:<{width}}{cells}")
+        cells = [f"{values[c]:.1f}" if c in values else "-" for c in columns]
+        lines.append(
+            f"{name:<{width}}" + "".join(f"  {cell:>{max(6, len(c))}}" for c, cell in zip(columns, cells))
+        )
     return "\n".join(lines)

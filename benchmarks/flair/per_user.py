@@ -28,6 +28,7 @@ from benchmarks.settings import Tree, arguments
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.evaluation import SCORES, CentralEvaluation
+from pfl_ext.metrics import shown
 from pfl_ext.per_user import PRESENT, QUANTILES
 
 SHOWN = ("C-AP", PRESENT, "O-AP", "O-F1")
@@ -71,13 +72,13 @@ def quantile_table(summary: Tree) -> str:
         title = f"{personal['users']} users, held out"
         parts |= {f"{title}, {when}": table for when, table in personal["quantiles"].items()}
     heads = ["mean", *(f"q{100 * q:g}" for q in QUANTILES)]
-    width = max(len(name) for name in parts) + 15
+    width = max(len(name) for name in parts) + 20
     lines = [" " * width + "".join(f"{head:>8}" for head in heads)]
     for name, table in parts.items():
         for column in SHOWN:
             if table[column]["n"]:
                 cells = "".join(f"{table[column][head]:8.1f}" for head in heads)
-                lines.append(f"{f'{name} {column}':<{width}}{cells}")
+                lines.append(f"{f'{name} {shown(column)}':<{width}}{cells}")
     return "\n".join(lines)
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from benchmarks.flair import paper
 from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
-from benchmarks.flair.table import SCORED_AS, Cell, Row, make_rows
+from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
 from benchmarks.runs import find_runs
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from pfl_ext.checkpoint import write_bytes
-from pfl_ext.metrics import COLUMNS
+from pfl_ext.metrics import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (
     "data", "scale", "row", "comparable", "seeds", "column", "scored_as", "mean", "std",
@@ -82,17 +82,16 @@ def table_line(cells: Iterable[str]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    heads = ("percent, test", "seeds", *COLUMNS, "C-AP exact", "O-AP exact", "privacy")
+    heads = ("percent, test", "seeds", *COLUMNS, *EXACT.values(), "privacy")
     lines = [table_line(heads), table_line("---" for _ in heads)]
     for row in rows:
         cells = [row.cell(column) for column in COLUMNS]
-        exact = [_cell(row.exact(name)) for name in ("C-AP", "O-AP")]
+        exact = [_cell(row.exact(name)) for name in EXACT]
         seeds = ", ".join(map(str, row.seeds))
         lines.append(table_line([f"**{row.label}**", seeds, *map(_cell, cells), *exact, row.privacy()]))
         if cells[0].paper_mean is not None:
             lines.append(table_line(["paper (FLAIR)", "5 seeds", *map(_paper, cells), "", "", ""]))
-            if row.comparable:
-                lines.append(table_line(["difference", "", *map(_verdict, cells), "", "", ""]))
+            lines.append(table_line(["difference", "", *map(_verdict, cells), "", "", ""]))
     return lines
 
 
@@ -140,6 +139,10 @@ def markdown(report: Report) -> str:
             own = _own_reasons(against, common)
             lines += [*own, ""] if own else []
         lines += [*_table(rows), ""]
+        absent = dict.fromkeys(
+            classes_without_positives(run.results or {}) for row in rows for run in row.runs
+        )
+        lines += [text + line for text in absent if text for line in (".", "")]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
         if missing:
@@ -266,8 +269,8 @@ def table_csv(report: Report) -> str:
     writer = csv.DictWriter(buffer, CSV_FIELDS, lineterminator="\n")
     writer.writeheader()
     for row in report.rows:
-        cells = [(column, SCORED_AS.get(column, column), row.cell(column)) for column in COLUMNS]
-        cells += [(f"{name} exact", name, row.exact(name)) for name in ("C-AP", "O-AP")]
+        cells = [(column, BINNED.get(column, column), row.cell(column)) for column in COLUMNS]
+        cells += [(name, key, row.exact(key)) for key, name in EXACT.items()]
         for column, scored_as, cell in cells:
             judged = row.comparable and cell.paper_mean is not None
             writer.writerow(

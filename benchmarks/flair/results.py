@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks import plots
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
+from benchmarks.flair.table import classes_without_positives, reasons_against
 from benchmarks.flair.users import write_users
 from benchmarks.recorder import Recorder
 from benchmarks.settings import Tree
 from dataset.flair.task import FlairTask
 from pfl_ext.distributed import is_main
 from pfl_ext.evaluation import SCORES
-from pfl_ext.metrics import average_precision
+from pfl_ext.metrics import average_precision, for_people, shown
 from pfl_ext.per_user import shot_table
 
 
@@ -43,34 +45,43 @@ def class_scores(
     }
 
 
-def draw(results: Tree, title: str, folder: Path) -> None:
-    """AP of each class beside the paper's."""
+def draw(config: Config, results: Tree, title: str, folder: Path) -> None:
+    """AP of each class, beside the paper's where the run can be compared with it."""
     ap, prevalence = results["per_class_ap"], results["prevalence"]
+    comparable = not reasons_against(config, results, results.get("data", {}))
     plots.per_class_bars(
         list(ap),
         list(ap.values()),
         list(prevalence.values()),
-        paper.per_class(results["setting"]),
+        paper.per_class(results["setting"]) if comparable else {},
         title,
         folder / "per_class_ap.png",
     )
 
 
-def final_rows(results: Tree, compared: bool = True) -> dict[str, Mapping[str, float]]:
-    """The rows of the final table: val, test, test of the last model, and the paper's where it has one.
-
-    ``compared``: whether the run is of the kind that the paper's row is; local privacy is not.
+def final_rows(config: Config, results: Tree) -> dict[str, Mapping[str, float]]:
+    """The rows of the final table: val, test, test of the last model; and the paper's, where the run can be
+    compared with it.
     """
-    rows = {"val, best model": results["val"], "test, best model": results["test"]}
-    rows["test, last model"] = results["last"]["test"]
-    paper_row = paper.row(results["setting"]) if compared else None
-    return rows | ({"test, FLAIR paper": paper_row} if paper_row else {})
+    rows: dict[str, Mapping[str, float]] = {
+        "val, best model": for_people(results["val"]),
+        "test, best model": for_people(results["test"]),
+        "test, last model": for_people(results["last"]["test"]),
+    }
+    theirs = paper.row(results["setting"])
+    if theirs and not reasons_against(config, results, results.get("data", {})):
+        rows["test, FLAIR paper"] = theirs
+    return rows
 
 
-def show(results: Tree, compared: bool = True) -> None:
-    """The table of results beside the paper's row."""
+def show(config: Config, results: Tree) -> None:
+    """The table of results beside the paper's row, or why that row does not stand there."""
     prevalence = list(results["prevalence"].values())
-    print(paper.results_table(final_rows(results, compared)))
-    print(
-        f"mean label prevalence on test (the C-AP of guessing): {100 * sum(prevalence) / len(prevalence):.1f}"
-    )
+    rows = final_rows(config, results)
+    print(paper.results_table(rows))
+    print(f"{shown('C-AP')} of guessing (mean label prevalence on test): {100 * np.mean(prevalence):.1f}")
+    if absent := classes_without_positives(results):
+        print(absent)
+    reasons = reasons_against(config, results, results.get("data", {}))
+    if paper.row(results["setting"]) and reasons:
+        print(f"not comparable with the paper's {results['setting']}: {'; '.join(reasons)}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.flair import paper
+from benchmarks.flair.config import Config
 from benchmarks.flair.runs import (
     LOCAL,
     Key,
@@ -25,12 +26,11 @@ from benchmarks.flair.runs import (
     local_epsilon_of,
     variant,
 )
-from pfl_ext.metrics import COLUMNS
+from benchmarks.settings import Tree
+from pfl_ext.metrics import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
 
-SCORED_AS = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
-"""By which of our scores a column of the paper is met."""
 LEAST_STD = 0.05
 """The paper prints one decimal: a standard deviation of 0.0 there is anything below this."""
 
@@ -109,14 +109,14 @@ class Row:
 
     def cell(self, column: str) -> Cell:
         """A column of the paper's, ours beside it."""
-        values = self.scores(SCORED_AS.get(column, column))
+        values = self.scores(BINNED.get(column, column))
         mean, std = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
         theirs, spread = paper.row(self.variant.setting), paper.row_std(self.variant.setting)
-        if theirs is None or spread is None or self.variant.essential:
+        if theirs is None or spread is None:
             return Cell(mean, std)
-        bare = Cell(mean, std, theirs[column], spread[column], "not comparable")
         if not self.comparable:
-            return bare
+            return Cell(mean, std, verdict="not comparable")
+        bare = Cell(mean, std, theirs[column], spread[column])
         assert bare.difference is not None
         assert bare.tolerance is not None
         verdict: Verdict = "agrees"
@@ -183,30 +183,48 @@ def _number(epsilon: float | None) -> str:
     return "infinite" if epsilon is None else f"{epsilon:.3g}"
 
 
-def reasons_against(record: RunRecord, made: Variant) -> tuple[str, ...]:
-    """Why a run's numbers cannot be held against the paper's."""
-    assert record.config is not None
-    assert record.results is not None
+def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:
+    """Why a run's numbers cannot be held against the paper's row of its setting; empty where they can.
+
+    Args:
+        config: the run's.
+        results: its results.json.
+        data: the facts of its data file; empty where they are not known.
+    """
+    made = variant(config)
     out = []
-    if not record.data:
+    if not data:
         out.append("the data file cannot be opened, so it is not known whether it is FLAIR")
-    elif not is_flair(record.data):
+    elif not is_flair(data):
         out.append("the data set is not FLAIR")
-        labels = len(record.results["per_class_ap"])
-        expected = 17 if record.config.data.taxonomy == "labels" else 1628
+        labels = len(results["per_class_ap"])
+        expected = 17 if config.data.taxonomy == "labels" else 1628
         if labels != expected:
             out.append(f"{labels:,} labels for {expected:,}")
-    if record.config.local_privacy is not None:
+    if config.local_privacy is not None:
         out.append("local differential privacy, of which the paper has no row")
     if made.scale is not None:
         out.append(f"scale {made.scale}")
     if made.essential:
         out.append(made.reason)
-    weights = record.results.get("weights")
-    if record.config.model.pretrained and not (weights and weights.get("imagenet")):
+    weights = results.get("weights")
+    if config.model.pretrained and not (weights and weights.get("imagenet")):
         told = weights.get("description") or weights["file"] if weights else "not recorded"
         out.append(f"weights are not torchvision's ImageNet ones ({told})")
     return tuple(out)
+
+
+def classes_without_positives(results: Tree) -> str:
+    """Which classes have no positive on test, and how much the C columns can be at most; empty if none."""
+    absent = [name for name, share in results["prevalence"].items() if not share]
+    if not absent:
+        return ""
+    number = len(results["prevalence"])
+    names = ", ".join(absent[:5]) + (", ..." if absent[5:] else "")
+    return (
+        f"{len(absent):,} of {number:,} classes have no positive on test ({names}) and count 0: "
+        f"C-AP, C-P, C-R and C-F1 are at most {100 * (number - len(absent)) / number:.1f}"
+    )
 
 
 def make_rows(records: Sequence[RunRecord]) -> list[Row]:
@@ -222,8 +240,9 @@ def make_rows(records: Sequence[RunRecord]) -> list[Row]:
     for runs in groups.values():
         runs.sort(key=lambda run: run.config.seed if run.config else 0)
         assert runs[0].config is not None
-        made = variant(runs[0].config)
-        rows.append(Row(made, data_key(runs[0]), tuple(runs), reasons_against(runs[0], made)))
+        assert runs[0].results is not None
+        reasons = reasons_against(runs[0].config, runs[0].results, runs[0].data)
+        rows.append(Row(variant(runs[0].config), data_key(runs[0]), tuple(runs), reasons))
     order = {name: float(place) for place, name in enumerate(paper.settings())}
     order |= {LOCAL + n.removeprefix("PFL-"): order[n] + 0.5 for n in paper.settings() if n[:3] == "PFL"}
     rows.sort(

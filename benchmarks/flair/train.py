@@ -31,6 +31,8 @@ from pfl_ext.distributed import barrier, is_main
 from pfl_ext.federated_dataset import iid_partition
 
 FLAIR_FILE = Path("data/flair.hdf5")
+HEADLINE = ("C-AP", "O-AP")
+"""The scores by which runs of this benchmark are judged, the first above all."""
 
 
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
@@ -68,11 +70,11 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         module=lambda: build_model(config, len(task.label_names), run.weights, objective),
         partition=iid_partition(task.split("train"), config.seed) if iid else None,
         final_splits=("val", "test"),
-        headline=("C-AP", "O-AP"),
+        headline=HEADLINE,
         results=partial(results.class_scores, config, task),
-        draw=results.draw,
-        rows=partial(results.final_rows, compared=config.local_privacy is None),
-        show=partial(results.show, compared=config.local_privacy is None),
+        draw=partial(results.draw, config),
+        rows=partial(results.final_rows, config),
+        show=partial(results.show, config),
     )
 
 

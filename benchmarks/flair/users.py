@@ -18,7 +18,7 @@ from benchmarks.settings import Tree
 from dataset.flair.task import FlairTask
 from pfl_ext.checkpoint import write_json
 from pfl_ext.federated_dataset import LocalSampling
-from pfl_ext.metrics import summarise
+from pfl_ext.metrics import shown, summarise
 from pfl_ext.models import ImageClassifier
 from pfl_ext.per_user import (
     PER_USER,
@@ -128,7 +128,7 @@ def write_users(
     write_json(directory / "per_user.json", whole)
     plots.per_user_violins(
         violins,
-        "O-AP of one user (%)",
+        f"{shown('O-AP')} of one user (%)",
         f"{config.setting}: {len(store.user_ids)} test users",
         directory / "plots" / "per_user.png",
     )

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.settings import Tree
+from benchmarks.settings import Tree, experiment
+from benchmarks.visual_classification.config import VISION, Config
 
 ROUNDS = (1000, 2500, 5000)
 BATCHES = (10_000, 25_000, 50_000)
 RELATIVE = (10, 50, 90)
 """Where the paper reads its curves: rounds, batches of the largest users, percent of centralised accuracy."""
+
+IMAGES = {
+    "cifar10": {"train": 50_000, "test": 10_000},
+    "cifar100": {"train": 50_000, "test": 10_000},
+    "inaturalist": {"train": 120_300, "test": 35_641},
+    "landmarks": {"train": 164_172, "test": 19_526},
+}
+"""The images of the paper's data sets (its Section 4 and Table 1), by which they are recognised."""
 
 
 @cache
@@ -28,3 +38,33 @@ def centralised(setting: str) -> float | None:
     name = row.get("centralised", setting)
     value = rows().get(name, {}).get("accuracy")
     return None if value is None else float(value)
+
+
+@cache
+def _shipped(setting: str) -> Tree:
+    return experiment(asdict(VISION.parse(["--config", setting]).config), Config)
+
+
+def reasons_against(config: Tree, results: Tree) -> tuple[str, ...]:
+    """Why a run cannot be compared with the paper's row of its setting; empty where it can.
+
+    Args:
+        config: the run's, resolved.
+        results: its results.json.
+    """
+    setting = str(results["setting"])
+    if setting not in rows() or setting not in VISION.settings:
+        return (f"the paper has no row {setting}",)
+    out = []
+    shipped, own = _shipped(setting), experiment(config, Config)
+    images = results.get("data", {}).get("images")
+    if images != IMAGES[shipped["data.dataset"]]:
+        out.append(f"the data are not the paper's {shipped['data.dataset']}")
+    keys = [key for key in {**shipped, **own} if shipped.get(key) != own.get(key)]
+    if keys:
+        told = ", ".join(f"{key}={own.get(key)}" for key in keys[:4])
+        out.append(f"config differs: {told}{', ...' if keys[4:] else ''}")
+    weights = results.get("weights")
+    if own.get("model.pretrained") and not (weights and weights.get("imagenet")):
+        out.append("weights are not torchvision's ImageNet ones")
+    return tuple(out)

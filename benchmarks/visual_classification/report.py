@@ -39,6 +39,8 @@ class Row:
     partition: str
     runs: tuple[FinishedRun, ...]
     centralised: float | None
+    reasons: tuple[str, ...] = ()
+    """Why it is not comparable with the paper; empty where it is."""
 
     def mean_std(self, values: Sequence[float | None]) -> str:
         """``mean ± std`` over the seeds that have a value; a dash if not all have."""
@@ -147,7 +149,9 @@ def make_rows(runs: Sequence[FinishedRun], centralised: Mapping[str, float]) -> 
         name, partition = first.place
         label = ", ".join([name, *differences(first.config, rivals)])
         seeds = tuple(sorted(group, key=lambda run: run.seed))
-        rows.append(Row(name, label, partition, seeds, centralised.get(str(first.results["data_sha256"]))))
+        reference = centralised.get(str(first.results["data_sha256"]))
+        reasons = paper.reasons_against(first.config, first.results)
+        rows.append(Row(name, label, partition, seeds, reference, reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 
@@ -192,7 +196,10 @@ def markdown(
     for row in rows:
         lines.append(_line(row.cells(rounds, batches)))
         theirs = paper_cells(row.name, rounds, batches)
-        lines += [_line(theirs)] if theirs else []
+        lines += [_line(theirs)] if theirs and not row.reasons else []
+    apart = [f"* {row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
+    if apart:
+        lines += ["", "Not comparable with the paper:", "", *apart]
     told = {str(run.results["hardware"]) for row in rows for run in row.runs}
     commits = sorted({str(run.results["commit"])[:7] for row in rows for run in row.runs})
     lines += ["", f"Hardware: {'; '.join(sorted(told))}. Commits: {', '.join(commits)}."]

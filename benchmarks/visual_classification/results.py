@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks import plots
 from benchmarks.recorder import Recorder, columns
 from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper
+from benchmarks.visual_classification.config import Config
 from dataset.partition_statistics import distances, mean_emd
 from dataset.single_label import SingleLabelTask
 from pfl_ext.evaluation import SCORES
@@ -73,8 +75,8 @@ def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
     return rows
 
 
-def show(results: Tree) -> None:
-    """Accuracy, and what the paper has for the row."""
+def show(config: Config, results: Tree) -> None:
+    """Accuracy, and the paper's of centralised training where the run can be compared with the paper."""
     facts = results["partition"]
     print(
         f"partition {facts['name'] or 'of the file'}: {facts['users']:,} users, {facts['images']:,} images, "
@@ -82,6 +84,8 @@ def show(results: Tree) -> None:
     )
     for name, values in final_rows(results).items():
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in values.items()))
-    theirs = paper.centralised(results["setting"])
-    if theirs is not None:
+    theirs, reasons = paper.centralised(results["setting"]), paper.reasons_against(asdict(config), results)
+    if theirs is not None and not reasons:
         print(f"centralised, the paper's: {theirs} %")
+    elif theirs is not None:
+        print(f"not comparable with the paper's {results['setting']}: {'; '.join(reasons)}")

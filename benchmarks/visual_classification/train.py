@@ -27,6 +27,9 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.single_label import SingleLabelTask
 from pfl_ext.distributed import barrier, is_main
 
+HEADLINE = ("accuracy",)
+"""The score by which runs of this benchmark are judged."""
+
 
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
     """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
@@ -66,11 +69,11 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
         partition=None,
         final_splits=("test",) if scored == "test" else ("val", "test"),
-        headline=("accuracy",),
+        headline=HEADLINE,
         results=partial(results.class_scores, task),
         draw=results.draw,
         rows=results.final_rows,
-        show=results.show,
+        show=partial(results.show, run.config),
     )
 
 

@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.flair import report
 from benchmarks.flair.config import Config, parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
+from benchmarks.flair.results import draw, final_rows, show
 from benchmarks.flair.runs import read_run, variant
 from benchmarks.flair.table import tolerance
 from benchmarks.runs import find_runs
 from benchmarks.settings import experiment_digest
 from dataset.command_line import run
-from pfl_ext.metrics import COLUMNS
+from pfl_ext.metrics import COLUMNS, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 
 
@@ -106,11 +108,62 @@ def test_what_is_not_the_papers_experiment_is_never_judged(
     text = markdown(collect([tmp_path]))
     assert "NOT comparable with the paper" in text
     assert reason in text
+    assert "paper (FLAIR)" not in text + latex(collect([tmp_path]))
     cells = rows(table_csv(collect([tmp_path])))
     assert all(line["difference_in_std"] == "" for line in cells.values())
     assert {line["verdict"] for line in cells.values()} <= {"not comparable", "not in the paper"}
     assert run(main, [str(tmp_path), "--verify"]) == 0
     assert "nothing was compared" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, compared", [([], True), (["--scale=small"], False), (["--seed=3"], True)])
+def test_the_papers_row_and_legend_stand_only_beside_what_can_be_compared(
+    argv: list[str], compared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Issue 17.41: the paper's row stood under runs of 8 labels, 32 pixels or another epsilon."""
+    directory = make_run(tmp_path / "a", "fl-r-17", *argv, seed=3 if argv == ["--seed=3"] else 0)
+    config = parse(["--config=fl-r-17", *argv]).config
+    told = json.loads((directory / "results.json").read_text())
+    told["last"] = {"test": told["test"]}
+    show(config, told)
+    assert ("test, FLAIR paper" in capsys.readouterr().out) == compared
+    assert ("test, FLAIR paper" in final_rows(config, told)) == compared
+    drawn: list[Any] = []
+    monkeypatch.setattr("benchmarks.plots.per_class_bars", lambda *args: drawn.extend(args))
+    draw(config, told, "title", tmp_path)
+    assert bool(drawn[3]) == compared
+
+
+def test_classes_without_a_positive_on_test_are_named_with_the_ceiling_that_they_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.41. A perfect model of three classes, one of which does not occur, has a C-AP of 200 / 3."""
+    scores = np.array([[0.9, 0.1, 0.2], [0.1, 0.9, 0.2]], np.float32)
+    targets = np.array([[1, 0, 0], [0, 1, 0]], np.bool_)
+    perfect = summarise(scores, targets)
+    told = (
+        "1 of 3 classes have no positive on test (fire) and count 0: C-AP, C-P, C-R and C-F1 are at most 66.7"
+    )
+    assert {round(perfect[name], 1) for name in ("C-AP", "C-P", "C-R", "C-F1")} == {66.7}
+    directory = make_run(tmp_path / "a", prevalence={"animal": 0.5, "food": 0.5, "fire": 0.0})
+    assert told in markdown(collect([tmp_path]))
+    results = json.loads((directory / "results.json").read_text())
+    show(parse([]).config, {**results, "last": {"test": results["test"]}})
+    assert told in capsys.readouterr().out
+    assert "no positive" not in markdown(collect([make_run(tmp_path / "b")]))
+
+
+def test_the_exact_ap_and_the_published_one_have_two_names() -> None:
+    """Issue 17.41: what people read as C-AP is the paper's, of 200 thresholds; keys of files stay."""
+    summary = summarise(np.array([[0.9], [0.4], [0.6]], np.float32), np.array([[1], [0], [0]]))
+    table = for_people({"loss": 0.5, **summary})
+    assert table["C-AP exact"] == summary["C-AP"]
+    assert table["C-AP"] == summary["C-AP-binned200"]
+    assert list(table)[:4] == ["C-AP exact", "O-AP exact", "C-AP", "C-P"]
+    assert len(table) == len(summary) + 1
+    assert shown("C-AP") == "C-AP exact"
+    assert shown("accuracy") == "accuracy"
 
 
 def test_fine_tuning_from_other_weights_is_not_the_papers_row(tmp_path: Path) -> None:

@@ -75,8 +75,12 @@ def test_a_federated_run_leaves_what_the_contract_says(
     assert all("val" in line for line in lines(directory))
     assert [line.get("users") for line in lines(directory)] == [4, 4, 4, None]
     shown = capsys.readouterr().out
-    assert f"test, best model {got['test']['C-AP']:8.1f}" in shown
-    assert "50.1" in shown  # the paper's FL-R-17
+    heads, *_ = (line.split("  ") for line in shown.splitlines() if "O-F1" in line)
+    assert [head.strip() for head in heads if head.strip()] == ["C-AP exact", "O-AP exact", *COLUMNS]
+    (row,) = (line.split() for line in shown.splitlines() if line.startswith("test, best model"))
+    assert row[3:6] == [f"{got['test'][key]:.1f}" for key in ("C-AP", "O-AP", "C-AP-binned200")]
+    assert "FLAIR paper" not in shown
+    assert "not comparable with the paper's FL-R-17: the data set is not FLAIR; config differs: " in shown
 
 
 def test_the_saved_model_is_the_one_that_scored_best(train: Train) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper, report
 from benchmarks.visual_classification.config import RECIPES, VISION, parse
 from benchmarks.visual_classification.curves import read_curve
+from benchmarks.visual_classification.results import show
 from benchmarks.visual_classification.train import resolve_data
 from dataset.command_line import run as run_command
 
@@ -111,18 +113,19 @@ def test_accuracy_is_read_off_at_rounds_and_at_batches() -> None:
     assert curve.best == 40
 
 
-def made_run(folder: Path, setting: str, seed: int, best: float, partition: str | None) -> None:
-    """A run directory as training leaves it."""
+def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> None:
+    """A run directory as training on the paper's data leaves it."""
     folder.mkdir(parents=True)
-    mode = "centralised" if "centralised" in setting else "federated"
-    tree = {"setting": setting, "seed": seed, "mode": mode, "data": {"partition": partition}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    config = parse([f"--config={setting}", f"--seed={seed}", *argv]).config
+    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
     told = lines((0, 10.0), (5, best), (10, best - 1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     results = {
         "setting": setting, "seed": seed, "rounds": 10, "test": {"accuracy": best - 1},
         "last": {"test": {"accuracy": best - 1}}, "data_sha256": "d", "hardware": "two cores",
-        "commit": "c" * 40, "partition": {"mean_emd": 1.7 if partition else 0.3},
+        "commit": "c" * 40, "partition": {"mean_emd": 1.7 if argv else 0.3},
+        "data": {"images": paper.IMAGES[config.data.dataset]},
+        "weights": {"sha256": "ab", "imagenet": True} if config.model.pretrained else None,
     }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(results))
 
@@ -131,9 +134,11 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed, best in enumerate((40.0, 44.0)):
-        made_run(tmp_path / f"a{seed}", "inat-geo-3k-fedavgm-k10", seed, best, None)
-        made_run(tmp_path / f"b{seed}", "inat-geo-3k-fedavgm-k10", seed, best - 20, "alpha-0.10")
-    made_run(tmp_path / "c", "inat-centralised", 0, 85.0, None)
+        made_run(tmp_path / f"a{seed}", "inat-geo-3k-fedavgm-k10", seed, best)
+        made_run(
+            tmp_path / f"b{seed}", "inat-geo-3k-fedavgm-k10", seed, best - 20, "--data.partition=alpha-0.10"
+        )
+    made_run(tmp_path / "c", "inat-centralised", 0, 85.0)
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.yaml").write_text("setting: x\n")
     (tmp_path / "broken").mkdir()
@@ -142,7 +147,7 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     assert run_command(report.main, words) == 0
     text = (tmp_path / "out" / "report.md").read_text()
     assert capsys.readouterr().out.startswith(text)
-    (row,) = [line for line in text.splitlines() if "| users | 0, 1 |" in line]
+    (row,) = [line for line in text.splitlines() if "| geo-3k | 0, 1 |" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     spread = np.std([40, 44], ddof=1)
     assert cells[4:9] == [
@@ -154,7 +159,8 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     ]
     assert cells[7] == f"41.0 ± {spread:.1f}"
     assert cells[9] == f"50.0 ± {100 / 84 * spread:.1f}", "relative to the centralised run's last, 84"
-    assert "| inat-geo-3k-fedavgm-k10, the paper's |" in text
+    assert text.count("| inat-geo-3k-fedavgm-k10, the paper's |") == 1, "not under the other partition"
+    assert "* inat-geo-3k-fedavgm-k10, alpha-0.10: config differs: data.partition=alpha-0.10" in text
     assert "half has not ended" in text
     assert "broken cannot be read" in text
     assert (tmp_path / "out" / "report.csv").read_text().count("\n") == 4
@@ -164,10 +170,10 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
 
 def test_equal_seeds_and_several_centralised_experiments_are_named_not_averaged(tmp_path: Path) -> None:
     """Issue 17.37."""
-    made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, None)
-    made_run(tmp_path / "again", "cifar10-fedavg", 0, 44.0, None)
-    made_run(tmp_path / "c", "cifar10-centralised", 0, 80.0, None)
-    made_run(tmp_path / "other", "inat-centralised", 0, 60.0, None)
+    made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0)
+    made_run(tmp_path / "again", "cifar10-fedavg", 0, 44.0)
+    made_run(tmp_path / "c", "cifar10-centralised", 0, 80.0)
+    made_run(tmp_path / "other", "inat-centralised", 0, 60.0)
     words = [str(tmp_path), f"--output_dir={tmp_path / 'out'}", "--rounds=10", "--batches=50"]
     assert run_command(report.main, words) == 0
     text = (tmp_path / "out" / "report.md").read_text()
@@ -179,6 +185,35 @@ def test_equal_seeds_and_several_centralised_experiments_are_named_not_averaged(
     assert "test accuracy 43.00, where 39.00 IS COUNTED" in text
     assert "several experiments of it" in text
     assert "50.0" not in row
+
+
+@pytest.mark.parametrize(
+    "argv, changes, reason",
+    [
+        ((), {}, None),
+        (("--scale=mini",), {}, "config differs: "),
+        (("--local.learning_rate=0.1",), {}, "config differs: local.learning_rate=0.1"),
+        ((), {"data": {"images": {"train": 3}}}, "the data are not the paper's inaturalist"),
+        ((), {"weights": {"imagenet": False}}, "weights are not torchvision's ImageNet ones"),
+        ((), {"setting": "mine"}, "the paper has no row mine"),
+    ],
+)
+def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
+    argv: tuple[str, ...], changes: Tree, reason: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.41."""
+    config = parse(["--config=inat-centralised", *argv]).config
+    scores = {"accuracy": 50.0}
+    results = {
+        "setting": "inat-centralised", "data": {"images": paper.IMAGES["inaturalist"]}, "rounds": 3,
+        "best_step": 3, "weights": {"imagenet": True}, "test": scores, "last": {"test": scores},
+        "partition": {"name": None, "users": 3, "images": 9, "mean_emd": 0.5}, **changes,
+    }  # fmt: skip
+    reasons = paper.reasons_against(asdict(config), results)
+    assert any(text.startswith(reason) for text in reasons) if reason else reasons == ()
+    show(config, results)
+    shown = capsys.readouterr().out
+    assert ("the paper's: 57.9 %" in shown) == (reason is None)
 
 
 def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
