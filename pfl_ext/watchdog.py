@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE = 0.02
@@ -35,10 +35,20 @@ class Watchdog:
     :param store: a torch ``Store`` that nobody else in this process uses.
     :param names: what to call each worker, by rank.
     :param timeout: seconds of silence after which a worker counts as lost.
+    :param end_process: ends the process with this exit code, from a thread that is not the main one. The
+        watchdog's thread is over when this returns.
     """
 
-    def __init__(self, store: Any, rank: int, names: list[str], timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        names: list[str],
+        timeout: float,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
         self._store, self._rank, self._names, self._timeout = store, rank, names, timeout
+        self._end_process = end_process
         self._interval = min(1.0, timeout / 10)
         self._before = (rank - 1) % len(names)
         self._waiting, self._stop, self._own_fault = False, threading.Event(), False
@@ -80,7 +90,8 @@ class Watchdog:
         while not self._stop.wait(self._interval):
             if self._own_fault:
                 time.sleep(LEAVE_S)
-                os._exit(EXIT_CODE)
+                self._end_process(EXIT_CODE)
+                return
             now, last, stack = time.monotonic(), stack, self._stack()
             if stack != last or self._waiting or time.process_time() - cpu > IDLE * self._timeout:
                 moved, cpu = now, time.process_time()
@@ -96,9 +107,11 @@ class Watchdog:
                     self._store.set("fault", self._lost(self._before, "has not been heard of"))
                 if self._has("fault"):
                     self._leave(self._store.get("fault").decode())
+                    return
             except RuntimeError as broken:  # the store is with worker 0 or its launcher
                 if not self._stop.is_set():
                     self._leave(f"{self._names[0]} or its launcher is gone ({str(broken).splitlines()[0]})")
+                return
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
@@ -119,4 +132,4 @@ class Watchdog:
         line = " ".join(fault.split())
         mend = "all workers end; the same command goes on from the last checkpoint"
         os.write(2, f"error: {line}; {mend}\n".encode())
-        os._exit(EXIT_CODE)
+        self._end_process(EXIT_CODE)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -126,17 +126,57 @@ def test_sums_in_float64_do_not_depend_on_the_order_of_users() -> None:
     assert float((rough[0] - rough[1]).abs().max()) > 1e-8
 
 
+class Kennel:
+    """Watchdogs whose processes do not end, and the other workers that they watch."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.exit_codes: list[int] = []
+        self._dogs: list[Watchdog] = []
+        self._others: list[tuple[threading.Thread, threading.Event]] = []
+
+    def watchdog(self, rank: int, timeout: float) -> Watchdog:
+        """Of one of two workers; it is not started."""
+        self._dogs.append(
+            Watchdog(self.store, rank, ["worker 0", "worker 1"], timeout, self.exit_codes.append)
+        )
+        return self._dogs[-1]
+
+    def thread(self, target: Callable[[threading.Event], object]) -> threading.Thread:
+        """A started thread that gets the event by which it is stopped."""
+        stop = threading.Event()
+        self._others.append((threading.Thread(target=target, args=(stop,)), stop))
+        self._others[-1][0].start()
+        return self._others[-1][0]
+
+    def healthy(self, rank: int) -> None:
+        """Another worker, in good health."""
+
+        def beat(stop: threading.Event) -> None:
+            count = 0
+            while not stop.wait(0.02):
+                count += 1
+                self.store.set(f"beat/{rank}", str(count))
+
+        self.thread(beat)
+
+    def silence(self) -> None:
+        """The other workers are no longer heard of."""
+        for thread, stop in self._others:
+            stop.set()
+            thread.join()
+
+    def close(self) -> None:
+        """No thread outlives its test."""
+        self.silence()
+        for dog in self._dogs:
+            dog.stop()
+
+
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What watchdogs say when they leave."""
-    said: list[str] = []
-
-    def leave(self: Watchdog, fault: str) -> None:
-        said.append(fault)
-        self._stop.set()
-
-    monkeypatch.setattr(Watchdog, "_leave", leave)
-    return said
+def kennel() -> Iterator[Kennel]:
+    with contextlib.closing(Kennel()) as made:
+        yield made
 
 
 def wait(condition: Callable[[], bool], seconds: float = 20) -> bool:
@@ -147,79 +187,49 @@ def wait(condition: Callable[[], bool], seconds: float = 20) -> bool:
     return condition()
 
 
-def beating(store: Any, rank: int, stop: threading.Event) -> threading.Thread:
-    """Another worker, in good health."""
-
-    def beat() -> None:
-        count = 0
-        while not stop.wait(0.02):
-            count += 1
-            store.set(f"beat/{rank}", str(count))
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    return thread
-
-
-def test_a_silent_worker_is_named_by_the_next_in_the_ring(left: list[str]) -> None:
-    store, stop = HashStore(), threading.Event()
-    thread = beating(store, 1, stop)
-    dog = Watchdog(store, 0, ["worker 0", "worker 1"], timeout=1.0)
+def test_a_silent_worker_is_named_by_the_next_in_the_ring(
+    kennel: Kennel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kennel.healthy(1)
+    dog = kennel.watchdog(0, timeout=1.0)
     with dog.waiting():
         dog.start()
         time.sleep(2.5)
-        assert not left, "nobody is lost"
-        stop.set()
-        thread.join()
-        assert wait(lambda: bool(left))
-    assert left == ["worker 1 has not been heard of for 1 s"]
-    assert store.get("fault").decode() == left[0]
+        assert not kennel.exit_codes, "nobody is lost"
+        kennel.silence()
+        assert wait(lambda: bool(kennel.exit_codes))
+    assert kennel.store.get("fault").decode() == "worker 1 has not been heard of for 1 s"
+    assert capfd.readouterr().err.startswith("error: worker 1 has not been heard of for 1 s; ")
+    assert kennel.exit_codes == [2]
 
 
 def test_a_worker_that_stands_still_gives_itself_up_unless_it_waits_or_computes(
-    left: list[str], monkeypatch: pytest.MonkeyPatch
+    kennel: Kennel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = itertools.count()
     monkeypatch.setattr(time, "process_time", lambda: float(next(used)))
-    store, stop, stuck = HashStore(), threading.Event(), threading.Event()
-    thread = beating(store, 0, stop)
-    dog = Watchdog(store, 1, ["worker 0", "worker 1"], timeout=0.4)
-    frozen = threading.Thread(target=stuck.wait, daemon=True)
-    frozen.start()
-    dog._main = frozen.ident
+    kennel.healthy(0)
+    dog = kennel.watchdog(1, timeout=0.4)
+    dog._main = kennel.thread(lambda stop: stop.wait()).ident
     with dog.waiting():
         dog.start()
         time.sleep(1.2)
-        assert not left, "it waits for the others"
+        assert not kennel.exit_codes, "it waits for the others"
     time.sleep(1.2)
-    assert not left, "another thread of it computes"
+    assert not kennel.exit_codes, "another thread of it computes"
     monkeypatch.setattr(time, "process_time", lambda: 1e9)
-    assert wait(lambda: bool(left))
-    assert left == ["worker 1 has made no progress for 0.4 s"]
-    stop.set()
-    stuck.set()
-    thread.join()
+    assert wait(lambda: bool(kennel.exit_codes))
+    assert kennel.store.get("fault").decode() == "worker 1 has made no progress for 0.4 s"
 
 
-# the thread ends by SystemExit here, where in truth the process does
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_told_of_a_fault_leaves_and_one_at_fault_tells(
-    left: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_knows_of_a_fault_leaves_and_one_at_fault_says_so(
+    kennel: Kennel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    exits: list[int] = []
-    store = HashStore()
-    names = ["worker 0 (a)", "worker 1 (b)"]
     monkeypatch.setattr(watchdog_module, "LEAVE_S", 0.0)
-
-    def leave_thread(code: int) -> None:
-        exits.append(code)
-        sys.exit()
-
-    monkeypatch.setattr(os, "_exit", leave_thread)
-    faulty, other = Watchdog(store, 1, names, timeout=5), Watchdog(store, 0, names, timeout=5)
+    faulty, other = kennel.watchdog(1, timeout=5), kennel.watchdog(0, timeout=5)
     other.start()
     faulty.start()
     faulty.report("ValueError: image 7 is damaged")
-    assert wait(lambda: bool(left and exits))
-    assert left == ["worker 1 (b): ValueError: image 7 is damaged"]
-    assert exits == [2]
+    assert wait(lambda: len(kennel.exit_codes) == 2)
+    assert capfd.readouterr().err.count("error: worker 1: ValueError: image 7 is damaged; ") == 1
+    assert kennel.exit_codes == [2, 2]
