@@ -113,7 +113,7 @@ class Side:
         store = split("train")
         self.model: PyTorchModel = pfl_model(run, module)
         self.data = training_data(run, store, module.objective.name)
-        self._algorithm, self._params = algorithm_and_params(run.config, module, len(store.user_ids))
+        self._algorithm, self._params = algorithm_and_params(run.config, module, self.data)
         self.engine = cohort_engine(run, module, torch.float32)
         evaluation = CentralEvaluation(split(sides.scored or "train"), threads=run.runtime.reader_threads)
         self._evaluate = clock.around("evaluation", evaluation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,7 @@ from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.algorithm.fedprox import FedProx, FedProxParams
-from pfl.algorithm.scaffold import SCAFFOLD, SCAFFOLDParams
 from pfl.callback.base import TrainingProcessCallback
-from pfl.data.user_state import InMemoryUserStateStorage
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
@@ -41,6 +40,7 @@ from pfl_ext.models import ImageClassifier
 from pfl_ext.objectives import ObjectiveName
 from pfl_ext.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
 from pfl_ext.privacy import METRICS, metric_name
+from pfl_ext.scaffold import Controls, Scaffold, ScaffoldParams
 
 
 def local_learning_rate(config: TrainingConfig) -> float:
@@ -147,11 +147,15 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
 
 
 def algorithm_and_params(
-    config: TrainingConfig, module: ImageClassifier, num_users: int
+    config: TrainingConfig,
+    module: ImageClassifier,
+    users: FederatedImageDataset,
+    directory: Path | None = None,
 ) -> tuple[Any, NNAlgorithmParams]:
-    """FedAvg (with the server's optimiser: FedOpt), FedProx or SCAFFOLD, as pfl has them; or FedNova.
+    """FedAvg (with the server's optimiser: FedOpt) or FedProx, as pfl has them; FedNova or SCAFFOLD.
 
-    :raises ValueError: when SCAFFOLD's per-user state would exceed ``federated.max_state_gb``.
+    :param directory: of the run, for SCAFFOLD's state of each user; None: in a temporary file.
+    :raises ValueError: when that would exceed ``federated.max_state_gb``.
     """
     federated = config.federated
     common = {
@@ -165,30 +169,40 @@ def algorithm_and_params(
     if federated.algorithm == "fednova":
         return FedNova(), FedNovaParams(**common, mu=federated.mu or 0.0)
     if federated.algorithm == "scaffold":
-        if current() is not None:
-            raise ValueError(
-                "scaffold's state of each user lies in one process: start it without a launcher, NP=1"
-            )
-        touched = min(num_users, federated.cohort_size * federated.num_rounds)
-        state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
-        if state > federated.max_state_gb:
-            raise ValueError(
-                f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
-                f"federated.max_state_gb = {federated.max_state_gb:g}: raise it, or choose fedavg or fedprox"
-            )
-        params = SCAFFOLDParams(
+        controls = _controls(config, module, users, directory)
+        params = ScaffoldParams(
             **common,
-            population=num_users,
-            use_gradient_as_control_variate=False,
-            user_state_storage=InMemoryUserStateStorage(),
+            total_weight=users.total_images if federated.weighting == "images" else users.num_users,
+            option=federated.scaffold_option or "II",
+            correction=federated.scaffold_correction or "gradient",
         )
-        return SCAFFOLD(), params
+        return Scaffold(controls), params
     return FederatedAveraging(), NNAlgorithmParams(**common)
+
+
+def _controls(
+    config: TrainingConfig, module: ImageClassifier, users: FederatedImageDataset, directory: Path | None
+) -> Controls:
+    """SCAFFOLD's state, in the run's checkpoint folder."""
+    if current() is not None:
+        raise ValueError(
+            "scaffold's state of each user lies in one process: start it without a launcher, NP=1"
+        )
+    federated = config.federated
+    touched = min(users.num_users, federated.cohort_size * federated.num_rounds)
+    state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
+    if state > federated.max_state_gb:
+        raise ValueError(
+            f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
+            f"federated.max_state_gb = {federated.max_state_gb:g}: raise it, or choose fedavg or fedprox"
+        )
+    path = None if directory is None else directory / "checkpoint" / "control_variates.f32"
+    return Controls(module, users.partition.user_ids, path)
 
 
 def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
     """What trains the cohorts; None: pfl's own loop."""
-    if run.runtime.engine == "stock" or run.config.federated.algorithm == "scaffold":
+    if run.runtime.engine == "stock":
         return None
     return CohortEngine(
         module,
@@ -269,8 +283,10 @@ def train_federated(
     if secret is not None:
         recorder.ledger = open_ledger(config, users, secret, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
-    algorithm, params = algorithm_and_params(config, module, len(store.user_ids))
     model = pfl_model(run, module)
+    algorithm, params = algorithm_and_params(config, module, users, recorder.directory)
+    if isinstance(algorithm, Scaffold):
+        recorder.algorithm_state = algorithm.controls
     evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
     postprocessors: list[Any] = [
         WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
@@ -290,8 +306,6 @@ def train_federated(
         config_hash=digest(config)[:16],
     )
     start = recorder.restore(model)
-    if start > 0 and config.federated.algorithm == "scaffold":
-        raise ValueError("a checkpoint does not hold SCAFFOLD's state of each user: choose another --run_dir")
     algorithm._current_central_iteration = start
     callback = RoundCallback(config, users, recorder)
     callback.set_learning_rate(model, start)

@@ -99,6 +99,8 @@ TABLE: Mapping[str, Rule] = {
         "a weight by images multiplies the clipped update, and the sum of the weights is not private", "users"
     ),
     "federated.mu": Rule(BEFORE_CLIPPING),
+    "federated.scaffold_option": _only("read for scaffold alone, which is refused", None),
+    "federated.scaffold_correction": _only("read for scaffold alone, which is refused", None),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
     **_each(UNUSED, "centralised", "num_epochs batch_size optimizer learning_rate beta1 beta2 epsilon"),
     **_each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),

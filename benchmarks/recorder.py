@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import yaml
@@ -34,7 +34,23 @@ from pfl_ext.distributed import from_main, is_main, tensors_from_main
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.metrics import shown
 
-MODEL, SERVER, BEST = "model/", "optimizer/", "best/"
+MODEL, SERVER, BEST, STATE = "model/", "optimizer/", "best/", "algorithm/"
+
+
+class AlgorithmState(Protocol):
+    """What an algorithm goes on from besides the model and the server's optimiser."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """For the checkpoint that is about to be written."""
+        ...
+
+    def saved(self) -> None:
+        """That checkpoint has taken its name."""
+        ...
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from the tensors of a checkpoint."""
+        ...
 
 
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -86,6 +102,7 @@ class Recorder:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
         self.ledger: Ledger | None = None
+        self.algorithm_state: AlgorithmState | None = None
         self.held = Held()
         self.ended = False
         self.data_sha256 = data_sha256
@@ -232,6 +249,8 @@ class Recorder:
         optimizer = checkpoint.optimizer_tensors(model._central_optimizer)
         tensors |= {SERVER + name: tensor for name, tensor in optimizer.items()}
         tensors |= {BEST + name: tensor for name, tensor in self.best.weights.items()}
+        if self.algorithm_state is not None:
+            tensors |= {STATE + name: tensor for name, tensor in self.algorithm_state.tensors().items()}
         lines = self._flushed_metrics()
         state = {
             "step": step,
@@ -246,6 +265,8 @@ class Recorder:
             state["privacy"] = self.ledger.state()
             self.ledger.write(step, self.history())
         checkpoint.save(self._last, tensors, state, keep_previous=True)
+        if self.algorithm_state is not None:
+            self.algorithm_state.saved()
 
     def _flushed_metrics(self) -> bytes:
         """All lines so far, which are on the disk before a checkpoint counts on them."""
@@ -285,6 +306,8 @@ class Recorder:
         model.pytorch_model.load_state_dict(part(tensors, MODEL))
         checkpoint.restore_optimizer(model._central_optimizer, part(tensors, SERVER))
         self.best = Best(**state["best"], weights=part(tensors, BEST))
+        if self.algorithm_state is not None:
+            self.algorithm_state.load(part(tensors, STATE))
         if self._main:
             self._cut_metrics(state)
         self._seconds, self.ended = state["seconds"], state.get("ended", False)

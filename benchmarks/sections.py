@@ -106,8 +106,15 @@ class FederatedConfig:
     weighting: Literal["images", "users"] = "images"
     mu: NonNegativeFloat | None = None
     """Weight of the proximal term; None: 0.01 for FedProx, 0 for FedNova."""
+    scaffold_option: Literal["I", "II"] | None = None
+    """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
+    images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
+    scaffold_correction: Literal["gradient", "step"] | None = None
+    """Where SCAFFOLD's correction is added: to the gradient, before clipping, weight decay and momentum, or
+    after each step of the optimiser (NIID-Bench). None: gradient, the paper's equation."""
     max_state_gb: PositiveFloat = 16.0
-    """SCAFFOLD keeps a copy of the model for every user; above this it refuses to start."""
+    """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
+    than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
 
 
 @dataclass(frozen=True, config=STRICT)

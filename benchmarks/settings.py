@@ -20,7 +20,14 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.privacy_matrix import check_privacy
-from benchmarks.sections import REPETITION, LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
+from benchmarks.sections import (
+    REPETITION,
+    FederatedConfig,
+    LocalPrivacySection,
+    PrivacySection,
+    Runtime,
+    TrainingConfig,
+)
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
@@ -107,6 +114,27 @@ def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
         raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
 
 
+def _check_scaffold(federated: FederatedConfig) -> None:
+    """Refuse cohorts for which SCAFFOLD's c is no mean, and its keys where there is no SCAFFOLD."""
+    if federated.algorithm != "scaffold":
+        for key in ("scaffold_option", "scaffold_correction"):
+            if getattr(federated, key) is not None:
+                raise ValueError(
+                    f"federated.{key} is of scaffold, but federated.algorithm is {federated.algorithm}: "
+                    f"leave federated.{key} out, or set federated.algorithm to scaffold"
+                )
+        return
+    if federated.replacement:
+        raise ValueError(
+            "scaffold keeps one control variate for each user, who must not come twice in a cohort: set "
+            "federated.replacement to false"
+        )
+    if federated.sampling != "uniform":
+        raise ValueError(
+            "scaffold's mean control variate is that of users drawn alike: set federated.sampling to uniform"
+        )
+
+
 def check_training(config: TrainingConfig) -> None:
     """Refuse combinations that no run of any benchmark could mean.
 
@@ -123,15 +151,7 @@ def check_training(config: TrainingConfig) -> None:
             f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
             "lower it"
         )
-    if config.federated.algorithm == "scaffold":
-        if config.local.straddle:
-            raise ValueError(
-                "federated.algorithm=scaffold counts steps by epochs: set local.straddle to false"
-            )
-        if config.federated.weighting != "users":
-            raise ValueError(
-                "federated.algorithm=scaffold averages over users: set federated.weighting to users"
-            )
+    _check_scaffold(config.federated)
 
 
 def digest(config: TrainingConfig) -> str:

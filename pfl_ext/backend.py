@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from pfl.aggregate.simulate import (
     SimulatedBackend,
@@ -28,13 +29,14 @@ from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.aggregator import FlatSumAggregator
 from pfl_ext.distributed import begin_work
-from pfl_ext.engine.cohort import CohortEngine, dealt
+from pfl_ext.engine.cohort import CohortEngine, Corrected, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
 from pfl_ext.privacy import TALLY, NoisyMean, PrivateMean
 from pfl_ext.randomness import seed32
+from pfl_ext.scaffold import CHANGE, Scaffold, renewal
 
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
@@ -122,15 +124,34 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 "FedNova divides updates by their steps, for which private training has no bound: choose "
                 "algorithm fedavg or fedprox"
             )
+        scaffold = None
+        if isinstance(algorithm, Scaffold):
+            self._check_scaffold(cohort)
+            scaffold = Corrected(algorithm.controls, renewal(model, context))
         how = self._local_training(algorithm, model, context)
         if self._engine is not None and isinstance(how, LocalTraining):
             if self._only_norms_matter():
-                return self._finish(context, *self._train_cohort(self._engine, how, context, form))
+                trained = self._train_cohort(self._engine, how, context, form, scaffold)
+                return self._finish(context, *trained)
             algorithm = _OneByOne(self._engine, how, form)
         gathered: tuple[Any, Metrics] = await super().async_gather_results(
             model, algorithm, central_context=context
         )
         return gathered
+
+    def _check_scaffold(self, cohort: IntArray) -> None:
+        """Refuse what would make SCAFFOLD's control variates something else."""
+        if get_ops().distributed.world_size > 1:
+            raise ValueError("SCAFFOLD keeps the state of each user in one process: start one worker")
+        if len(self._postprocessors) != 1 or not self._only_norms_matter():
+            raise ValueError(
+                "SCAFFOLD's users send control variates besides their updates, for which no privacy and no "
+                "other postprocessor but a weighting is made: choose algorithm fedavg or fedprox"
+            )
+        if len(np.unique(cohort)) != len(cohort):
+            raise ValueError(
+                "SCAFFOLD keeps one control variate for each user: draw cohorts without replacement"
+            )
 
     def _local_training(
         self, algorithm: Any, model: PyTorchModel, context: CentralContext
@@ -153,7 +174,12 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         )
 
     def _train_cohort(
-        self, engine: CohortEngine, how: LocalTraining, context: CentralContext, form: Normaliser | None
+        self,
+        engine: CohortEngine,
+        how: LocalTraining,
+        context: CentralContext,
+        form: Normaliser | None,
+        scaffold: Corrected | None,
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
         by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
@@ -170,12 +196,14 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         def coefficient(member: Member) -> float:
             return weight(member) * (1.0 if form is None else form.scale(member.num_steps))
 
-        done = engine.train(self._images, mine, how, coefficient, private)
+        done = engine.train(self._images, mine, how, coefficient, private, scaffold)
         members = [member for task in mine for member in task.members]
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
         if form is not None:
             steps = sum(weight(m) * form.effective_steps(m.num_steps) for m in members)
             stats[STEPS] = torch.tensor([steps], device=next(iter(done.update.values())).device)
+        for name, change in (done.changes or {}).items():
+            stats[CHANGE + name] = change
         if private is not None:
             stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
         population = context.population

@@ -182,6 +182,7 @@ class UserImages(Dataset):
         super().__init__(raw_data=(images, targets), user_id=user_id)
         self._epochs = iter(sampling.epochs(len(images), rng))
         self._sampling, self._rng = sampling, rng
+        self._aside = rng.bit_generator.jumped()  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.raw_data[0])
@@ -189,21 +190,26 @@ class UserImages(Dataset):
     def iter(self, batch_size: int | None) -> Iterator[Batch]:
         """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
         assert batch_size == self._sampling.batch_size
-        images, targets = self.raw_data
         for positions in next(self._epochs):
-            boxes = draw_boxes(
-                self._rng,
-                len(positions),
-                images.shape[1],
-                self._sampling.input_size,
-                self._sampling.crop,
-                self._sampling.flip,
-            )
-            yield (
-                torch.from_numpy(images[positions]),
-                torch.from_numpy(targets[positions]).float(),
-                torch.from_numpy(boxes),
-            )
+            yield self._batch(positions, self._rng)
+
+    def once(self) -> Iterator[Batch]:
+        """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
+        rng, size = np.random.Generator(self._aside), self._sampling.batch_size
+        for first in range(0, len(self), size):
+            yield self._batch(np.arange(first, min(first + size, len(self))), rng)
+
+    def _batch(self, positions: IntArray, rng: np.random.Generator) -> Batch:
+        images, targets = self.raw_data
+        sampling = self._sampling
+        boxes = draw_boxes(
+            rng, len(positions), images.shape[1], sampling.input_size, sampling.crop, sampling.flip
+        )
+        return (
+            torch.from_numpy(images[positions]),
+            torch.from_numpy(targets[positions]).float(),
+            torch.from_numpy(boxes),
+        )
 
 
 @dataclass(frozen=True)
@@ -268,6 +274,16 @@ class FederatedImageDataset(FederatedDataset):
         self._reweight = reweight
         self._cost = UserCost() if cost is None else cost
         self._round = 0
+
+    @property
+    def num_users(self) -> int:
+        """U."""
+        return len(self.partition.user_ids)
+
+    @property
+    def total_images(self) -> int:
+        """Those that would take part if all users did."""
+        return int(self._sampling.taking_part(self.partition.sizes).sum())
 
     def set_round(self, round_number: int) -> None:
         """Say which round the next ``get_cohort`` is for."""

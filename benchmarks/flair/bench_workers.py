@@ -30,13 +30,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.common_types import Population
 from pfl.context import CentralContext
 from pfl.hyperparam.base import NNTrainHyperParams
 
 from benchmarks.experiment import build_model
 from benchmarks.facts import commit, hardware
-from benchmarks.federated import algorithm_and_params, local_sampling, pfl_model
+from benchmarks.federated import local_sampling, pfl_model
 from benchmarks.flair.config import parse
 from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, mini_index
@@ -110,7 +112,7 @@ def measured_times(repeats: int, more: Sequence[str]) -> dict[str, list[float]]:
     task = parse(more)
     config, sampling, side = task.config, local_sampling(task.config), task.config.data.image_size
     module = build_model(config, 17, None)
-    model, (algorithm, params) = pfl_model(task, module), algorithm_and_params(config, module, 1)
+    model, algorithm, params = pfl_model(task, module), FederatedAveraging(), NNAlgorithmParams(1, 1, 1, 1)
     local = NNTrainHyperParams(
         local_num_epochs=config.local.num_epochs,
         local_learning_rate=config.local.learning_rate,

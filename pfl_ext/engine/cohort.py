@@ -10,11 +10,11 @@ Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,12 @@ from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
 from pfl_ext.engine.one_step import Scaling, train_one_step
 from pfl_ext.engine.probe import fusable
-from pfl_ext.engine.training import Batch, LocalTraining, batches
+from pfl_ext.engine.training import Batch, LocalTraining, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.models import ImageClassifier
 from pfl_ext.prefetch import prefetched
+from pfl_ext.scaffold import Controls, Renewal
 from pfl_ext.schedule import longest_first
 
 MAX_USERS = 16
@@ -104,6 +105,13 @@ def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
     return best
 
 
+class Corrected(NamedTuple):
+    """What SCAFFOLD adds to a round's local training."""
+
+    controls: Controls
+    form: Renewal
+
+
 @dataclass(frozen=True)
 class CohortSum:
     """What a worker's share of a cohort sends, added up."""
@@ -112,6 +120,7 @@ class CohortSum:
     num_users: int
     num_images: int
     tally: Tensor | None  # [n]
+    changes: dict[str, Tensor] | None  # of SCAFFOLD's control variates, by variable
 
 
 class CohortEngine:
@@ -192,8 +201,10 @@ class CohortEngine:
         return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(how, scaling))
 
     def _fuses(self, how: LocalTraining, scaling: Scaling | None) -> bool:
-        """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known."""
-        return self._fusable and not (how.weight_decay and scaling is not None)
+        """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
+        correction is each user's own.
+        """
+        return self._fusable and not (how.weight_decay and scaling is not None) and how.correction is None
 
     def _fitting(self, tasks: Sequence[Task], how: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
@@ -209,8 +220,12 @@ class CohortEngine:
         how: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
+        scaffold: Corrected | None = None,
     ) -> CohortSum:
-        """Train the users of these tasks and add up ``weight_of(member) * scale * update`` of each."""
+        """Train the users of these tasks and add up ``weight_of(member) * scale * update`` of each.
+
+        ``scaffold``: whose corrections the steps take, and which learns each user's new control variate.
+        """
         how = self._prepare(how)
         members = [member for task in tasks for member in task.members]
         own = self._fitting(tasks, how)
@@ -220,7 +235,7 @@ class CohortEngine:
                 self._rehearse(next(self._batches(dataset.read(member), how)), how, scaling)
         while True:
             try:
-                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling)
+                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling, scaffold)
                 break
             except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
                 self._halve(how)
@@ -231,12 +246,21 @@ class CohortEngine:
         for lane in others:
             first.sums.vector.add_(lane.sums.vector)
         tallies = [tally for lane in self.lanes for tally in lane.sums.tally]
+        changes = None if scaffold is None else self._changes(scaffold.controls)
         return CohortSum(
             self._trimmed.expand(first.sums.views),
             len(members),
             sum(m.num_images for m in members),
             torch.stack(tallies).sum(0) if tallies else None,
+            changes,
         )
+
+    def _changes(self, controls: Controls) -> dict[str, Tensor]:
+        total = torch.zeros_like(controls.server, dtype=self._accumulate)
+        for lane in self.lanes:
+            if lane.changes is not None:
+                total += lane.changes
+        return controls.named(total)
 
     def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
@@ -299,11 +323,15 @@ class CohortEngine:
         how: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
+        scaffold: Corrected | None,
     ) -> None:
         """Train these one after another."""
+        gradients = scaffold is not None and scaffold.form.option == "I"
 
-        def read(member: Member) -> list[Batch]:
-            return list(self._batches(dataset.read(member), how))
+        def read(member: Member) -> tuple[list[Batch], list[Batch]]:
+            user = dataset.read(member)
+            once = self._settled(user.once()) if gradients else ()
+            return list(self._batches(user, how)), list(once)
 
         order = [member for task in tasks for member in task.members]
         users = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
@@ -312,15 +340,49 @@ class CohortEngine:
                 weights = [weight_of(m) for m in task.members]
                 own = list(islice(users, len(task.members)))
                 if task.together:
-                    firsts = [batch for (batch,) in own]
+                    firsts = [batch for (batch,), _ in own]
                     train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
                     lane.decay(sum(weights), how, scaling)
-                else:
-                    lane.train(own[0], how)
+                elif scaffold is None:
+                    lane.train(own[0][0], how)
                     lane.add(weights[0], scaling)
+                else:
+                    self._train_corrected(lane, task.members[0].user, *own[0], weights[0], how, scaffold)
+
+    def _train_corrected(
+        self,
+        lane: Lane,
+        user: int,
+        steps: list[Batch],
+        once: list[Batch],
+        weight: float,
+        how: LocalTraining,
+        scaffold: Corrected,
+    ) -> None:
+        """Train a user with SCAFFOLD's correction and renew its control variate."""
+        trimmed, controls = self._trimmed, scaffold.controls
+
+        def whole(tensors: Mapping[str, Tensor]) -> Tensor:
+            return controls.flat({name: trimmed.whole(name, t) for name, t in tensors.items()})
+
+        own = controls.own(user)
+        corrections = controls.correction(own)
+        lane.correct({name: trimmed.live(name, t) for name, t in corrections.items()}, how)
+        gradient = whole(lane.gradient(once, how)) if once else None
+        lane.train(steps, how)
+        lane.add(weight, None)
+        change = scaffold.form.change(controls.server, own, whole(lane.added()), len(steps), gradient)
+        controls.renew(user, own, change)
+        if lane.changes is None:
+            lane.changes = torch.zeros_like(change, dtype=self._accumulate)
+        lane.changes.add_(change, alpha=weight)
 
     def _batches(self, dataset: Any, how: LocalTraining) -> Iterator[Batch]:
-        return batches(dataset, how, self._central.objective, self._layout.device)
+        every = (batch for _ in range(how.num_epochs) for batch in dataset.iter(how.batch_size))
+        return self._settled(every)
+
+    def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
+        return settled(batches, self._central.objective, self._layout.device)
 
     def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""

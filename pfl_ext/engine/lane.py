@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Lane:
         self._local = layout.zeros()  # weights, then the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
+        self._corrections: list[Tensor] = []  # of SCAFFOLD, by variable
+        self.changes: Tensor | None = None  # the sum of its users' changes, of the whole network
         self._central, self._module = central, copy.deepcopy(central)
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
@@ -56,11 +58,14 @@ class Lane:
         if how.momentum and self._velocity is None:
             self._velocity = self.layout.zeros()
             self._velocities = self.layout.views(self._velocity)
+        if how.correction and not self._corrections:
+            self._corrections = self.layout.views(self.layout.zeros())
 
     def clear(self) -> None:
         """Before a round."""
         self.sums.vector.zero_()
         self.sums.tally.clear()
+        self.changes = None
 
     @contextlib.contextmanager
     def working(self) -> Any:
@@ -91,6 +96,28 @@ class Lane:
         if first:  # no data, no update
             self._local.copy_(self._start)
 
+    def correct(self, corrections: Mapping[str, Tensor], how: LocalTraining) -> None:
+        """The next `train` adds these to its steps, where ``how.correction`` says."""
+        self._prepare(how)
+        torch._foreach_copy_(self._corrections, [corrections[name] for name in self.layout.names])
+
+    def gradient(self, batches: Sequence[Batch], how: LocalTraining) -> dict[str, Tensor]:
+        """The gradient of the mean loss over all these images at the central weights, by variable."""
+        num_images = sum(len(batch.images) for batch in batches)
+        total = [torch.zeros_like(start) for start in self._starts]
+        for batch in batches:
+            there = Batch(*(t.to(self.layout.device, non_blocking=True) for t in batch))
+            part = len(batch.images) / num_images
+            torch._foreach_add_(total, self._gradients(self._central, there, how), alpha=part)
+        return dict(zip(self.layout.names, total))
+
+    def _gradients(self, module: ImageClassifier, batch: Batch, how: LocalTraining) -> list[Tensor]:
+        with torch.enable_grad():
+            with how.autocast(self.layout.device):
+                logits = module(batch.images, batch.boxes)
+            losses = module.objective.image_losses(logits, batch.targets)
+            return list(torch.autograd.grad((losses * batch.shares).sum(), trained(module)))
+
     def rehearse(self, how: LocalTraining, sample: Batch, alone: bool) -> None:
         """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
         if self._graphs is None:
@@ -109,15 +136,13 @@ class Lane:
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
         module = self._central if first else self._module
-        with torch.enable_grad():
-            with how.autocast(self.layout.device):
-                logits = module(batch.images, batch.boxes)
-            losses = module.objective.image_losses(logits, batch.targets)
-            gradients = list(torch.autograd.grad((losses * batch.shares).sum(), trained(module)))
+        gradients = self._gradients(module, batch, how)
         with torch.no_grad():
             if how.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
                 torch._foreach_add_(gradients, difference, alpha=how.mu)
+            if how.correction == "gradient":
+                torch._foreach_add_(gradients, self._corrections)
             clip_gradients(gradients, how)
             if how.weight_decay:
                 torch._foreach_add_(
@@ -138,6 +163,8 @@ class Lane:
             else:
                 for own, start, gradient in zip(self._weights, self._starts, gradients):
                     torch.sub(start, gradient, alpha=how.learning_rate, out=own)
+            if how.correction == "step":
+                torch._foreach_sub_(self._weights, self._corrections, alpha=how.learning_rate)
 
     @torch.no_grad()
     def decay(self, weight: float, how: LocalTraining, scaling: Scaling | None) -> None:
@@ -166,6 +193,10 @@ class Lane:
         for view, own, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):
             if scale:  # a refused user's numbers may be infinite
                 view.add_(own, alpha=weight * scale)
+
+    def added(self) -> dict[str, Tensor]:
+        """The update that `add` has just added without a scaling, by name; views that `train` overwrites."""
+        return dict(zip(self.layout.names, self._weights))
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:

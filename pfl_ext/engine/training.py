@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from pfl_ext.fednova import FedNova
 from pfl_ext.objectives import Objective
 from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
+from pfl_ext.scaffold import Correction, Scaffold
 from pfl_ext.transfer import pinned
 
 LocalClipping = Literal["none", "variable", "global"]
@@ -25,13 +26,14 @@ LocalClipping = Literal["none", "variable", "global"]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local SGD of FedAvg, FedProx and FedNova as the engine knows it.
+    """Local SGD of FedAvg, FedProx, FedNova and SCAFFOLD as the engine knows it.
 
     ``clipping``: of a step's gradient; "variable": each variable's norm is at most ``max_norm`` (Keras'
     clipnorm, the FLAIR paper's), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
     FedProx's weight of ``|w - w_central|^2 / 2`` (Li et al. 2020). ``amp``: type of autocast, or None.
     ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
-    ``v <- momentum v + g``, ``w <- w - lr v``, with v anew for each user.
+    ``v <- momentum v + g``, ``w <- w - lr v``, with v anew for each user. ``correction``: where SCAFFOLD's is
+    added, if there is one.
     """
 
     learning_rate: float
@@ -43,6 +45,7 @@ class LocalTraining:
     amp: torch.dtype | None
     momentum: float = 0.0
     weight_decay: float = 0.0
+    correction: Correction | None = None
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The precision that forward runs in."""
@@ -53,7 +56,7 @@ class LocalTraining:
 
 def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
     """What the engine has to do in this round; or why it cannot, in a few words."""
-    if type(algorithm) not in (FederatedAveraging, FedProx, FedNova):
+    if type(algorithm) not in (FederatedAveraging, FedProx, FedNova, Scaffold):
         return f"algorithm {type(algorithm).__name__}"
     params = context.model_train_params
     optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
@@ -85,6 +88,7 @@ def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext)
         amp,
         float(group["momentum"]),
         float(group["weight_decay"]),
+        context.algorithm_params.correction if isinstance(algorithm, Scaffold) else None,
     )
 
 
@@ -106,9 +110,8 @@ class Batch(NamedTuple):
     shares: Tensor  # [B], of the loss
 
 
-def batches(dataset: Any, how: LocalTraining, objective: Objective, device: torch.device) -> Iterator[Batch]:
-    """All of a user's batches in the order of its steps, on the CPU, ready for the device to fetch."""
-    for _ in range(how.num_epochs):
-        for images, targets, boxes in dataset.iter(how.batch_size):
-            targets, shares = objective.settled(targets)
-            yield Batch(*(pinned(t, device) for t in (images, targets, boxes, shares)))
+def settled(batches: Iterable[Any], objective: Objective, device: torch.device) -> Iterator[Batch]:
+    """A user's batches, of images, targets and boxes, on the CPU, ready for the device to fetch."""
+    for images, targets, boxes in batches:
+        targets, shares = objective.settled(targets)
+        yield Batch(*(pinned(t, device) for t in (images, targets, boxes, shares)))

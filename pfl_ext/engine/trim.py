@@ -75,11 +75,21 @@ class Trimmed:
         if self.model is not self._central:
             theirs = self._central.state_dict()
             for name, tensor in self.model.state_dict().items():
-                tensor.copy_(self._live(name, theirs[name]))
+                tensor.copy_(self.live(name, theirs[name]))
 
-    def _live(self, name: str, tensor: Tensor) -> Tensor:
+    def live(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a variable that the trimmed network has."""
         sides = self._sides.get(name)
         return tensor if sides is None else tensor[:, :, sides[0], sides[1]]
+
+    @torch.no_grad()
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A variable of the trimmed network as one of the whole, with zeros for what was cut off."""
+        if name not in self._sides:
+            return tensor
+        wide = torch.zeros_like(self._central.get_parameter(name), dtype=tensor.dtype, requires_grad=False)
+        self.live(name, wide).copy_(tensor)
+        return wide
 
     @torch.no_grad()
     def expand(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,7 +101,7 @@ class Trimmed:
             if name not in self._sums:
                 self._sums[name] = torch.empty_like(shapes[name], dtype=update[name].dtype)
             self._sums[name].zero_()
-            self._live(name, self._sums[name]).copy_(update[name])
+            self.live(name, self._sums[name]).copy_(update[name])
         return {name: self._sums.get(name, tensor) for name, tensor in update.items()}
 
 

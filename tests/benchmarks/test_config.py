@@ -137,8 +137,21 @@ def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
         (["--seed"], "--seed needs a value"),
         (["--data.image_size=100"], "model.input_size is 224, more than data.image_size = 100"),
         (["--runtime.precision=fp8"], "runtime.precision|precision is 'fp8'"),
-        (["--federated.algorithm=scaffold"], "set local.straddle to false"),
-        (["--federated.algorithm=scaffold", "--local.straddle=false"], "set federated.weighting to users"),
+        (["--federated.algorithm=scaffold", "--federated.replacement=true"], "set federated.replacement to"),
+        (
+            ["--federated.algorithm=scaffold", "--federated.sampling=proportional"],
+            "set federated.sampling to",
+        ),
+        (
+            ["--federated.scaffold_option=I"],
+            "leave federated.scaffold_option out, or set federated.algorithm",
+        ),
+        (["--federated.scaffold_correction=step"], "federated.scaffold_correction is of scaffold"),
+        (["--federated.algorithm=scaffold", "--federated.scaffold_option=3"], "scaffold_option is '3'"),
+        (
+            ["--config=pfl-r-17", "--federated.algorithm=scaffold"],
+            "privacy refuses federated.algorithm = scaff",
+        ),
         (["--recipe=pfl", "--federated.num_rounds=20"], "server.warmup_rounds is 30"),
         (["--server.beta1=1"], "server.beta1 is '1': input should be less than 1"),
     ],

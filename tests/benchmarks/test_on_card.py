@@ -19,7 +19,9 @@ from tests.card import card
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
         "cifar_cnn --runtime.engine=stock",
         "cifar_cnn --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users",
-        "cifar_cnn --federated.algorithm=scaffold --federated.weighting=users --local.straddle=false",
+        "cifar_cnn --federated.algorithm=scaffold --federated.weighting=users",
+        "resnet18 --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
+        "--federated.scaffold_correction=step",
         "cifar_cnn --evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
         "cifar_cnn --local_privacy.noise_seed=run --federated.weighting=users",
         "resnet18 --config=c-r-17",

@@ -52,9 +52,10 @@ def candidates(key: str) -> list[Any]:
     hint, default = BY_KEY[key]
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection, "local_privacy": LocalPrivacySection}[key]()]
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
     kinds = set(get_args(hint) or (hint,))
+    for choice in (hint, *get_args(hint)):
+        if get_origin(choice) is Literal:
+            return [*get_args(choice), *([None] if type(None) in kinds else [])]
     if bool in kinds:
         return [True, False, *([None] if type(None) in kinds else [])]
     other = {str: "another", int: 3, float: 0.25}

@@ -19,6 +19,7 @@ from benchmarks import recorder
 from benchmarks.flair.train import main
 from benchmarks.settings import Tree
 from dataset.command_line import run
+from pfl_ext import checkpoint
 from pfl_ext.checkpoint import load
 from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
 from pfl_ext.metrics import COLUMNS
@@ -119,12 +120,15 @@ def test_ten_rounds_follow_the_golden_trajectory(engine: str, followed: int, tra
         assert got["O-AP"] == pytest.approx(expected["O-AP"], abs=0.3), step
 
 
-@pytest.mark.parametrize("config", ["fl-r-17", "c-r-17"])
+@pytest.mark.parametrize(
+    "config", ["fl-r-17", "c-r-17", "fl-r-17 --federated.algorithm=scaffold --model.arch=cifar_cnn"]
+)
 def test_killed_and_resumed_equals_uninterrupted(
     config: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Predecessors 10 and 11: cohorts replayed, the model of one round taken for another's."""
-    extra = (f"--config={config}", "--runtime.checkpoint_every=2", "--centralised.num_epochs=3")
+    words = f"--config={config}".split()
+    extra = (*words, "--runtime.checkpoint_every=2", "--centralised.num_epochs=3")
     whole = train(*extra, name="whole")
     real = recorder.Recorder.step_done
 
@@ -142,13 +146,35 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert results(cut)["test"] == results(whole)["test"]
 
 
-def test_scaffold_is_not_resumed_without_its_state(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users")
-    directory = train(*argv)
-    (directory / "results.json").unlink()
+@pytest.mark.parametrize("engine", ["fast", "stock"])
+def test_scaffold_killed_between_its_state_and_the_checkpoint_goes_on_from_the_one_before(
+    engine: str, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All users in every round, so that every row has changed since the checkpoint that counts."""
+    extra = (
+        "--federated.algorithm=scaffold", "--federated.scaffold_option=I", "--federated.cohort_size=12",
+        "--model.arch=cifar_cnn", f"--runtime.engine={engine}",
+    )  # fmt: skip
+    whole = train(*extra, name="whole")
+    real = checkpoint.save
+
+    def die(path: Path, tensors: Any, state: Any, **more: Any) -> None:
+        if state.get("step") == 3:
+            raise KeyboardInterrupt
+        real(path, tensors, state, **more)
+
+    monkeypatch.setattr(checkpoint, "save", die)
+    train(*extra, name="cut", code=130)
+    monkeypatch.setattr(checkpoint, "save", real)
+    cut = train(*extra, name="cut")
+    assert "resuming at round 2" in capsys.readouterr().err
+    assert lines(cut) == lines(whole)
+    assert results(cut)["model_sha256"] == results(whole)["model_sha256"]
+    (cut / "results.json").unlink()
+    (cut / "checkpoint" / "control_variates.f32").write_bytes(b"")
     capsys.readouterr()
-    train(*argv, code=2)
-    assert "does not hold SCAFFOLD's state" in capsys.readouterr().err
+    train(*extra, name="cut", code=2)
+    assert "control_variates.f32 is not the one that the checkpoint was written with" in error_line(capsys)
 
 
 def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
@@ -188,7 +214,7 @@ def test_the_seed_changes_the_run(train: Train) -> None:
         ["--config=fl-r-1628"],
         ["--recipe=pfl", "--server.warmup_rounds=0"],
         ["--federated.algorithm=fedprox", "--federated.mu=0.1"],
-        ["--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users"],
+        ["--federated.algorithm=scaffold", "--data.partition=iid", "--model.arch=cifar_cnn"],
         ["--data.partition=iid"],
         ["--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=1"],
         ["--server.optimizer=yogi", "--server.learning_rate=0.01"],
@@ -280,8 +306,7 @@ def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.Cap
         (["--weights=pyproject.toml"], "--weights is for fine-tuning"),
         (["--local.batch_sise=3"], "did you mean local.batch_size?"),
         (
-            ["--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users",
-             "--federated.max_state_gb=0.1"],
+            ["--federated.algorithm=scaffold", "--federated.max_state_gb=0.1"],
             "above federated.max_state_gb = 0.1",
         ),
         (["--model.arch=resnet19"], "resnet19"),

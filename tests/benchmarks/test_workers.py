@@ -190,6 +190,5 @@ def test_what_several_workers_cannot_do_is_refused(
     assert "centralised training runs in one process" in error_line(capsys)
     monkeypatch.undo()
     monkeypatch.setattr("benchmarks.federated.current", lambda: "others")
-    scaffold = ("--federated.algorithm=scaffold", "--local.straddle=false", "--federated.weighting=users")
-    train(*scaffold, name="scaffold", code=2)
+    train("--federated.algorithm=scaffold", name="scaffold", code=2)
     assert "scaffold's state of each user lies in one process" in error_line(capsys)

@@ -31,6 +31,7 @@ from pfl_ext.optimizers import PerVariableClippedSGD
 from pfl_ext.privacy import TALLY, private_mean
 from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy_mechanisms import Clipping
+from pfl_ext.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
 
 SIDE, LABELS = 12, 5
 
@@ -122,6 +123,9 @@ class Setting:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nova: bool = False
+    scaffold: tuple[Option, Correction] | None = None
+    controls: Controls | None = field(default=None, init=False)
+    """SCAFFOLD's, after a run."""
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
@@ -163,6 +167,11 @@ class Setting:
             local_batch_size=self.sampling.batch_size,
             local_max_grad_norm=self.max_norm if self.clipping == "global" else None,
         )
+        if self.scaffold is not None:
+            total = data.total_images if self.by_images else data.num_users
+            params = ScaffoldParams(*common, total, *self.scaffold)
+            self.controls = Controls(module, data.partition.user_ids)
+            algorithm = Scaffold(self.controls)
         loop = asyncio.new_event_loop()
         try:
             for round_number in range(self.rounds):
@@ -178,10 +187,13 @@ class Setting:
                 )
                 work = backend.async_gather_results(model, algorithm, central_context=context)
                 stats, metrics = loop.run_until_complete(work)
+                updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
+                weight = float(stats.weight)
+                if self.scaffold is not None:
+                    algorithm.process_aggregated_statistics(context, metrics, model, stats)
         finally:
             loop.close()
-        updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
-        return updates, float(stats.weight), metrics
+        return updates, weight, metrics
 
 
 def private(num_users: int, mechanism: Mechanism = "gaussian", clipping: Clipping = "flat") -> Any:
