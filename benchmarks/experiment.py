@@ -64,6 +64,9 @@ class Experiment:
     """The final table of some results, by the name of the row."""
     show: Callable[[Tree], None]
     """That table, on the screen."""
+    followed: str = "val"
+    """What the scores of ``split("val")`` over the rounds are called: ``val``, by which a model may be
+    chosen, or ``tracked``, which are those of test and choose nothing."""
 
 
 def build_model(
@@ -146,13 +149,16 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
         experiment = opened(file)
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
+        recorder.followed = experiment.followed
         results = recorder.finished()
         if results is None:
             results = _train(run, experiment, recorder, file, data_path)
     if results is not None and is_main():
+        by = config.evaluation.best_by
+        chosen = "is the last" if by == "last" else f"was best on val by {by}"
         print(
             f"\n{results['setting']} on {results['dataset']}, seed {results['seed']}: the model of "
-            f"{results['unit']} {results['best_step']} of {results['rounds']} was best on val; "
+            f"{results['unit']} {results['best_step']} of {results['rounds']} {chosen}; "
             f"{results['wall_clock_s']:.0f} s on {results['hardware']}"
         )
         experiment.show(results)

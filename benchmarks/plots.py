@@ -85,20 +85,24 @@ def per_user_violins(
 def training_curve(
     history: Sequence[Mapping[str, Any]], unit: str, columns: Sequence[str], title: str, path: Path
 ) -> None:
-    """These columns (percent) and the loss on val over the rounds (or epochs) of ``metrics.jsonl``."""
-    scored = [line for line in history if "val" in line]
+    """These columns (percent) and the loss over the rounds (or epochs) of ``metrics.jsonl``.
+
+    They are those of val, or of test where the lines have ``tracked`` in its place.
+    """
+    followed, split = ("tracked", "test") if any("tracked" in line for line in history) else ("val", "val")
+    scored = [line for line in history if followed in line]
     steps = [line[unit] for line in scored]
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     left = figure.subplots()
     for column, line_style, marker in zip(columns, ("-", "--", "-."), ("o", "", "")):
-        values = [line["val"][column] for line in scored]
+        values = [line[followed][column] for line in scored]
         left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=shown(column))
-    left.set(xlabel=f"{unit}s of training", ylabel="score on val (%)", ylim=(0, 100), title=title)
+    left.set(xlabel=f"{unit}s of training", ylabel=f"score on {split} (%)", ylim=(0, 100), title=title)
     right = left.twinx()
     right.plot(
-        steps, [line["val"]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
+        steps, [line[followed]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
     )
-    right.set_ylabel("cross-entropy on val")
+    right.set_ylabel(f"cross-entropy on {split}")
     right.set_ylim(bottom=0)
     handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
     left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)

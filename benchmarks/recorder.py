@@ -101,6 +101,8 @@ class Recorder:
     ) -> None:
         self.run, self.directory, self.num_steps, self.unit = run, directory, num_steps, unit
         self.best = Best()
+        self.followed = "val"
+        """What the scores over the rounds are called in ``metrics.jsonl`` and on the screen."""
         self.ledger: Ledger | None = None
         self.algorithm_state: AlgorithmState | None = None
         self.held = Held()
@@ -230,10 +232,11 @@ class Recorder:
 
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
-            line["val"] = {key: round(value, 6) for key, value in self._val.items()}
+            line[self.followed] = {key: round(value, 6) for key, value in self._val.items()}
             first = next(name for name in self._val if name != "loss")
             self._bar.set_postfix_str(
-                f"val {shown(first)} {self._val[first]:.2f} loss {self._val['loss']:.4f}", refresh=False
+                f"{self.followed} {shown(first)} {self._val[first]:.2f} loss {self._val['loss']:.4f}",
+                refresh=False,
             )
             self._val = None
         if not self._main:

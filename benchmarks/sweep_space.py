@@ -302,6 +302,11 @@ def _check(sweep: Sweep, path: Path) -> None:
         raise ValueError(
             f"{path}: --{key} stands in command and in parameters: every trial would be the same"
         )
+    if sweep.metric is not None and sweep.metric.name.partition("/")[0] in ("tracked", "test"):
+        raise ValueError(
+            f"{path}: metric.name is {sweep.metric.name}, which is of test: a sweep that ranks by it tunes "
+            "on test; choose a number of val, as val/accuracy (visual classification: --data.scored=val)"
+        )
     if sweep.metric is None and (sweep.method == "bayes" or sweep.early_terminate):
         raise ValueError(f"{path}: metric is missing: {sweep.method} and hyperband need its name and goal")
     if sweep.method == "grid":

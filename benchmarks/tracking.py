@@ -143,7 +143,7 @@ class WandbBackend:
             classes = [[name, ap, prevalence[name]] for name, ap in results["per_class_ap"].items()]
             tables["per_class_ap"] = wandb.Table(columns=["label", "AP", "prevalence"], data=classes)
         self._run.log({**tables, **images}, step=step + 1)  # the last step's row is closed
-        summary = flat({name: results[name] for name in ("val", "test", "best_step", "wall_clock_s")})
+        summary = flat({name: results.get(name) for name in ("val", "test", "best_step", "wall_clock_s")})
         self._run.summary.update({f"final/{name}": value for name, value in summary.items()})
         if self._artifact:
             kept = {name: results[name] for name in ("setting", "config_sha256", "model_sha256")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -27,8 +28,12 @@ class DataConfig(ImageConfig):
     """One of the file's partitions, as ``alpha-0.10``; None: the users that the file is grouped by."""
     taxonomy: str = "labels"
     """Images with one label of this taxonomy take part; ``fine_grained_labels`` for FLAIR-like files."""
-    scored: str = "test"
-    """The split whose accuracy is followed over the rounds; the paper's is test."""
+    scored: Literal["test", "val"] = "test"
+    """What is followed over the rounds: test, as in the paper, which then chooses nothing and is called
+    ``tracked``; or val, for choosing a model or hyperparameters."""
+    val_share: float = 0.1
+    """With ``scored: val``, on a file without a val split: the share of each user's training images that
+    become one. It is the same for all seeds."""
     image_size: int = 32
 
 
@@ -115,6 +120,16 @@ def check(config: Config) -> None:
     if local.virtual_size is not None and federated.weighting != "users":
         raise ValueError(
             "local.virtual_size makes all users of one size: set federated.weighting to users (--recipe vc)"
+        )
+    data = config.data
+    if not 0 < data.val_share < 1:
+        raise ValueError(f"data.val_share is {data.val_share:g}: give a share above 0 and below 1")
+    if data.scored == "test" and data.val_share != DataConfig.val_share:
+        raise ValueError("data.val_share has no effect while test is followed: set data.scored to val")
+    if data.scored == "test" and config.evaluation.best_by != "last":
+        raise ValueError(
+            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model on test: set "
+            "data.scored to val, or evaluation.best_by to last"
         )
     if config.model.trained == "two_layers" and config.model.bottleneck is None:
         raise ValueError("model.trained is two_layers, of which the bottleneck is one: set model.bottleneck")

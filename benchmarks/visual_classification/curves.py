@@ -51,18 +51,23 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """The greatest accuracy seen, which the paper's Figure 4 reports; chosen on what it is scored on."""
+        """The greatest accuracy seen, which the paper's Figure 4 reports; on test it chooses no model."""
         return float(self.accuracy.max())
 
 
 def read_curve(lines: Sequence[Tree]) -> Curve:
-    """From the lines of ``metrics.jsonl``; a line's val is the model's before that line's round."""
+    """From the lines of ``metrics.jsonl``; a line's scores are the model's before that line's round.
+
+    They are ``tracked`` where they are those of test, or ``val``, which in older runs may be test too.
+    """
     batches = np.cumsum([0, *(line.get("max_local_steps", 0) for line in lines)])
-    scored = [i for i, line in enumerate(lines) if "val" in line]
+    found = [(i, line.get("tracked", line.get("val"))) for i, line in enumerate(lines)]
+    scores = {i: columns["accuracy"] for i, columns in found if columns is not None}
+    scored = list(scores)
     return Curve(
         np.array([lines[i].get("round", lines[i].get("epoch")) for i in scored], np.int64),
         batches[scored].astype(np.int64),
-        np.array([lines[i]["val"]["accuracy"] for i in scored], np.float64),
+        np.array(list(scores.values()), np.float64),
     )
 
 

@@ -205,7 +205,8 @@ def markdown(
     lines += ["", f"Hardware: {'; '.join(sorted(told))}. Commits: {', '.join(commits)}."]
     lines += [
         "",
-        "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is chosen on it.",
+        "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is the greatest of "
+        "them: on test it says what a run reached, and is no result of a model that was chosen.",
     ]
     if left_out:
         lines += ["", "Left out:", "", *(f"* {line}" for line in left_out)]

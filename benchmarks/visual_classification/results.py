@@ -11,7 +11,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks import plots
-from benchmarks.recorder import Recorder, columns
+from benchmarks.recorder import Recorder
 from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
@@ -24,6 +24,14 @@ def partition_text(task: SingleLabelTask) -> str:
     """The partition, and what its alpha counts if it has one."""
     clause = task.convention
     return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
+
+
+def followed_text(task: SingleLabelTask, scored: str) -> str:
+    """What is scored over the rounds."""
+    if scored == "test":
+        return "test is tracked and chooses nothing"
+    origin = f"{task.val_share:.3g} of each user's training images" if task.val_share else "the file's"
+    return f"val is {origin}"
 
 
 def partition_facts(task: SingleLabelTask) -> Tree:
@@ -45,13 +53,9 @@ def partition_facts(task: SingleLabelTask) -> Tree:
 def class_scores(
     task: SingleLabelTask, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
 ) -> Tree:
-    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from.
-
-    ``val`` is test where test is what was followed over the rounds.
-    """
+    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
     shares = metrics["test"][SCORES].per_class
     return {
-        **({} if "val" in metrics else {"val": columns(metrics["test"])}),
         "per_class_accuracy": {
             name: None if np.isnan(share) else 100 * float(share)
             for name, share in zip(task.label_names, shares)

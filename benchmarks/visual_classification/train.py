@@ -24,7 +24,7 @@ from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
-from dataset.single_label import SingleLabelTask
+from dataset.single_label import CARVED, SingleLabelTask
 from pfl_ext.distributed import barrier, is_main
 
 HEADLINE = ("accuracy",)
@@ -57,14 +57,16 @@ def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
     """The file as the images and classes that a run asks for."""
     data = run.config.data
     cache = int(run.runtime.cache_gb * 1e9)
-    return SingleLabelTask(file, data.partition, data.taxonomy, data.image_size, cache)
+    share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
+    return SingleLabelTask(file, data.partition, data.taxonomy, data.image_size, cache, share)
 
 
 def experiment(run: Run, file: FlairFile) -> Experiment:
     """This benchmark's side of a run on this file."""
     task, scored = single_label_task(run, file), run.config.data.scored
     return Experiment(
-        task=f"{len(task.label_names)} classes, {results.partition_text(task)}",
+        task=f"{len(task.label_names)} classes, {results.partition_text(task)}; "
+        + results.followed_text(task, scored),
         split=lambda name: task.split(scored if name == "val" else name),
         module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
         partition=None,
@@ -74,6 +76,7 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         draw=results.draw,
         rows=results.final_rows,
         show=partial(results.show, run.config),
+        followed="tracked" if scored == "test" else "val",
     )
 
 

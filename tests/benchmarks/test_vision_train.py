@@ -14,8 +14,11 @@ from safetensors.numpy import load_file
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as flair_main
 from benchmarks.settings import Tree
+from benchmarks.sweep_space import read_sweep
 from benchmarks.visual_classification.train import main
 from dataset.command_line import run
+from dataset.flair.hdf5 import FlairFile, FlairWriter
+from dataset.flair.index import TAXONOMIES, DatasetIndex
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import TINY
 
@@ -72,15 +75,22 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
 ) -> None:
     directory = train()
     told = results(directory)
-    assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"] == told["val"]["accuracy"]
+    assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"]
     assert told["best_step"] == told["rounds"] == 2, "no model is chosen on test"
     shares = [v for v in told["per_class_accuracy"].values() if v is not None]
     assert told["test"]["C-accuracy"] == pytest.approx(np.mean(shares))
     assert 0 < told["partition"]["mean_emd"] < 2
     rounds = lines(directory)
     assert all(line["max_local_steps"] >= 1 for line in rounds[:-1])
-    assert [line["val"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
-    assert "mean EMD" in capsys.readouterr().out
+    assert [line["tracked"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
+    assert rounds[-1]["tracked"]["accuracy"] == pytest.approx(told["test"]["accuracy"], abs=1e-6)
+    assert "val" not in told
+    assert not any("val" in line for line in rounds)
+    shown = capsys.readouterr().out
+    assert "mean EMD" in shown
+    assert "test is tracked and chooses nothing" in shown
+    assert "the model of round 2 of 2 is the last;" in shown
+    assert "best on val" not in shown
     for name in ("training_curve", "per_class_accuracy"):
         assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -162,11 +172,74 @@ def test_private_training_refuses_what_its_accounting_does_not_cover(words: list
         parse(["--config=pfl-r-17", *words])
 
 
+@pytest.fixture(scope="session")
+def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
+    """The tiny data set as CIFAR's files are: with train and test only."""
+    path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
+    with FlairFile(classes_file) as file:
+        splits = {name: file.split(name) for name in ("train", "test")}
+        index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
+        size = file.image_size
+        assert size is not None
+        with FlairWriter(path, index, storage="raw", image_size=size) as writer:
+            for name, split in splits.items():
+                rows = np.arange(split.num_images)
+                writer.write(name, rows, file.read_images(name, rows, size))
+    return path
+
+
+def test_a_val_carved_from_train_chooses_the_model(
+    train: Train, file_without_val: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What sweeps rank by is not test: its images are training images, which are not trained on."""
+    words = [f"--data_path={file_without_val}", "--data.scored=val", "--data.val_share=0.3"]
+    directory = train(*words, "--evaluation.best_by=accuracy")
+    told, rounds = results(directory), lines(directory)
+    assert not any("tracked" in line for line in rounds)
+    best = max(line["val"]["accuracy"] for line in rounds)
+    assert told["val"]["accuracy"] == pytest.approx(best, abs=1e-6)
+    with FlairFile(file_without_val) as file:
+        images = file.split("train").num_images
+    assert 0.5 * images < told["partition"]["images"] < images
+    shown = capsys.readouterr().out
+    assert "val is 0.3 of each user's training images" in shown
+    assert "was best on val by accuracy;" in shown
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--evaluation.best_by=accuracy"], "which would choose a model on test: set data.scored to val"),
+        (["--data.val_share=0.2"], "data.val_share has no effect while test is followed"),
+        (["--data.scored=val", "--data.val_share=1"], "data.val_share is 1: give a share"),
+        (["--data.scored=train"], "data.scored"),
+    ],
+)
+def test_what_would_choose_by_test_is_refused(
+    train: Train, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not train(*words, code=2).exists()
+    error = capsys.readouterr().err
+    assert (error.startswith("error: "), error.count("\n"), said in error) == (True, 1, True)
+
+
+def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path: Path) -> None:
+    sweep, _, path = read_sweep("effective-learning-rate")
+    assert sweep.metric is not None
+    assert sweep.metric.name == "val/accuracy"
+    assert "--data.scored=val" in sweep.command
+    for name in ("tracked/accuracy", "test/accuracy"):
+        other = tmp_path / "sweep.yaml"
+        other.write_text(path.read_text().replace("name: val/accuracy", f"name: {name}"))
+        with pytest.raises(ValueError, match=f"metric.name is {name}, which is of test"):
+            read_sweep(str(other))
+
+
 @pytest.mark.parametrize("by, choices", [("C-AP", "loss, accuracy, last")])
 def test_the_best_is_not_chosen_by_what_is_not_scored(
     train: Train, capsys: pytest.CaptureFixture[str], by: str, choices: str
 ) -> None:
-    train(f"--evaluation.best_by={by}", code=2)
+    train(f"--evaluation.best_by={by}", "--data.scored=val", code=2)
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
         error == f"error: evaluation.best_by is {by}, which this task does not score: choose one of {choices}"

@@ -100,7 +100,7 @@ def lines(*scored: tuple[int, float], steps: int = 3, num_rounds: int = 10) -> l
     out.append({"round": num_rounds})
     for line in out:
         if line["round"] in accuracies:
-            line["val"] = {"loss": 1.0, "accuracy": accuracies[line["round"]]}
+            line["tracked"] = {"loss": 1.0, "accuracy": accuracies[line["round"]]}
     return out
 
 
@@ -111,6 +111,9 @@ def test_accuracy_is_read_off_at_rounds_and_at_batches() -> None:
     assert [curve.at_batch(n) for n in (17, 18, 75, 76)] == [10, 20, 30, None]
     assert [curve.rounds_to(x) for x in (5, 15, 40, 41)] == [0, 4, 8, None]
     assert curve.best == 40
+    text = json.dumps(lines((0, 10.0), (4, 20.0), (8, 40.0), (10, 30.0)))
+    older = read_curve(json.loads(text.replace('"tracked"', '"val"')))
+    assert older.accuracy.tolist() == curve.accuracy.tolist()
 
 
 def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> None:
