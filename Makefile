@@ -107,6 +107,7 @@ vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="ru
 
 vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and momentum; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(if $(filter-out learning-rates,$(SWEEP)),$(SWEEP),effective-learning-rate) \
+	  --program $(VISION).train \
 	  $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users

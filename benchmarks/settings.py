@@ -90,6 +90,8 @@ def read_yaml(path: Path) -> Tree:
 def _explain(fault: Any, kind: type[Any]) -> str:
     """One fault of pydantic's, in one line that names the key and the mend."""
     name = ".".join(map(str, fault["loc"]))
+    if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
+        return f"{name} is missing"
     if fault["type"] != "unexpected_keyword_argument":
         return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
     for section in fault["loc"][:-1]:

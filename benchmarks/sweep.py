@@ -5,6 +5,7 @@
     python -m benchmarks.sweep learning-rates [--count N] [training keys]     registers it with wandb
     python -m benchmarks.sweep ENTITY/PROJECT/SWEEP_ID [--count N]            helps with that one
 
+A YAML without ``command`` runs the training of ``--program`` (default: benchmarks.flair.train).
 A local sweep that was stopped goes on by the same command.
 """
 
@@ -25,7 +26,7 @@ from benchmarks.sweep_space import Sweep, command_words, read_sweep
 from benchmarks.tracking import has_wandb_key
 from dataset.command_line import run as run_command
 
-OWN = ("local", "workers", "devices", "sweep_dir", "count", "sweep_seed", "np")
+OWN = ("local", "workers", "devices", "sweep_dir", "count", "sweep_seed", "np", "program")
 SWEEP_ID = re.compile(r"[\w.-]+/[\w.-]+/\w+")
 
 
@@ -52,16 +53,19 @@ def _number(given: Mapping[str, str], key: str, default: int | None, least: int 
 
 def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
     """Run a sweep with no server."""
-    sweep, tree, path = read_sweep(name)
-    for key in {"run_dir", "resume", "runtime.device"} & arguments(extra).keys():
-        raise ValueError(f"--{key} is the sweep's to give: remove it (there are --sweep_dir and --devices)")
+    sweep, tree, path = read_sweep(name, given.get("program"))
+    training = training_words(sweep, extra)
+    for key in sorted({"run_dir", "resume", "runtime.device"} & arguments(training).keys()):
+        where = "the arguments" if key in arguments(extra) else f"the command of {path}"
+        raise ValueError(
+            f"--{key} is the sweep's to give: remove it from {where} (there are --sweep_dir and --devices)"
+        )
     program = importlib.import_module(sweep.program_module)
-    words, data_path = program.resolve_data([*training_words(sweep, extra), "--runtime.progress=false"])
+    words, data_path = program.resolve_data([*training, "--runtime.progress=false"])
     program.ready_data(program.parse(words), data_path)
     if "runtime.track" not in arguments(extra):
         words.append("--runtime.track=none")
-    words = [w for w in words if not w.startswith(("--run_dir=", "--data_path="))]
-    words = [*command_words(arguments(words)), f"--data_path={data_path}"]
+    words = command_words({**arguments(words), "data_path": data_path})
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["auto"]
     devices = given["devices"].split(",") if "devices" in given else cuda
     directory = Path(given.get("sweep_dir") or f"runs/sweeps/{path.stem}-{data_path.stem}")
@@ -81,12 +85,14 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
 
 def with_wandb(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
     """Register a sweep with wandb, or join one, and work on it as wandb's agent."""
-    for key in given.keys() - {"local", "count"}:
+    for key in given.keys() - {"local", "count", "program"}:
         raise ValueError(f"--{key} is for local sweeps: add --local true (LOCAL=1), or remove it")
     joined = SWEEP_ID.fullmatch(name) and not Path(name).exists()
     if not joined:
-        sweep, tree, _ = read_sweep(name)
+        sweep, tree, path = read_sweep(name, given.get("program"))
         words = training_words(sweep, extra)
+        if "run_dir" not in arguments(words):
+            extra = [*extra, f"--run_dir=runs/sweeps/{sweep.name or path.stem}/{{digest}}"]
         point = (sweep.grid() if sweep.method == "grid" else [sweep.point(sweep.random_unit(0, 0, 0))])[0]
         resolved(sweep.program_module, words, point)  # an unknown key is told of here, and not by every trial
         place = sweep.command.index("${args}")

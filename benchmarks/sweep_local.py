@@ -114,7 +114,8 @@ class LocalSweep:
         count: int | None = None,
     ) -> None:
         self.sweep, self.words, self.directory, self.seed = sweep, list(words), directory, seed
-        self.metric = sweep.metric or Metric("val/C-AP", "maximize")
+        self._headline: str = importlib.import_module(sweep.program_module).HEADLINE[0]
+        self.metric = sweep.metric or Metric(f"val/{self._headline}", "maximize")
         self._sign = -1.0 if self.metric.goal == "maximize" else 1.0
         self._workers, self._devices, self._num_processes = workers, list(devices), num_processes
         self._grid = sweep.grid() if sweep.method == "grid" else None
@@ -268,7 +269,7 @@ class LocalSweep:
         values = self.values(trial)
         best = f", best {self.metric.name} {self._sign * min(values):.4g}" if values else ""
         print(f"trial {trial.number:03d} {trial.status}{best}{': ' if trial.message else ''}{trial.message}")
-        write_tables(self.rows(), self.sweep.varied, self.metric, self.directory)
+        write_tables(self.rows(), self.sweep.varied, self.metric, self._headline, self.directory)
 
     def _stop(self, number: int) -> None:
         process, _ = self._running[number]
@@ -302,7 +303,7 @@ class LocalSweep:
             step, score = min(values, key=lambda pair: self._sign * pair[1]) if values else (None, None)
             path = run_dir / "results.json"
             results = json.loads(path.read_text()) if path.exists() else {}
-            test = results.get("test", {}).get("C-AP")
+            test = results.get("test", {}).get(self._headline)
             seconds = results.get("wall_clock_s") or sum(
                 v for _, v in read_values(run_dir / "metrics.jsonl", "seconds")
             )
@@ -342,11 +343,11 @@ class LocalSweep:
     def report(self) -> None:
         """Table and plot of what there is."""
         rows = self.rows()
-        write_tables(rows, self.sweep.varied, self.metric, self.directory)
+        write_tables(rows, self.sweep.varied, self.metric, self._headline, self.directory)
         title = self.sweep.name or self.directory.name
         stem = self.directory / "plots" / "parallel_coordinates"
         drawn = parallel_coordinates(rows, self.sweep, self.metric, title, stem)
-        print(f"\n{markdown(rows, self.sweep.varied, self.metric)}")
+        print(f"\n{markdown(rows, self.sweep.varied, self.metric, self._headline)}")
         print(
             f"sweep directory: {self.directory} (table.md, table.csv{', plots/' if drawn else ''}, trials/)"
         )

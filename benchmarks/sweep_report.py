@@ -18,11 +18,15 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from benchmarks.sweep_space import Metric, Sweep
 from pfl_ext.checkpoint import write_bytes
+from pfl_ext.metrics import shown
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trial as the table has it; `score` is the best of the metric, reached at `step`."""
+    """One trial as the table has it.
+
+    `score` is the best of the metric, reached at `step`; `test` is the headline score on test.
+    """
 
     number: int
     point: Mapping[str, Any]
@@ -40,8 +44,9 @@ def ranked(rows: Sequence[Row], goal: str) -> list[Row]:
     return sorted(rows, key=lambda r: (r.score is None, sign * (r.score or 0.0), r.number))
 
 
-def _cells(rows: Sequence[Row], varied: Sequence[str], metric: Metric) -> list[list[str]]:
-    header = ["rank", "trial", *varied, f"best {metric.name}", "at", "test C-AP", "status", "seconds", "run"]
+def _cells(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
+    header = ["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}",
+              "status", "seconds", "run"]  # fmt: skip
     out = [header]
     for rank, row in enumerate(ranked(rows, metric.goal), 1):
         score = "" if row.score is None else f"{row.score:.4g}"
@@ -53,18 +58,20 @@ def _cells(rows: Sequence[Row], varied: Sequence[str], metric: Metric) -> list[l
     return out
 
 
-def markdown(rows: Sequence[Row], varied: Sequence[str], metric: Metric) -> str:
-    """The table, for people."""
-    cells = _cells(rows, varied, metric)
+def markdown(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> str:
+    """The table, for people; ``headline``: of which score `Row.test` is."""
+    cells = _cells(rows, varied, metric, headline)
     lines = [f"| {' | '.join(line)} |" for line in cells]
     return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]) + "\n"
 
 
-def write_tables(rows: Sequence[Row], varied: Sequence[str], metric: Metric, directory: Path) -> None:
+def write_tables(
+    rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str, directory: Path
+) -> None:
     """``table.md`` and ``table.csv``."""
-    write_bytes(directory / "table.md", markdown(rows, varied, metric).encode())
+    write_bytes(directory / "table.md", markdown(rows, varied, metric, headline).encode())
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(_cells(rows, varied, metric))
+    csv.writer(text, lineterminator="\n").writerows(_cells(rows, varied, metric, headline))
     write_bytes(directory / "table.csv", text.getvalue().encode())
 
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
@@ -30,6 +31,7 @@ SWEEPS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*/sweep
 """The shipped sweeps of all benchmarks."""
 TRAIN = re.compile(r"benchmarks\.\w+\.train")
 """The module that a sweep's command runs: a benchmark's own."""
+DEFAULT_PROGRAM = "benchmarks.flair.train"
 NOT_SWEPT = ("run_dir", "data_path", "weights", "resume")
 TINY = 1e-12
 
@@ -263,16 +265,40 @@ def command_words(point: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in point.items()]
 
 
-def read_sweep(name: str) -> tuple[Sweep, Tree, Path]:
+def _module(name: str, where: str) -> str:
+    """The training module that ``program`` names, as a module or, as wandb does, as a file.
+
+    Raises:
+        ValueError: for anything but the training command of a benchmark.
+    """
+    module = name.removesuffix(".py").replace("/", ".")
+    if not TRAIN.fullmatch(module) or find_spec(module) is None:
+        raise ValueError(
+            f"{where} is {name!r}: choose {DEFAULT_PROGRAM} or benchmarks.visual_classification.train"
+        )
+    return module
+
+
+def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path]:
     """A shipped sweep (``learning-rates``) or a YAML file: the sweep, the file's tree, its path.
 
-    :raises ValueError: one line that names the key and the mend.
+    Args:
+        name: of the sweep or of the file.
+        program: the module that trains, for a file that has neither ``command`` nor ``program``; else it must
+            be the file's. None: FLAIR's.
+
+    Raises:
+        ValueError: one line that names the key and the mend.
     """
     path = SWEEPS.get(name, Path(name))
     if not path.is_file():
         names = ", ".join(SWEEPS)
         raise ValueError(f"sweep {name}: no such file and no shipped sweep; the shipped ones are {names}")
     tree = read_yaml(path)
+    asked = None if program is None else _module(program, "--program")
+    if "command" not in tree:
+        module = _module(str(tree.get("program") or asked or DEFAULT_PROGRAM), f"{path}: program")
+        tree["command"] = ["${env}", "${interpreter}", "-m", module, "${args}"]
     raw = tree.get("parameters")
     if not isinstance(raw, dict) or not raw:
         raise ValueError(f"{path}: parameters is missing: a mapping of config keys to their values")
@@ -291,12 +317,19 @@ def read_sweep(name: str) -> tuple[Sweep, Tree, Path]:
         except ValueError as fault:
             raise ValueError(f"{path}: {where}: {fault}") from None
     _check(sweep, path)
+    if asked not in (None, sweep.program_module):
+        raise ValueError(
+            f"{path} is a sweep of {sweep.program_module}, and --program is {program}: choose one"
+        )
     return sweep, tree, path
 
 
 def _check(sweep: Sweep, path: Path) -> None:
     if sweep.command.count("${args}") != 1 or len([w for w in sweep.command if TRAIN.fullmatch(w)]) != 1:
-        raise ValueError(f"{path}: command must hold -m benchmarks.flair.train and, once, ${{args}}")
+        raise ValueError(
+            f"{path}: command must hold -m benchmarks.flair.train and, once, ${{args}}; without "
+            "a command, that is what is run"
+        )
     fixed = {word.removeprefix("--").split("=")[0] for word in sweep.command if word.startswith("--")}
     for key in fixed & sweep.parameters.keys():
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import queue
@@ -269,7 +270,18 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     [
         (["nowhere", "--local=true"], "no such file and no shipped sweep; the shipped ones are bayes, clip-"),
         (["learning-rates", "--local=true", "--workers=0"], "--workers is '0'"),
-        (["learning-rates", "--local=true", "--run_dir=x"], "--run_dir is the sweep's to give"),
+        (
+            ["learning-rates", "--local=true", "--run_dir=x"],
+            "--run_dir is the sweep's to give: remove it from the arg",
+        ),
+        (
+            ["learning-rates", "--local=true", "--program=benchmarks.sweep"],
+            "--program is 'benchmarks.sweep': choose",
+        ),
+        (
+            ["learning-rates", "--local=true", "--program=benchmarks.visual_classification.train"],
+            "is a sweep of benchmarks.flair.train, and --program is",
+        ),
         (["learning-rates", "--local=true", "--local.learning_rate=1"], "--local.learning_rate is swept"),
         (
             ["learning-rates", "--local=true", "--locl.batch_size=1"],
@@ -351,10 +363,78 @@ def some_rows() -> list[Row]:
     ]
 
 
+def test_the_column_of_test_is_the_headline_of_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17.19: the tables of visual classification had a column of C-AP, which was empty."""
+    sweep, tree, _ = read_sweep("effective-learning-rate")
+    words = ["--config=cifar10-fedavgm"]
+    local = LocalSweep(dataclasses.replace(sweep, metric=None), tree, words, tmp_path / "s", count=1)
+    assert local.metric == Metric("val/accuracy", "maximize")
+    trial = local._new_trial()
+    assert trial is not None
+    local.run_dir(trial).mkdir(parents=True)
+    told = {"test": {"accuracy": 61.5, "loss": 1.0}, "wall_clock_s": 3}
+    (local.run_dir(trial) / "results.json").write_text(json.dumps(told))
+    line = {"round": 4, "val": {"accuracy": 60.0, "loss": 1.1}}
+    (local.run_dir(trial) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    local.report()
+    (row,) = csv.DictReader((local.directory / "table.csv").read_text().splitlines())
+    assert (row["best val/accuracy"], row["test accuracy"]) == ("60", "61.50")
+    assert "C-AP" not in (local.directory / "table.md").read_text()
+
+
+def test_a_local_sweep_needs_no_command(
+    doubled: Callable[..., LocalSweep], mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.46: it failed after a while, with a dump of an object."""
+    doubled(RATES, command=None)  # trials take no time from here on
+    argv = [
+        str(tmp_path / "sweep.yaml"),
+        "--local=true",
+        f"--data_path={mini_file}",
+        f"--sweep_dir={tmp_path / 's'}",
+    ]
+    assert run(main, argv) == 0
+    assert "| finished |" in (tmp_path / "s" / "table.md").read_text()
+
+
+def test_the_run_dir_of_a_sweeps_file_is_refused_not_ignored(
+    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.46."""
+    for word in (["--run_dir=mine/{digest}"], ["--run_dir", "mine"], ["--runtime.device=cuda:1"]):
+        file = written(tmp_path, RATES, command=[*COMMAND[:-1], *word, COMMAND[-1]])
+        assert run(main, [file, "--local=true", f"--data_path={mini_file}"]) == 2
+        key = word[0].split("=")[0]
+        assert (
+            f"{key} is the sweep's to give: remove it from the command of {file}" in capsys.readouterr().err
+        )
+
+
+def test_wandb_gives_each_trial_a_directory_of_its_own(
+    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Tree] = []
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(wandb, "sweep", lambda tree, **_: registered.append(tree))
+    monkeypatch.setattr(wandb, "agent", lambda *_, **__: None)
+    command = [*COMMAND[:-1], "--run_dir=mine/{digest}", COMMAND[-1]]
+    for options, place in (
+        ({"command": None}, "runs/sweeps/sweep/{digest}"),
+        ({"command": command}, "mine/{digest}"),
+    ):
+        assert run(main, [written(tmp_path, RATES, **options), f"--data_path={mini_file}"]) == 0
+        words = registered[-1]["command"]
+        assert [word for word in words if word.startswith("--run_dir")] == [f"--run_dir={place}"]
+        assert words[:4] == ["${env}", "${interpreter}", "-m", "benchmarks.flair.train"]
+        assert words[-1] == "${args}"
+
+
 def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
-    lines = markdown(some_rows(), ["a.rate", "b"], Metric("val/C-AP", "maximize")).splitlines()[2:]
+    lines = markdown(some_rows(), ["a.rate", "b"], Metric("val/C-AP", "maximize"), "C-AP").splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["001", "000", "002"]
-    smallest = markdown(some_rows(), ["a.rate"], Metric("val/loss")).splitlines()[2:]
+    smallest = markdown(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP").splitlines()[2:]
     assert [line.split(" | ")[1] for line in smallest] == ["000", "001", "002"]
 
 

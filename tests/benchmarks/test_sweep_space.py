@@ -141,6 +141,8 @@ def test_known_quantiles() -> None:
         ({"config": {"values": ["fl-r-17", "fl-f-17"]}}, {}, "--config stands in command and in parameters"),
         ({}, {}, "parameters is missing"),
         ({"x": {"value": 1}}, {"command": ["python", "train.py"]}, "command must hold -m"),
+        ({"x": {"value": 1}}, {"command": None, "program": "train.py"}, "program is 'train.py': choose"),
+        ({"x": {"value": 1}}, {"method": None}, "sweep.yaml: method is missing"),
         ({"x": {"value": 1}}, {"method": "random"}, "run_cap is missing"),
         ({"x": {"value": 1}}, {"method": "bayes", "run_cap": 2, "metric": None}, "metric is missing"),
         ({"x": {"value": 1}}, {"method": "anneal"}, "method is 'anneal'"),
@@ -155,6 +157,22 @@ def test_a_sweep_that_cannot_be_honoured_is_refused(
     with pytest.raises(ValueError, match=r"sweep\.yaml") as caught:
         read_sweep(written(tmp_path, parameters, **changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "program, asked, module",
+    [
+        (None, None, "benchmarks.flair.train"),
+        ("benchmarks/visual_classification/train.py", None, "benchmarks.visual_classification.train"),
+        (None, "benchmarks.visual_classification.train", "benchmarks.visual_classification.train"),
+    ],
+)
+def test_without_a_command_a_benchmarks_training_is_run(
+    program: str | None, asked: str | None, module: str, tmp_path: Path
+) -> None:
+    """Issue 17.46."""
+    file = written(tmp_path, {"seed": {"value": 1}}, command=None, program=program)
+    assert read_sweep(file, asked)[0].program_module == module
 
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:
