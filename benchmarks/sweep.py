@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.sections import TrainingConfig
 from benchmarks.settings import arguments
 from benchmarks.sweep_local import LocalSweep, alone, resolved
 from benchmarks.sweep_space import Sweep, command_words, read_sweep
@@ -51,6 +52,17 @@ def _number(given: Mapping[str, str], key: str, default: int | None, least: int 
     return int(text)
 
 
+def check_ranking(sweep: Sweep, config: TrainingConfig) -> None:
+    """Refuse a sweep that ranks by val where its runs follow test.
+
+    Raises:
+        ValueError: what to add.
+    """
+    metric = "val/" if sweep.metric is None else sweep.metric.name
+    if metric.startswith("val/") and getattr(config.data, "scored", "val") != "val":
+        raise ValueError("the sweep ranks by val, which its runs do not follow: add --data.scored=val")
+
+
 def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
     """Run a sweep with no server."""
     sweep, tree, path = read_sweep(name, given.get("program"))
@@ -62,7 +74,9 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
         )
     program = importlib.import_module(sweep.program_module)
     words, data_path = program.resolve_data([*training, "--runtime.progress=false"])
-    program.ready_data(program.parse(words), data_path)
+    run = program.parse(words)
+    check_ranking(sweep, run.config)
+    program.ready_data(run, data_path)
     if "runtime.track" not in arguments(extra):
         words.append("--runtime.track=none")
     words = command_words({**arguments(words), "data_path": data_path})
@@ -94,6 +108,7 @@ def with_wandb(name: str, given: Mapping[str, str], extra: Sequence[str]) -> Non
         if "run_dir" not in arguments(words):
             extra = [*extra, f"--run_dir=runs/sweeps/{sweep.name or path.stem}/{{digest}}"]
         point = (sweep.grid() if sweep.method == "grid" else [sweep.point(sweep.random_unit(0, 0, 0))])[0]
+        check_ranking(sweep, importlib.import_module(sweep.program_module).parse(words).config)
         resolved(sweep.program_module, words, point)  # an unknown key is told of here, and not by every trial
         place = sweep.command.index("${args}")
         tree = {**tree, "command": [*sweep.command[:place], *extra, *sweep.command[place:]]}

@@ -399,6 +399,16 @@ def test_a_local_sweep_needs_no_command(
     assert "| finished |" in (tmp_path / "s" / "table.md").read_text()
 
 
+def test_a_sweep_by_val_of_runs_that_follow_test_is_refused_before_any_trial(
+    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every trial would fail at its end, as there is no val in its metrics.jsonl."""
+    argv = [written(tmp_path, RATES, command=None, metric=None), "--local=true", f"--data_path={mini_file}"]
+    argv += ["--program=benchmarks.visual_classification.train"]
+    assert run(main, argv) == 2
+    assert "add --data.scored=val" in capsys.readouterr().err
+
+
 def test_the_run_dir_of_a_sweeps_file_is_refused_not_ignored(
     mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
