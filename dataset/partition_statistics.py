@@ -68,6 +68,8 @@ class Statistics:
     """That occur."""
     images_left_out: int
     """Without exactly one label."""
+    taxonomy: str
+    """Whose labels are the classes."""
     images_per_client: Spread
     classes_per_client: Spread
     emd: float
@@ -142,6 +144,7 @@ def _measured(task: SingleLabelTask, split: str) -> tuple[Statistics, Dealt]:
         images=store.num_images,
         classes=int((store.label_counts() > 0).sum()),
         images_left_out=task.num_left_out(split),
+        taxonomy=task.taxonomy,
         images_per_client=Spread.of(sizes),
         classes_per_client=Spread.of(held),
         emd=mean_emd(distance, sizes),
@@ -175,7 +178,14 @@ def as_text(rows: Sequence[Statistics]) -> str:
         )
     widths = [max(len(line[column]) for line in table) for column in range(len(HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
-    return "\n".join([*lines, *(f"{row.name}: {row.convention}" for row in rows if row.convention)])
+    lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
+    lines += [
+        f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
+        f"images are left out, as they have no label or several in {row.taxonomy}"
+        for row in rows
+        if row.images_left_out
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> None:

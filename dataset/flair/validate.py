@@ -38,6 +38,8 @@ from dataset.flair.native import (
 )
 
 _BLOCK = 32  # images that a thread checks at once
+MOST_LABELS = 100
+"""As many labels of a taxonomy are listed one by one: all of FLAIR's 17, not its 1,628."""
 
 
 def check_index(index: DatasetIndex) -> None:
@@ -170,7 +172,7 @@ def check_foreign(path: Path, reader: Reader) -> None:
 
 
 def describe(path: Path, reader: Reader) -> str:
-    """A summary for people: size, storage, users, images and labels of each split, provenance."""
+    """A summary for people: size, storage, users and images of each split, labels, provenance."""
     size = f", {reader.image_size} pixels" if reader.image_size else ""
     layout = "grouped by user" if reader.grouped else "not grouped by user"
     lines = [f"{path}: {path.stat().st_size / 1e6:,.1f} MB, {reader.storage}{size}, {layout}, valid"]
@@ -190,12 +192,35 @@ def describe(path: Path, reader: Reader) -> str:
                 f"(per user: median {np.median(sizes):g}, mean {sizes.mean():.2f}, max {sizes.max():,})"
                 + (f"; {clause}" if (clause := meaning(part, len(reader.label_mappings["labels"]))) else "")
             )
-    names = [f"{len(mapping):,} {taxonomy}" for taxonomy, mapping in reader.label_mappings.items()]
-    lines.append("labels: " + ", ".join(names))
+    lines += _label_lines(reader)
     if isinstance(reader, NativeReader):
         lines.append(f"content sha256: {reader.content_sha256}")
     lines += ["provenance:", *(f"  {key}: {value}" for key, value in reader.provenance.items())]
     return "\n".join(lines)
+
+
+def _label_lines(reader: Reader) -> list[str]:
+    """The labels of each taxonomy and how many images of each split have them, the most frequent first."""
+    lines: list[str] = []
+    before: tuple[Any, ...] = ()
+    for taxonomy in TAXONOMIES:
+        names = sorted(reader.label_mappings[taxonomy], key=reader.label_mappings[taxonomy].__getitem__)
+        counts = np.array([reader.split(name).labels[taxonomy].counts() for name in reader.splits])
+        if before == (names, counts.tolist()):
+            lines.append(f"{taxonomy}: the same {len(names):,}")
+            continue
+        before = names, counts.tolist()
+        lines.append(f"{taxonomy}: {len(names):,}, with images in {', '.join(reader.splits)}")
+        order = np.argsort(-counts.sum(0), kind="stable")
+        lines += [
+            f"  {names[k]}: {', '.join(f'{count:,}' for count in counts[:, k])}" for k in order[:MOST_LABELS]
+        ]
+        if len(names) > MOST_LABELS:
+            rest = counts[:, order[MOST_LABELS:]].sum(1)
+            lines.append(
+                f"  {len(names) - MOST_LABELS:,} more, together: {', '.join(f'{count:,}' for count in rest)}"
+            )
+    return lines
 
 
 def _check_datasets(path: Path, file: h5py.File, reader: NativeReader) -> None:

@@ -13,8 +13,10 @@ from PIL import Image
 from dataset.cifar import csv_partitions
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.command_line import run
+from dataset.flair.download_preprocess import main as preprocess
 from dataset.flair.hdf5 import FlairFile
 from dataset.partition_statistics import distances, main, mean_emd, measure
+from tests.dataset.drawn import records, write_parquet
 from tests.dataset.test_hdf5 import dataset_index, partitioned, write
 
 REAL = Path("/work/shared/data/cifar10")
@@ -74,16 +76,34 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0].split()[:3] == ["split", "dealt", "by"]
-    assert [line.split()[1] for line in lines[1:]] == ["crossed", "geo-100", "users", "users"]
+    assert [line.split()[1] for line in lines[1:5]] == ["crossed", "geo-100", "users", "users"]
     content = json.loads((out / "statistics.json").read_text())
     assert [one["name"] for one in content] == ["crossed", "geo-100", "users", "users"]
     assert f"{content[1]['emd']:.3f}" in lines[2]
+    assert len(lines) == 5, "every image has one label"
     assert sorted(file.name for file in out.iterdir()) == [
         "classes.png", "clients.png", "emd.png", "statistics.json",
     ]  # fmt: skip
     for name in ("classes", "clients", "emd"):
         with Image.open(out / f"{name}.png") as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20  # something is drawn
+
+
+def test_images_of_several_labels_are_left_out_aloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = records(60)
+    folder, path = write_parquet(tmp_path / "in", rows), tmp_path / "f.hdf5"
+    assert run(preprocess, [f"--source={folder}", f"--output_file={path}"]) == 0
+    capsys.readouterr()
+    assert run(main, [str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for split in ("train", "val", "test"):
+        here = [one for one in rows if one.partition == split]
+        several = [one for one in here if len(one.labels) > 1]
+        told = f"{split} dealt by users: {len(several)} of {len(here)} images are left out, as they have no"
+        users = {one.user_id for one in here}
+        assert any(line.startswith(told) for line in lines) == (len(users) > 1)
 
 
 def test_a_file_with_nothing_to_compare_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

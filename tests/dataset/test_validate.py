@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable
@@ -16,10 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataset.command_line import run
+from dataset.flair import validate as validation
+from dataset.flair.download_preprocess import main as preprocess
 from dataset.flair.hdf5 import FlairFile, main
 from dataset.flair.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
 from dataset.flair.native import checksum
 from dataset.flair.validate import check_index, validate
+from tests.dataset.drawn import records, write_parquet
 from tests.dataset.test_hdf5 import dataset_index, partitioned, write
 
 
@@ -49,6 +53,50 @@ def test_a_sound_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1.000 labels/image" in text
     assert "jpeg, grouped by user, valid" in text
     assert "source: drawn" in text
+
+
+def test_a_description_names_the_labels_and_counts_their_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each label of each taxonomy, the most frequent first; of many, the first ones and the rest together."""
+    rows = records(60)
+    folder, path = write_parquet(tmp_path / "in", rows), tmp_path / "f.hdf5"
+    assert run(preprocess, [f"--source={folder}", f"--output_file={path}"]) == 0
+
+    def counts(taxonomy: str) -> list[list[str]]:
+        """Name and counts as they were printed."""
+        capsys.readouterr()
+        assert run(main, [str(path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith(f"{taxonomy}: "))
+        assert lines[start].endswith("with images in train, val, test")
+        return [line.strip().split(": ") for line in itertools.takewhile(is_label, lines[start + 1 :])]
+
+    def is_label(line: str) -> bool:
+        return line.startswith("  ")
+
+    def expected(taxonomy: str, label: str) -> str:
+        here = [one.partition for one in rows if label in getattr(one, taxonomy)]
+        return ", ".join(str(here.count(split)) for split in ("train", "val", "test"))
+
+    for taxonomy in TAXONOMIES:
+        printed = counts(taxonomy)
+        names = {label for one in rows for label in getattr(one, taxonomy)}
+        assert {name for name, _ in printed} == names
+        assert all(told == expected(taxonomy, name) for name, told in printed)
+        totals = [sum(map(int, told.split(", "))) for _, told in printed]
+        assert totals == sorted(totals, reverse=True)
+    monkeypatch.setattr(validation, "MOST_LABELS", 4)
+    fine = counts("fine_grained_labels")
+    assert [name for name, _ in fine[4:]] == ["9 more, together"]
+    held = np.array([[int(n) for n in told.split(", ")] for _, told in fine])
+    np.testing.assert_array_equal(
+        held.sum(0),
+        [
+            sum(len(one.fine_grained_labels) for one in rows if one.partition == split)
+            for split in ("train", "val", "test")
+        ],
+    )
 
 
 def content(path: Path) -> list[Any]:
