@@ -173,13 +173,22 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         raise ValueError(
             f"--source {place} holds none of the images that the CSVs list, and no *.tar or *.tar.gz"
         )
-    if files:
-        size = sum(path.stat().st_size for path in files.values())
-        return ArchiveSource(
-            listing, [], root, len(ids), size, told, 0, nothing, read_listing=lambda _: table, paths=files
-        )
     shards = [_on_disk(path) for path in archives]
-    return ArchiveSource(listing, shards, None, len(ids), estimate, told, read_listing=lambda _: table)
+    if not files:
+        return ArchiveSource(listing, shards, None, len(ids), estimate, told, read_listing=lambda _: table)
+    size = sum(path.stat().st_size for path in files.values())
+    return ArchiveSource(
+        listing,
+        shards,
+        root,
+        len(ids),
+        max(size, estimate if shards else 0),
+        told,
+        0,
+        nothing,
+        read_listing=lambda _: table,
+        paths=files,
+    )
 
 
 def _on_disk(path: Path) -> Shard:

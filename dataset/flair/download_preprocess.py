@@ -162,7 +162,7 @@ def _check(
         block = Block.unpacked(part, start, kept)
         for at, known in block.faults.items():
             _bad(block.table, at, known, options)
-        source.skip(block.table.filter(pa.array(block.num_bytes >= 0)))
+        source.skip(part, block.table.filter(pa.array(block.num_bytes >= 0)))
         yield block
         if block.last:
             return

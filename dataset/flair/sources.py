@@ -16,6 +16,7 @@ import json
 import lzma
 import tarfile
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -90,8 +91,8 @@ class Source(Protocol):
         """The images alone, in the order of `records`."""
         ...
 
-    def skip(self, table: pa.Table) -> None:
-        """Take note that an earlier process read these records."""
+    def skip(self, part: int, table: pa.Table) -> None:
+        """Take note that an earlier process read these records of a part."""
         ...
 
     @property
@@ -137,7 +138,7 @@ class ParquetSource:
         """As `Source.parts`: the shards."""
         return [shard.key for shard in self.shards]
 
-    def skip(self, table: pa.Table) -> None:
+    def skip(self, part: int, table: pa.Table) -> None:
         """As `Source.skip`."""
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
@@ -198,8 +199,8 @@ class ArchiveSource:
     """``labels_and_metadata.json`` and the images it lists, in tar archives or as files ``<image_id>.jpg``.
 
     Archives are read as streams and never unpacked, and only the last part of a member's name is looked at.
-    Images that the JSON does not list are left out; those that it lists and no archive holds come last, as
-    None.
+    A file whose image is in an archive, too, is left out. Images that the JSON does not list are left out;
+    those that it lists and that are nowhere come last, as None.
     """
 
     metadata: Shard
@@ -214,7 +215,8 @@ class ArchiveSource:
     paths: Mapping[str, Path] | None = None
     """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
     _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
-    _seen: bytearray = field(default_factory=bytearray, repr=False)
+    _claimed: array[int] = field(default_factory=lambda: array("l"), repr=False)
+    """``[R]``: 1 + the first part that has each image; 0 if none has it so far."""
 
     @property
     def parts(self) -> Sequence[str]:
@@ -224,11 +226,16 @@ class ArchiveSource:
             keys.append(_folder_key(self.files, self._found()))
         return [f"{self.metadata.key} {key}" for key in [*keys, f"missing of {' '.join(keys)}"]]
 
-    def skip(self, table: pa.Table) -> None:
+    def skip(self, part: int, table: pa.Table) -> None:
         """As `Source.skip`."""
         _, row_of = self.listed()
         for image_id in table["image_id"].to_pylist():
-            self._seen[row_of[image_id]] = 1
+            self._claim(part, row_of[image_id])
+
+    def _claim(self, part: int, row: int) -> None:
+        """Note that a part has an image, unless an earlier part has it, too."""
+        if not self._claimed[row]:
+            self._claimed[row] = part + 1
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`."""
@@ -256,7 +263,7 @@ class ArchiveSource:
             if len(row_of) < len(ids):
                 twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
                 raise ValueError(f"{self.metadata.name} lists image {twice} twice")
-            self._listed, self._seen = (table, row_of), bytearray(len(row_of))
+            self._listed, self._claimed = (table, row_of), array("l", [0]) * len(row_of)
         return self._listed
 
     def _batches(self, part: int, start: int) -> Iterator[tuple[list[str], list[Image]]]:
@@ -264,7 +271,8 @@ class ArchiveSource:
         ids: list[str] = []
         images: list[Image] = []
         for image_id, image in self._members(part):
-            self._seen[row_of[image_id]] |= image is not None
+            if image is not None:
+                self._claim(part, row_of[image_id])
             if start:
                 start -= 1
                 continue
@@ -282,8 +290,9 @@ class ArchiveSource:
         if part < len(self.archives):
             return ((name, read) for name, read in tar_images(self.archives[part].fetch()) if name in row_of)
         if self.files is not None and part == len(self.archives):
-            return _jpegs(self._found())
-        return ((name, None) for name, row in row_of.items() if not self._seen[row])
+            free = (0, part + 1)
+            return _jpegs(one for one in self._found() if self._claimed[row_of[one[0]]] in free)
+        return ((name, None) for name, row in row_of.items() if not self._claimed[row])
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         """The listed images that are files, with their paths."""
@@ -430,9 +439,8 @@ def local(folder: Path) -> Source:
     archives = [path for path in found if path.name.endswith((".tar.gz", ".tgz", ".tar"))]
     if files is None and not archives:
         raise ValueError(f"--source {folder} holds {METADATA} but neither small_images/ nor *.tar.gz")
-    if files is not None:
-        archives = []  # the same images, unpacked
-    size = sum(path.stat().st_size for path in (archives if files is None else files.iterdir()))
+    unpacked = sum(path.stat().st_size for path in files.iterdir()) if files is not None else 0
+    size = max(unpacked, sum(path.stat().st_size for path in archives))
     shards = [_on_disk(path, folder) for path in archives]
     source = ArchiveSource(
         _on_disk(listing, folder), shards, files, 0, size, {**provenance, "format": "archives"}

@@ -137,6 +137,18 @@ def write_archives(folder: Path, rows: Sequence[Record], archives: int = 2) -> P
     return folder
 
 
+def write_mixed(folder: Path, rows: Sequence[Record]) -> Path:
+    """Two thirds of the images in an archive, the last half as files: some are in both places."""
+    write_files(folder, rows)
+    for one in rows[: len(rows) // 2]:
+        (folder / "small_images" / f"{one.image_id}.jpg").unlink()
+    with tarfile.open(folder / "small_images-00.tar.gz", "w:gz") as archive:
+        for one in rows[: 2 * len(rows) // 3]:
+            assert one.image is not None
+            add_member(archive, f"small_images/{one.image_id}.jpg", one.image)
+    return folder
+
+
 def write_predecessor(path: Path, rows: Sequence[Record], maker: str, grouped: bool) -> Path:
     """A file as pfl-research's (``pfl``) or ml-flair's script makes it."""
     names = {t: sorted({name for one in rows for name in getattr(one, t)}) for t in TAXONOMIES}

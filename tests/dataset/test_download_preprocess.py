@@ -33,11 +33,12 @@ from tests.dataset.drawn import (
     records,
     write_archives,
     write_files,
+    write_mixed,
     write_parquet,
 )
 
 CLOTHING = Path(__file__).parents[3] / "shared" / "data" / "clothing-flair"
-WRITERS = [write_parquet, write_files, write_archives]
+WRITERS = [write_parquet, write_files, write_archives, write_mixed]
 Folder = Callable[[Path, Sequence[Record]], Path]
 
 

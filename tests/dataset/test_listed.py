@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -124,8 +125,11 @@ def test_a_folder_of_images_or_of_archives_gives_the_same_file(tmp_path: Path) -
     for path in sorted((tmp_path / "tar").rglob("*.tar")):
         with tarfile.open(path) as archive:
             archive.extractall(tmp_path / "loose" / path.stem, filter="data")
+    shutil.copytree(tmp_path / "tar", tmp_path / "mixed")
+    loose = sorted((tmp_path / "loose").rglob("*.jpg"))
+    shutil.copy(loose[0], tmp_path / "mixed")  # the archives beside it are read all the same
     prints = set()
-    for source in ("tar", "loose"):
+    for source in ("tar", "loose", "mixed"):
         output = tmp_path / f"{source}.hdf5"
         assert make(LANDMARKS["160k"], output, "--source", tmp_path / source) == 0
         assert_paired(output)

@@ -30,6 +30,7 @@ from tests.dataset.drawn import (
     write_archives,
     write_files,
     write_metadata,
+    write_mixed,
     write_parquet,
 )
 
@@ -63,7 +64,7 @@ def expected(rows: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("write", [write_parquet, write_files, write_archives])
+@pytest.mark.parametrize("write", [write_parquet, write_files, write_archives, write_mixed])
 def test_each_local_layout_gives_the_same_records(tmp_path: Path, write: Any) -> None:
     rows = records(150)
     source = local(write(tmp_path / "flair", rows))
