@@ -15,18 +15,23 @@ images that was checked or written, is kept in F.partial until the output is com
 not after days of training, or never, as most decoders paint over it. For all of FLAIR it costs a few minutes
 on two cores, once. --verify header reads headers and end markers only, which finds files that are cut off or
 are no images. With --storage raw every image is decoded in any case, in the second pass.
+
+PNG, WebP and GIF images become JPEGs of --jpeg_quality (or pixels, with --storage raw); transparent ones are
+laid over --background, 16 bits become 8, of an animation the first frame is taken. The counts are printed and
+recorded in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
 import os
 import sys
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,10 +50,11 @@ from dataset.flair import remote
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.columns import SCHEMA, Placement, build_index
 from dataset.flair.hdf5 import FlairWriter, Storage
-from dataset.flair.images import decode, jpeg_size
+from dataset.flair.images import decode, jpeg_size, resized
 from dataset.flair.index import TAXONOMIES, DatasetIndex, IntArray
 from dataset.flair.journal import Journal, free
 from dataset.flair.sources import Image, Records, Source, local
+from dataset.flair.transcode import BACKGROUNDS, Transcoding, other_format, to_jpeg, to_pixels
 
 TOOL_VERSION = "1.0"
 MISSING = "it is listed, but its file is missing"
@@ -71,6 +77,8 @@ class Options:
     workers: int = 2
     block_images: int = 2048
     """What is lost at most when a preprocessing is killed."""
+    transcode: Transcoding | None = None
+    """How PNG, WebP and GIF images become JPEGs; None: they are bad images."""
     finish: Callable[[DatasetIndex], DatasetIndex] | None = None
     """What is still to be done to the index, once it is known which images there are."""
 
@@ -84,6 +92,7 @@ class Block:
     table: pa.Table  # columns.SCHEMA
     num_bytes: npt.NDArray[np.int64]  # [B]; -1: listed, but nowhere
     faults: dict[int, str]  # by position in the block
+    notes: dict[int, str]  # likewise: what was done to an image that is no JPEG
     last: bool  # of its part
 
     def __len__(self) -> int:
@@ -91,9 +100,11 @@ class Block:
 
     def packed(self) -> bytes:
         """For the journal: an Arrow stream."""
-        faults = pa.array([self.faults.get(at) for at in range(len(self))], pa.string())
         table = self.table.append_column("num_bytes", pa.array(self.num_bytes))
-        table = table.append_column("fault", faults).replace_schema_metadata({"last": str(self.last)})
+        for name, said in (("fault", self.faults), ("note", self.notes)):
+            column = pa.array([said.get(at) for at in range(len(self))], pa.string())
+            table = table.append_column(name, column)
+        table = table.replace_schema_metadata({"last": str(self.last)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
@@ -103,10 +114,13 @@ class Block:
     def unpacked(cls, part: int, start: int, content: bytes) -> Block:
         """What `packed` gave."""
         table = pa.ipc.open_stream(content).read_all()
-        faults = {at: fault for at, fault in enumerate(table["fault"].to_pylist()) if fault is not None}
+        faults, notes = (
+            {at: said for at, said in enumerate(table[name].to_pylist()) if said is not None}
+            for name in ("fault", "note")
+        )
         last = table.schema.metadata[b"last"] == b"True"
         columns = table.select(SCHEMA.names).replace_schema_metadata(None)
-        return cls(part, start, columns, table["num_bytes"].to_numpy(), faults, last)
+        return cls(part, start, columns, table["num_bytes"].to_numpy(), faults, notes, last)
 
 
 @dataclass
@@ -117,6 +131,11 @@ class Scan:
     table: pa.Table
     num_bytes: npt.NDArray[np.int64]  # [R]
     faults: dict[int, str]  # by record
+    notes: dict[int, str]  # by record
+
+    def transcoded(self) -> dict[str, int]:
+        """How many of the images that are kept are no JPEGs, by what was done to them."""
+        return dict(Counter(note for record, note in self.notes.items() if record not in self.faults))
 
 
 def preprocess(source: Source, options: Options) -> None:
@@ -127,6 +146,7 @@ def preprocess(source: Source, options: Options) -> None:
     """
     with Journal(options.output_file) as journal, ThreadPoolExecutor(options.workers) as pool:
         scan = _scan(source, options, pool, journal)
+        _say_transcoded(scan, options)
         while True:
             index, placement = _index(scan, source, options)
             found = _write(source, scan, index, placement, options, pool, journal)
@@ -146,9 +166,10 @@ def _scan(source: Source, options: Options, pool: ThreadPoolExecutor, journal: J
     num_bytes = np.concatenate([np.zeros(0, np.int64), *(block.num_bytes for block in blocks)])
     starts = np.cumsum([0, *map(len, blocks)])
     faults = {int(at) + here: f for at, block in zip(starts, blocks) for here, f in block.faults.items()}
+    notes = {int(at) + here: n for at, block in zip(starts, blocks) for here, n in block.notes.items()}
     if len(num_bytes) == len(faults):
         raise ValueError(f"{source.provenance['source']} holds no usable image")
-    return Scan(blocks, pa.concat_tables(block.table for block in blocks), num_bytes.clip(0), faults)
+    return Scan(blocks, pa.concat_tables(block.table for block in blocks), num_bytes.clip(0), faults, notes)
 
 
 def _check(
@@ -156,7 +177,8 @@ def _check(
 ) -> Iterator[Block]:
     """The blocks of a part: those that an earlier process checked, then the others."""
     decodes = options.verify == "full" and options.storage == "jpeg"
-    entry = f"checked-{hashlib.sha256(f'{key} {decodes}'.encode()).hexdigest()[:32]}"
+    what = f"{key} {decodes} {options.storage} {options.transcode}"
+    entry = f"checked-{hashlib.sha256(what.encode()).hexdigest()[:32]}"
     start = 0
     while (kept := journal.get(f"{entry}-{start}")) is not None:
         block = Block.unpacked(part, start, kept)
@@ -168,30 +190,53 @@ def _check(
             return
         start += len(block)
 
-    def check(batch: Records) -> tuple[Records, list[str | None]]:
-        return batch, [_fault(image, decodes) for image in batch.images]
+    def check(batch: Records) -> tuple[Records, list[Checked]]:
+        return batch, [_checked(image, options, decodes) for image in batch.images]
 
     tables: list[pa.Table] = []
-    num_bytes, faults = array("q"), dict[int, str]()
+    num_bytes, faults, notes = array("q"), dict[int, str](), dict[int, str]()
 
     def finished(last: bool) -> Block:
         table = pa.concat_tables([SCHEMA.empty_table(), *tables])
-        block = Block(part, start, table, np.array(num_bytes, np.int64), dict(faults), last)
+        block = Block(part, start, table, np.array(num_bytes, np.int64), dict(faults), dict(notes), last)
         journal.put(f"{entry}-{start}", block.packed())
         return block
 
     for batch, found in _ahead(pool, check, source.records(part, start), 2 * options.workers):
-        for at, (image, fault) in enumerate(zip(batch.images, found)):
-            if fault is not None:
-                _bad(batch.table, at, f"{batch.origin}: {fault}", options)
-                faults[len(num_bytes)] = fault
-            num_bytes.append(-1 if image is None else len(image))
+        for at, image in enumerate(found):
+            if image.fault is not None:
+                _bad(batch.table, at, f"{batch.origin}: {image.fault}", options)
+                faults[len(num_bytes)] = image.fault
+            if image.note is not None:
+                notes[len(num_bytes)] = image.note
+            num_bytes.append(image.num_bytes)
         tables.append(batch.table)
         if len(num_bytes) >= options.block_images:
             yield finished(last=False)
             start += len(num_bytes)
-            tables, num_bytes, faults = [], array("q"), {}
+            tables, num_bytes, faults, notes = [], array("q"), {}, {}
     yield finished(last=True)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found of an image: its length as it is kept, what is wrong with it, what was done to it."""
+
+    num_bytes: int
+    fault: str | None = None
+    note: str | None = None
+
+
+def _checked(image: Image, options: Options, decodes: bool) -> Checked:
+    if image is None or options.transcode is None or other_format(image) is None:
+        return Checked(-1 if image is None else len(image), _fault(image, decodes))
+    try:
+        if options.storage == "raw":
+            return Checked(len(image), None, to_pixels(image, options.transcode.background)[1])
+        jpeg, note = to_jpeg(image, options.transcode)
+        return Checked(len(jpeg), _fault(jpeg, decodes), note)
+    except ValueError as error:
+        return Checked(len(image), str(error))
 
 
 def _fault(image: Image, decodes: bool) -> str | None:
@@ -237,6 +282,12 @@ def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, 
         "tool_version": TOOL_VERSION,
         "pillow_version": PIL.__version__,
     }
+    if done := scan.transcoded():
+        assert options.transcode is not None
+        told: dict[str, Any] = {"images": done, "background": options.transcode.background}
+        if options.storage == "jpeg":
+            told |= {"jpeg_quality": options.transcode.quality, "chroma_subsampling": "4:4:4"}
+        provenance["transcoded"] = told
     index, placement = build_index(
         scan.table,
         keep,
@@ -273,13 +324,15 @@ def _write(
         image_bytes=None if raw else image_bytes,
         image_size=options.image_size if raw else None,
         journal=journal,
-        origin=" ".join(source.parts),
+        origin=" ".join([*source.parts, str(options.transcode)]),
     )
     found: dict[int, str] = {}
     changed = ValueError(f"{source.provenance['source']} changed while it was read: run the command again")
 
     def put(batch: tuple[int, Sequence[Image]]) -> int:
         start, images = batch
+        if not raw and options.transcode is not None:
+            images = [_kept(image, options.transcode) for image in images]
         if start + len(images) > len(scan.num_bytes):
             raise changed
         records = np.arange(start, start + len(images))
@@ -296,7 +349,11 @@ def _write(
             pixels = np.empty((len(picked), options.image_size, options.image_size, 3), np.uint8)
             for i, image in enumerate(picked):
                 try:
-                    decode(image, options.image_size, pixels[i])
+                    if options.transcode is not None and other_format(image):
+                        found_pixels, _ = to_pixels(image, options.transcode.background)
+                        pixels[i] = resized(found_pixels, options.image_size)
+                    else:
+                        decode(image, options.image_size, pixels[i])
                 except ValueError as error:
                     _bad(scan.table, int(here[i]), str(error), options)
                     found[int(here[i])] = str(error)
@@ -332,6 +389,26 @@ def _write(
     except _UndecodableError:
         return found
     return {}
+
+
+def _kept(image: Image, how: Transcoding) -> Image:
+    """The bytes that jpeg storage keeps; those of a bad image, which has no place, do not matter."""
+    if image is None or other_format(image) is None:
+        return image
+    with contextlib.suppress(ValueError):
+        return to_jpeg(image, how)[0]
+    return image
+
+
+def _say_transcoded(scan: Scan, options: Options) -> None:
+    """One line on the screen, if there are images that are no JPEGs."""
+    done = scan.transcoded()
+    if not done:
+        return
+    assert options.transcode is not None
+    into = f"JPEGs of quality {options.transcode.quality}" if options.storage == "jpeg" else "pixels"
+    parts = "; ".join(f"{count:,} {note}" for note, count in sorted(done.items()))
+    print(f"{sum(done.values()):,} images are no JPEGs and become {into}: {parts}", file=sys.stderr)
 
 
 class _UndecodableError(Exception):
@@ -409,6 +486,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes (default), or pixels")
     add("--image_size", type=int, default=256, help="raw: side in pixels (256); other images are resized")
     add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
+    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs (95)")
+    add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
     add("--verify", choices=("header", "full"), default="full", help="see above")
     add(
         "--on_bad_image", choices=("fail", "skip"), default="fail", help="skip leaves them out and lists them"
@@ -456,6 +535,7 @@ def main(argv: Sequence[str]) -> None:
         given.on_bad_image,
         read_vocabulary(given.label_mapping) if given.label_mapping else None,
         given.workers,
+        transcode=Transcoding(given.jpeg_quality, given.background),
     )
     folder = given.download_folder or output.with_name(output.name + ".download")
     source: Source

@@ -63,11 +63,16 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
     return size
 
 
-def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
+def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
     """ValueError for a declared size that no image of so many bytes has, or that is too large in any case."""
     pixels = width * height
     if pixels > MAX_PIXELS or pixels > (1 << 20) + MAX_PIXELS_PER_BYTE * len(data):
         raise ValueError(f"it declares {width} x {height} pixels in {len(data):,} bytes")
+
+
+def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
+    """As `refuse_size`, and ValueError for a JPEG of too many scans."""
+    refuse_size(width, height, data)
     if bytes(data).count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")
 
@@ -107,7 +112,7 @@ def decode(data: bytes | memoryview, image_size: int | None, out: Pixels | None 
                 return buffer
     except (OSError, ValueError) as error:
         raise ValueError(f"it cannot be decoded ({' '.join(str(error).split())})") from None
-    pixels = pixels if image_size is None else _resized(pixels, image_size)
+    pixels = pixels if image_size is None else resized(pixels, image_size)
     if out is not None:
         out[...] = pixels
     return pixels
@@ -119,10 +124,11 @@ def resize(pixels: Pixels, image_size: int) -> Pixels:
         return pixels
     if not len(pixels):
         return np.empty((0, image_size, image_size, 3), np.uint8)
-    return np.stack([_resized(image, image_size) for image in pixels])
+    return np.stack([resized(image, image_size) for image in pixels])
 
 
-def _resized(pixels: Pixels, image_size: int) -> Pixels:
+def resized(pixels: Pixels, image_size: int) -> Pixels:
+    """``[H, W, 3]`` uint8 to ``[S, S, 3]``, as `decode` resizes."""
     if pixels.shape[:2] == (image_size, image_size):
         return pixels
     size = (image_size, image_size)
