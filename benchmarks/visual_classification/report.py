@@ -26,6 +26,7 @@ from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import FinishedRun, read_run
 from dataset.command_line import run as run_command
+from dataset.dirichlet import meaning
 from pfl_ext.checkpoint import write_bytes
 
 
@@ -197,6 +198,13 @@ def markdown(
         lines.append(_line(row.cells(rounds, batches)))
         theirs = paper_cells(row.name, rounds, batches)
         lines += [_line(theirs)] if theirs and not row.reasons else []
+    clauses = {
+        row.partition: meaning(row.partition, len(row.runs[0].results.get("per_class_accuracy", ())))
+        for row in rows
+    }
+    if any(clauses.values()):
+        lines += ["", "Dirichlet's alpha:", ""]
+        lines += [f"* {partition}: {clause}" for partition, clause in clauses.items() if clause]
     apart = [f"* {row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
     if apart:
         lines += ["", "Not comparable with the paper:", "", *apart]

@@ -13,7 +13,7 @@ import yaml
 from benchmarks.settings import Tree
 from benchmarks.visual_classification import paper, report
 from benchmarks.visual_classification.config import RECIPES, VISION, parse
-from benchmarks.visual_classification.curves import read_curve
+from benchmarks.visual_classification.curves import read_curve, read_run
 from benchmarks.visual_classification.results import show
 from benchmarks.visual_classification.train import resolve_data
 from dataset.command_line import run as run_command
@@ -127,6 +127,7 @@ def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> 
         "setting": setting, "seed": seed, "rounds": 10, "test": {"accuracy": best - 1},
         "last": {"test": {"accuracy": best - 1}}, "data_sha256": "d", "hardware": "two cores",
         "commit": "c" * 40, "partition": {"mean_emd": 1.7 if argv else 0.3},
+        "per_class_accuracy": dict.fromkeys("abcdefghij", 1.0),
         "data": {"images": paper.IMAGES[config.data.dataset]},
         "weights": {"sha256": "ab", "imagenet": True} if config.model.pretrained else None,
     }  # fmt: skip
@@ -210,13 +211,32 @@ def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
     results = {
         "setting": "inat-centralised", "data": {"images": paper.IMAGES["inaturalist"]}, "rounds": 3,
         "best_step": 3, "weights": {"imagenet": True}, "test": scores, "last": {"test": scores},
-        "partition": {"name": None, "users": 3, "images": 9, "mean_emd": 0.5}, **changes,
+        "partition": {"name": None, "users": 3, "images": 9, "mean_emd": 0.5},
+        "per_class_accuracy": {"a": 50.0}, **changes,
     }  # fmt: skip
     reasons = paper.reasons_against(asdict(config), results)
     assert any(text.startswith(reason) for text in reasons) if reason else reasons == ()
     show(config, results)
     shown = capsys.readouterr().out
     assert ("the paper's: 57.9 %" in shown) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("alpha-0.30", "alpha 0.3 is the total over the 10 classes"),
+        ("dirichlet-total-0.3-seed-0", "per class, as in Flower, FedML and pfl, it is 0.03"),
+        ("dirichlet-per-class-0.03-seed-0", "alpha 0.03 is per class, as in Flower, FedML and pfl"),
+        ("users", ""),
+    ],
+)
+def test_a_report_says_what_alpha_counts(name: str, told: str, tmp_path: Path) -> None:
+    """Issue 17.38."""
+    made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, f"--data.partition={name}")
+    rows = report.make_rows([read_run(tmp_path / "a")], {})
+    text = report.markdown(rows, [], (10,), (50,))
+    assert told in text
+    assert ("Flower" in text) == bool(told)
 
 
 def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
