@@ -22,6 +22,7 @@ from benchmarks import plots
 from benchmarks.centralised import train_centralised
 from benchmarks.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.federated import train_federated
+from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.recorder import Recorder, columns
 from benchmarks.sections import Runtime, TrainingConfig
 from benchmarks.settings import AnyRun, Tree, digest, short_digest
@@ -52,6 +53,8 @@ class Experiment:
     """The network before its first step."""
     partition: Partition | None
     """Who owns the training images; None: the store's users."""
+    protected: ProtectedUnit
+    """Whom a private run's guarantee is about: the data's users, or the clients of a drawn partition."""
     final_splits: tuple[str, ...]
     """What the last and the best model are scored on at the end."""
     headline: tuple[str, ...]
@@ -159,9 +162,12 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
         print(
             f"\n{results['setting']} on {results['dataset']}, seed {results['seed']}: the model of "
             f"{results['unit']} {results['best_step']} of {results['rounds']} {chosen}; "
-            f"{results['wall_clock_s']:.0f} s on {results['hardware']}"
+            + (f"{results['wall_clock_s']:.0f} s " if "wall_clock_s" in results else "")
+            + f"on {results['hardware']}"
         )
         experiment.show(results)
+        if config.privacy or config.local_privacy:
+            print(f"\n{checkpoint.read_json(directory / 'privacy.json').get('paragraph', '')}\n")
         print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
 
 
@@ -186,7 +192,8 @@ def _train(
         with held(recorder.unit) as recorder.held:
             train, val = experiment.split("train"), experiment.split("val")
             if config.mode == "federated":
-                model = train_federated(run, train, val, module, recorder, experiment.partition)
+                partition, protected = experiment.partition, experiment.protected
+                model = train_federated(run, train, val, module, recorder, partition, protected)
             else:
                 model = train_centralised(run, train, val, module, recorder)
         scores = _final_scores(experiment, recorder, model)
@@ -248,6 +255,8 @@ def _write_results(
         "model_probe": probe_checksum(module),
     }
     experiment.draw(results, title, directory / "plots")
+    if recorder.ledger is not None:
+        results = recorder.ledger.results(results)
     checkpoint.write_json(directory / "results.json", results)
     if recorder.ledger is not None:
         recorder.ledger.secret.close()

@@ -18,6 +18,7 @@ from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.ledger import open_ledger
+from benchmarks.privacy_statement import USERS, ProtectedUnit
 from benchmarks.recorder import Recorder
 from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
@@ -275,13 +276,24 @@ def train_federated(
     module: ImageClassifier,
     recorder: Recorder,
     partition: Partition | None = None,
+    protected: ProtectedUnit = USERS,
 ) -> PyTorchModel:
-    """Train to the last round, from the run's checkpoint if it has one; the model after the last round."""
+    """Train to the last round, from the run's checkpoint if it has one; the model after the last round.
+
+    Args:
+        run: what and how.
+        store: the training images.
+        val: what the model is scored on between rounds.
+        module: the network before its first step.
+        recorder: of the run directory.
+        partition: who owns the training images; None: the store's users.
+        protected: whom a private run's guarantee is about.
+    """
     config = run.config
     secret = recorder.secret()
     users = training_data(run, store, module.objective.name, partition, secret)
     if secret is not None:
-        recorder.ledger = open_ledger(config, users, secret, recorder.directory)
+        recorder.ledger = open_ledger(config, users, protected, secret, recorder.directory)
     users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
     model = pfl_model(run, module)
     algorithm, params = algorithm_and_params(config, module, users, recorder.directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -14,6 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.privacy_statement import (
+    ProtectedUnit,
+    central_paragraph,
+    describe_epsilon,
+    local_paragraph,
+    not_covered,
+    weak_delta,
+)
 from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import Tree
@@ -21,16 +28,44 @@ from pfl_ext.checkpoint import write_json
 from pfl_ext.distributed import is_main
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import METRICS, NoisyMean, private_mean
+from pfl_ext.privacy_accounting import finite
 from pfl_ext.privacy_local import LocallyPrivateMean
+
+PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped")
+"""The metrics of a private round that are differentially private, or known beforehand: the noisy fraction's
+noise is in the budget, and the bound follows from it."""
+PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
+"""What a line of metrics.jsonl holds in public mode, besides its number."""
+PUBLIC_RESULTS = (
+    *("setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step"),
+    *(
+        "per_class_ap",
+        "per_class_accuracy",
+        "prevalence",
+        "weights",
+        "parameters",
+        "trainable_parameters",
+        "norm",
+        "start_probe",
+    ),
+    *("hardware", "commit", "torch", "config_sha256", "model_sha256", "model_probe", "precision", "per_user"),
+)
+"""What results.json holds in public mode: the model, and what it scores on users who did not train it."""
 
 
 class Ledger(ABC):
-    """Accounts for every round that was released; owner of ``privacy.json``."""
+    """Accounts for every round that was released; owner of ``privacy.json``.
+
+    It also says what may be written: `line` and `results` pass everything, or in public mode only what is
+    differentially private or independent of the training images.
+    """
 
     mechanism: NoisyMean
 
-    def __init__(self, secret: Secret, directory: Path) -> None:
-        self.secret = secret
+    def __init__(self, config: TrainingConfig, unit: ProtectedUnit, secret: Secret, directory: Path) -> None:
+        self.secret, self.unit = secret, unit
+        self.is_public = config.privacy is not None and config.privacy.release == "public"
+        self._run_config = config
         self._path = directory / "privacy.json"
 
     def state(self) -> Tree:
@@ -47,6 +82,19 @@ class Ledger(ABC):
         self.secret.check(own.pop("secret_sha256", None))
         self.mechanism.load_state(own)
 
+    def line(self, number: str, line: Tree) -> Tree:
+        """What of a line of metrics.jsonl may be written; ``number`` is the key of the round's number."""
+        if not self.is_public:
+            return line
+        public = {key: value for key, value in line.items() if key in (number, *PUBLIC_LINE)}
+        if "privacy" in public:
+            public["privacy"] = {k: v for k, v in public["privacy"].items() if k in PUBLIC_METRICS}
+        return public
+
+    def results(self, results: Tree) -> Tree:
+        """What of results.json may be written."""
+        return {k: v for k, v in results.items() if not self.is_public or k in PUBLIC_RESULTS}
+
     @abstractmethod
     def _summary(self) -> str:
         """What is promised, in one line."""
@@ -55,69 +103,114 @@ class Ledger(ABC):
     def _content(self, rounds: int) -> Tree:
         """What ``privacy.json`` says of the guarantee after so many rounds."""
 
+    @abstractmethod
+    def paragraph(self) -> str:
+        """The guarantee after the last round, for a paper."""
+
     def announce(self) -> None:
-        """Tell on stderr what is promised."""
-        text = self._summary() + (
-            "; noise from the run's seed: for research only" if self.secret.is_public else ""
-        )
+        """Say on stderr what is promised."""
+        research = "; noise from the run's seed: for research only" if self.secret.is_public else ""
         if is_main():
-            print(text, file=sys.stderr)
+            print(self._summary() + research, file=sys.stderr)
 
     def write(self, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
         """``privacy.json`` after so many rounds."""
-        told = [line["privacy"] for line in history if "privacy" in line][:rounds]
-        by_round: Tree = {name: [line.get(name) for line in told] for name in METRICS}
-        content = self._content(rounds)
-        write_json(
-            self._path, {**content, "seeded_for_research_only": self.secret.is_public, "by_round": by_round}
-        )
+        lines = [line["privacy"] for line in history if "privacy" in line][:rounds]
+        names = PUBLIC_METRICS if self.is_public else METRICS
+        ended = rounds == self._run_config.federated.num_rounds
+        content = {
+            **({"paragraph": self.paragraph()} if ended else {}),
+            "unit": str(self.unit),
+            **self._content(rounds),
+            "seeded_for_research_only": self.secret.is_public,
+            "by_round": {name: [line.get(name) for line in lines] for name in names},
+        }
+        write_json(self._path, content)
 
 
 class CentralLedger(Ledger):
     """Of a run with ``privacy``: calibrates the noise before the first round.
 
-    :raises ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says.
+    Raises:
+        ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says, or when
+            ``privacy.release`` is public and something is simulated or seeded.
     """
 
-    def __init__(self, config: TrainingConfig, population: int, secret: Secret, directory: Path) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        population: int,
+        unit: ProtectedUnit,
+        secret: Secret,
+        directory: Path,
+    ) -> None:
         assert config.privacy is not None
-        super().__init__(secret, directory)
+        super().__init__(config, unit, secret, directory)
         federated = config.federated
         self.calibration = config.privacy.calibrate(population, federated.cohort_size, federated.num_rounds)
+        if self.is_public and self.calibration.is_simulation:
+            raise ValueError(
+                "privacy.release public needs a guarantee of the run itself, and here a larger system is "
+                "simulated: set privacy.noise_cohort_size and privacy.noise_population to none"
+            )
         threads = os.cpu_count() or 1
         self.mechanism = private_mean(self.calibration, noise_seed=secret.noise_seed, threads=threads)
         self.announce()
 
     def _summary(self) -> str:
-        made = self.calibration
+        made, noun = self.calibration, self.unit.noun
         system, executed = made.simulated, made.executed
-        check = "" if system.accountant == "rdp" else f" (by RDP, as a check, {made.epsilon_rdp:.3f})"
+        check = "" if system.accountant == "rdp" else f" (by RDP, a looser check, {made.epsilon_rdp:.3f})"
         text = (
-            f"privacy: epsilon {made.epsilon:.3f}{check} at delta {system.delta:.3g} for "
-            f"N = {system.population}, q = {system.sampling_probability:.3g}, T = {made.num_rounds}, "
-            f"noise multiplier {system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
-            + (f", band {made.config.band})" if made.config.band > 1 else ")")
+            f"privacy: epsilon {made.epsilon:.3f}{check} at delta {system.delta:.3g} for N = "
+            f"{system.population}, q = {system.sampling_probability:.3g}, T = {made.num_rounds}, noise "
+            f"multiplier {system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
+            + (f", band {made.config.band}); " if made.config.band > 1 else "); ")
+            + f"the unit is {self.unit}"
         )
         if made.is_simulation:
             text += (
                 f"; SIMULATED with cohorts of {executed.cohort_size} for {system.cohort_size} and "
-                f"{executed.population} users for {system.population}: "
-                f"as executed, epsilon is {made.epsilon_executed:.4g}"
+                f"{executed.population} {noun}s for {system.population}: as executed, "
+                f"{describe_epsilon(made.epsilon_executed)}; set privacy.noise_cohort_size and "
+                "privacy.noise_population to none for a guarantee of this run"
             )
-        return text
+        warning = weak_delta(system.delta, system.population, noun)
+        return text + (f"; WARNING: {warning}" if warning else "")
+
+    def _five_runs(self) -> str:
+        system = self.calibration.simulated
+        own = describe_epsilon(system.epsilon_after(5 * self.calibration.num_rounds))
+        return own + (" for the simulated system" if self.calibration.is_simulation else "")
 
     def _content(self, rounds: int) -> Tree:
-        return {"kind": "central", **self.calibration.to_json(rounds)}
+        made = self.calibration
+        warning = weak_delta(made.executed.delta, made.executed.population, self.unit.noun)
+        return {
+            "kind": "central",
+            **made.to_json(rounds, self.unit.noun),
+            **({"warning": warning} if warning else {}),
+            "not_covered": not_covered(self._run_config, self.unit, self.secret.is_public, self._five_runs()),
+        }
+
+    def paragraph(self) -> str:
+        """See `central_paragraph`."""
+        return central_paragraph(self.calibration, self.unit, self.secret.is_public)
 
 
 class LocalLedger(Ledger):
     """Of a run with ``local_privacy``: counts how often each user takes part."""
 
     def __init__(
-        self, config: TrainingConfig, users: FederatedImageDataset, secret: Secret, directory: Path
+        self,
+        config: TrainingConfig,
+        users: FederatedImageDataset,
+        unit: ProtectedUnit,
+        secret: Secret,
+        directory: Path,
     ) -> None:
         assert config.local_privacy is not None
-        super().__init__(secret, directory)
+        super().__init__(config, unit, secret, directory)
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
         self._counts, self._counted = np.zeros(len(users.partition.user_ids), np.int64), 0
         self.mechanism = LocallyPrivateMean(
@@ -146,20 +239,22 @@ class LocalLedger(Ledger):
         return (
             f"privacy: LOCAL, {self.config.mechanism}, epsilon {self.config.epsilon:g} of each update"
             + (f" at delta {self.config.delta:.3g}" if self.config.mechanism == "gaussian" else "")
-            + f"; the user who takes part most, in {most} of {self._federated.num_rounds} rounds, spends "
-            f"{self._epsilon(most):.4g} at delta {self.config.delta:.3g}"
+            + f"; the {self.unit.noun} who takes part most, in {most} of {self._federated.num_rounds} "
+            f"rounds, spends {describe_epsilon(self._epsilon(most))} at delta {self.config.delta:.3g}; the "
+            f"unit is one update of {self.unit}"
         )
 
     def _content(self, rounds: int) -> Tree:
         done, end = self._most(rounds), self._most_at_end
-        spent = {"spent": self._epsilon(done), "at_end": self._epsilon(end)}
+        noun = self.unit.noun
         return {
             "kind": "local",
             "config": asdict(self.config),
-            "unit": "one update of one user, made of all of their images",
-            "neighbouring_relation": "any two updates of a user",
-            "claim": "each update is private before it leaves its device, against the server too; a user's "
-            "epsilon adds up over the rounds in which it takes part, and sampling takes nothing off it",
+            "unit": f"one update of {self.unit}",
+            "neighbouring_relation": f"any two updates of a {noun}",
+            "claim": "each update is private before it leaves its device, against the server too; the "
+            f"epsilon of a {noun} adds up over the rounds in which it takes part, and sampling takes nothing "
+            "off it",
             "num_rounds": self._federated.num_rounds,
             "rounds_done": rounds,
             "delta": self.config.delta,
@@ -169,15 +264,26 @@ class LocalLedger(Ledger):
             "accountant": "pld",
             "accountant_version": f"dp-accounting {version('dp-accounting')}",
             "is_simulation": False,
-            **{f"epsilon_{key}": value if math.isfinite(value) else None for key, value in spent.items()},
-            "not_covered": "metrics of the run (losses, norms, fraction clipped, signal-to-noise) are exact",
+            "epsilon_spent": finite(self._epsilon(done)),
+            "epsilon_at_end": finite(self._epsilon(end)),
+            "not_covered": not_covered(self._run_config, self.unit, self.secret.is_public),
         }
+
+    def paragraph(self) -> str:
+        """See `local_paragraph`."""
+        most, rounds = self._most_at_end, self._federated.num_rounds
+        spent, public = self._epsilon(most), self.secret.is_public
+        return local_paragraph(self.config, self.unit, rounds, most, spent, public)
 
 
 def open_ledger(
-    config: TrainingConfig, users: FederatedImageDataset, secret: Secret, directory: Path
+    config: TrainingConfig,
+    users: FederatedImageDataset,
+    unit: ProtectedUnit,
+    secret: Secret,
+    directory: Path,
 ) -> Ledger:
-    """The ledger of a private run."""
+    """The ledger of a private run, which says on stderr what is promised."""
     if config.privacy is not None:
-        return CentralLedger(config, len(users.partition.user_ids), secret, directory)
-    return LocalLedger(config, users, secret, directory)
+        return CentralLedger(config, len(users.partition.user_ids), unit, secret, directory)
+    return LocalLedger(config, users, unit, secret, directory)

@@ -144,16 +144,21 @@ def per_class_bars(
 
 
 def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds."""
+    """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds.
+
+    What the run did not write, as with ``privacy.release: public``, has no panel.
+    """
     told = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
     rounds = [number for number, _ in told]
-    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
-    panels = (
+    panels = [
         ("clipping bound", "clipping bound (L2)", "log"),
         ("fraction clipped", "fraction of updates clipped", "linear"),
         ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update", "log"),
-    )
-    for axes, (name, label, scale) in zip(figure.subplots(3, sharex=True), panels):
+    ]
+    panels = [panel for panel in panels if all(panel[0] in values for _, values in told)]
+    figure = Figure(figsize=(6.4, 1 + 1.8 * len(panels)), layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, label, scale) in zip(rows, panels):
         axes.plot(rounds, [values[name] for _, values in told], color=BLUE)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)

@@ -68,7 +68,8 @@ TABLE: Mapping[str, Rule] = {
     "mode": _only("centralised training has no user updates to clip", "federated"),
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **_each(OF_THE_DATA, "data", "image_size taxonomy binary_label partition dataset"),
-    "data.scored": _only("scores on training images are exact, and may choose the model", "val", "test"),
+    "data.scored": _only("scores on training users' images, of which val may be made, are exact", "test"),
+    "data.val_share": Rule("read for data.scored=val alone, which is refused"),
     **_each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck trained init"),
     "model.pretrained": Rule("the weights' own training data is not covered, and privacy.json says so"),
     **_each(BEFORE_CLIPPING, "augment", "crop flip"),
@@ -116,6 +117,7 @@ TABLE: Mapping[str, Rule] = {
     **_each(ACCOUNTED, "privacy", "indicator_std_fraction accountant sampler band noise"),
     **_each(SIMULATED, "privacy", "noise_cohort_size noise_population"),
     **_each(SEEDED, "privacy", "noise_seed"),
+    "privacy.release": Rule("public needs noise_seed=entropy and no simulation, and is refused otherwise"),
     "local_privacy": Rule(ONE_KIND, (None,), None),
     **_each(ACCOUNTED, "local_privacy", "mechanism clipping_bound epsilon delta"),
     **_each(SEEDED, "local_privacy", "noise_seed"),
@@ -157,6 +159,11 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     if config.privacy and config.local_privacy:
         raise ValueError(
             "privacy and local_privacy are both set, and no accounting here is for both: set one to none"
+        )
+    if config.privacy and config.privacy.release == "public" and config.privacy.noise_seed == "run":
+        raise ValueError(
+            "privacy.release public needs secret noise, and the run's seed is none: set privacy.noise_seed "
+            "to entropy"
         )
     for key, value in leaves({**asdict(config), "runtime": asdict(runtime)}).items():
         rule = TABLE.get(key)

@@ -241,6 +241,8 @@ class Recorder:
             self._val = None
         if not self._main:
             return
+        if self.ledger is not None:
+            line = self.ledger.line(self.unit, line)
         with checkpoint.written(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         if self.tracking is not None:

@@ -172,6 +172,10 @@ class PrivacySection(PrivacyConfig):
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
     runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
+    release: Literal["full", "public"] = field(default="full", metadata=REPETITION)
+    """``full`` writes and tracks exact figures besides the model (norms, cohort sizes, times, counts), for
+    research. ``public`` writes and tracks only what is differentially private or does not depend on the
+    training images."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -17,11 +17,13 @@ from pfl_ext.privacy_epsilon import (
     PAPER_ORDERS,
     RELATIONS,
     Accountant,
+    PrivacyProfile,
     Sampler,
     epsilon_spent,
     least_multiplier,
     min_separation,
     participations,
+    privacy_profile,
     refuse_unsound,
 )
 
@@ -59,25 +61,58 @@ class System:
             accountant=accountant or self.accountant,
         )
 
+    def participations(self, rounds: int) -> int:
+        """The most often that one user takes part; of a circle fewer than ``rounds``."""
+        if self.sampler != "cyclic":
+            return rounds
+        return participations(self.population, self.cohort_size, rounds)
+
+    def profile(self, rounds: int) -> PrivacyProfile:
+        """Delta at some epsilons and mu-GDP after ``rounds`` rounds."""
+        return privacy_profile(
+            self.noise_multiplier,
+            population=self.population,
+            cohort_size=self.cohort_size,
+            rounds=rounds,
+            delta=self.delta,
+            sampler=self.sampler,
+            accountant=self.accountant,
+        )
+
     def to_json(self, rounds: int, num_rounds: int) -> dict[str, Any]:
-        """Its facts, and its epsilon after ``rounds`` and at the end; an infinite epsilon becomes null."""
+        """Its facts, and what it spends after ``rounds`` and at the end; without a bound: ``"infinite"``."""
         cyclic = {
-            "participations_at_most": participations(self.population, self.cohort_size, num_rounds),
+            "participations_at_most": self.participations(num_rounds),
             "min_separation": min_separation(self.population, self.cohort_size),
         }
+        profile = self.profile(num_rounds)
         return {
             "population": self.population,
             "cohort_size": self.cohort_size,
             "sampling_probability": self.sampling_probability,
             **(cyclic if self.sampler == "cyclic" else {}),
             "noise_multiplier": self.noise_multiplier,
-            "epsilon_spent": _finite(self.epsilon_after(rounds)),
-            "epsilon_at_end": _finite(self.epsilon_after(num_rounds)),
+            "epsilon_spent": finite(self.epsilon_after(rounds)),
+            "epsilon_at_end": finite(self.epsilon_after(num_rounds)),
+            "epsilon_at_end_rdp": finite(self.epsilon_after(num_rounds, "rdp")),
+            "delta_at_epsilon": {f"{at:g}": delta for at, delta in profile.delta_at_epsilon.items()},
+            "mu_gdp": finite(profile.mu),
         }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def finite(value: float) -> float | Literal["infinite"]:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else "infinite"
+
+
+NOTES = {
+    "epsilon_at_end_rdp": "the same guarantee by Renyi accounting: a looser bound that checks the first; it "
+    "is no second guarantee",
+    "delta_at_epsilon": "other pairs (epsilon, delta) that hold after the last round",
+    "mu_gdp": "at every epsilon up to epsilon_at_end, all rounds together give no more away than one "
+    "Gaussian mechanism whose sensitivity is mu times its noise",
+}
+"""What the figures of `System.to_json` mean."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +192,8 @@ class PrivacyConfig:
             )
         if cohort_size > population:
             raise ValueError(
-                f"cohort_size is {cohort_size} but there are only {population} training users: "
-                f"set cohort_size to at most {population}"
+                f"cohort_size is {cohort_size} but there are only {population} training users: set "
+                f"cohort_size to at most {population}"
             )
         if noise_population < population:
             raise ValueError(
@@ -307,40 +342,44 @@ class Calibration:
                 f"epsilon {self.config.epsilon:g}: start a new run with a larger num_rounds"
             )
 
-    def to_json(self, rounds: int | None = None) -> dict[str, Any]:
-        """All that ``privacy.json`` says of the guarantee after ``rounds`` rounds (all, by default).
+    def to_json(self, rounds: int | None = None, noun: str = "user") -> dict[str, Any]:
+        """What ``privacy.json`` says of noise and spending after ``rounds`` rounds (all, by default).
 
         What was spent is that of ``epsilon_spent_counts_rounds``, at least as many: see `accounted_rounds`.
+        There is a ``simulated_system`` only where one is simulated. ``noun``: whom the guarantee protects.
         """
         done = self.num_rounds if rounds is None else rounds
         counted = self.accounted_rounds(done)
-        system, executed = self.simulated, self.executed
+        there, here = self.simulated, self.executed
         claim = (
-            f"simulated_system SIMULATES {system.cohort_size} users a round of {system.population}: its "
-            f"epsilon is not this run's, which trains {executed.cohort_size} of {executed.population} and "
-            "has the one of as_executed"
+            f"simulated_system SIMULATES {there.cohort_size} {noun}s a round of {there.population}: its "
+            f"epsilon is not this run's, which trains {here.cohort_size} of {here.population} and has the "
+            "one of as_executed"
             if self.is_simulation
-            else "the run is the system accounted for: simulated_system and as_executed are the same"
+            else "as_executed is the guarantee of this run; nothing is simulated"
         )
         return {
             "config": asdict(self.config),
-            "unit": "one user with all of their images",
-            "neighbouring_relation": RELATIONS[system.sampler].name.lower(),
-            "sampler": system.sampler,
+            "neighbouring_relation": RELATIONS[here.sampler].name.lower(),
+            "sampler": here.sampler,
             "num_rounds": self.num_rounds,
             "rounds_done": done,
             "epsilon_spent_counts_rounds": counted,
-            "delta": system.delta,
-            "accountant": system.accountant,
+            "delta": here.delta,
+            "accountant": here.accountant,
             "accountant_version": f"dp-accounting {version('dp-accounting')}",
             "is_simulation": self.is_simulation,
             "claim": claim,
-            "simulated_system": {
-                **system.to_json(counted, self.num_rounds),
-                "epsilon_at_end_rdp": _finite(self.epsilon_rdp),
-                "value_noise_multiplier": self.value_noise_multiplier,
-                "indicator_std": self.indicator_std if self.config.mechanism == "adaptive" else None,
-            },
-            "as_executed": executed.to_json(counted, self.num_rounds),
-            "not_covered": "metrics of the run (losses, norms, fraction clipped, signal-to-noise) are exact",
+            "notes": NOTES,
+            **({"simulated_system": self._system(there, counted)} if self.is_simulation else {}),
+            "as_executed": self._system(here, counted),
+        }
+
+    def _system(self, system: System, counted: int) -> dict[str, Any]:
+        share = system.cohort_size / self.simulated.cohort_size
+        adaptive = self.config.mechanism == "adaptive"
+        return {
+            **system.to_json(counted, self.num_rounds),
+            "value_noise_multiplier": self.value_noise_multiplier * share,
+            "indicator_std": self.indicator_std * share if adaptive else None,
         }

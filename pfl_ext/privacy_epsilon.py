@@ -230,6 +230,7 @@ EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 
+@lru_cache(maxsize=64)
 def privacy_profile(
     noise_multiplier: float,
     *,

@@ -286,9 +286,10 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     """Private runs: C-AP on val over the rounds; at the end, C-AP and signal-to-noise ratio by noise cohort.
 
     Bars reach from the least to the most of the seeds. A private setting without noise is a grey line. None
-    where no run is private. Runs with local privacy are not of these: they have no noise cohort.
+    where no run is private. Runs with local privacy are not of these: they have no noise cohort; nor are runs
+    with ``privacy.release: public``, which hold no signal-to-noise ratio.
     """
-    found = [row for row in rows if row.central]
+    found = [row for row in rows if row.central and all(_tells_noise(run) for run in row.runs)]
     if not found:
         return None
     found.sort(key=_noise_cohort)
@@ -360,6 +361,10 @@ def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     scored = [line for line in lines if "val" in line]
     return [line["round"] for line in scored], np.array([line["val"]["C-AP"] for line in scored])
+
+
+def _tells_noise(run: Any) -> bool:
+    return run.privacy is not None and "signal-to-noise ratio" in run.privacy["by_round"]
 
 
 def _signal_to_noise(privacy: Mapping[str, Any]) -> float:

@@ -77,6 +77,10 @@ def read_run(directory: Path) -> PrivateRun:
     tree = yaml.safe_load(config.read_text())
     local = tree.get("local_privacy") is not None
     privacy = tree["local_privacy"] if local else tree.get("privacy")
+    if not local and privacy is not None and privacy.get("release") == "public":
+        raise ValueError(
+            f"{directory} was run with privacy.release public and holds no norms to draw: leave it out"
+        )
     history = [json.loads(line) for line in lines.read_text().splitlines()]
     results = directory / "results.json"
     return PrivateRun(

@@ -151,6 +151,7 @@ def markdown(report: Report) -> str:
         lines += ["No finished run.", ""]
     if report.rows:
         lines += _explanation(report)
+    lines += _privacy_paragraphs(report.rows)
     lines += _left_out(report)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -209,11 +210,22 @@ def _origins(rows: Sequence[Row]) -> list[str]:
                         str(results.get("start_probe", "not recorded"))[:12],
                         str(results.get("model_sha256"))[:8],
                         str(results.get("commit"))[:8],
-                        f"{results['wall_clock_s']:.0f}",
+                        f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
                     ]
                 )
             )
     return lines
+
+
+def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
+    """The guarantee of each private row in sentences for a paper; runs of older versions have none."""
+    lines = []
+    for row in rows:
+        said = {
+            str(run.privacy["paragraph"]) for run in row.runs if run.privacy and "paragraph" in run.privacy
+        }
+        lines += [f"* **{row.label}**, each seed by itself: {text}" for text in sorted(said)]
+    return ["## What the private rows guarantee", "", *lines, ""] if lines else []
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

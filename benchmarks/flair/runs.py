@@ -139,26 +139,31 @@ def data_key(record: RunRecord) -> str:
     return str(known or record.results.get("dataset"))
 
 
-def epsilon_of(privacy: Tree) -> tuple[float | None, float, bool, float | None]:
-    """(epsilon, delta, simulated, epsilon of the run as executed); None is infinite."""
+def epsilon_of(privacy: Tree) -> tuple[float, float, bool, float]:
+    """(epsilon, delta, simulated, epsilon of the run as executed)."""
+    executed = privacy["as_executed"]["epsilon_spent"]
     return (
-        privacy["simulated_system"]["epsilon_spent"],
+        _epsilon(privacy.get("simulated_system", {}).get("epsilon_spent", executed)),
         float(privacy["delta"]),
         bool(privacy["is_simulation"]),
-        privacy["as_executed"]["epsilon_spent"],
+        _epsilon(executed),
     )
 
 
-def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float | None]:
+def _epsilon(value: float | str | None) -> float:
+    """An epsilon of privacy.json, where "infinite" (null in older files) is no guarantee."""
+    return math.inf if value is None or value == "infinite" else float(value)
+
+
+def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
     """With noise on every device: (epsilon of one update, delta, rounds of the user who took part most,
-    what that user has spent at delta; None is infinite).
+    what that user has spent at delta).
     """
-    spent = privacy["epsilon_spent"]
     return (
         float(privacy["epsilon_of_one_participation"]),
         float(privacy["delta"]),
         int(privacy["participations_at_most"]["so_far"]),
-        None if spent is None else float(spent),
+        _epsilon(privacy["epsilon_spent"]),
     )
 
 

@@ -7,6 +7,7 @@ seeds.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -166,21 +167,21 @@ class Row:
         told = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
         if not told:
             return ""
-        epsilon, delta, simulated, executed = max(told, key=lambda t: float("inf") if t[0] is None else t[0])
+        epsilon, delta, simulated, executed = max(told)
         text = f"epsilon {_number(epsilon)} at delta {delta:.2g}"
         return text + (f", SIMULATED; as run {_number(executed)}" if simulated else "")
 
     def _local_privacy(self) -> str:
         told = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
-        epsilon, delta, rounds, spent = max(told, key=lambda t: float("inf") if t[3] is None else t[3])
+        epsilon, delta, rounds, spent = max(told, key=lambda found: found[3])
         return (
             f"LOCAL: epsilon {_number(epsilon)} of one update; who took part most, in {rounds} rounds, "
             f"spent {_number(spent)} at delta {delta:.2g}"
         )
 
 
-def _number(epsilon: float | None) -> str:
-    return "infinite" if epsilon is None else f"{epsilon:.3g}"
+def _number(epsilon: float) -> str:
+    return "infinite" if math.isinf(epsilon) else f"{epsilon:.3g}"
 
 
 def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from benchmarks.federated import objective_of
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.mini import MINI_FILE, draw_mini, resolve
+from benchmarks.privacy_statement import ProtectedUnit
 from dataset.command_line import run as run_command
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.task import FlairTask
@@ -69,6 +70,7 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         split=task.split,
         module=lambda: build_model(config, len(task.label_names), run.weights, objective),
         partition=iid_partition(task.split("train"), config.seed) if iid else None,
+        protected=ProtectedUnit("iid" if iid else None),
         final_splits=("val", "test"),
         headline=HEADLINE,
         results=partial(results.class_scores, config, task),

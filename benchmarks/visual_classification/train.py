@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.mini import CLASSES, CLASSES_FILE, draw_mini, resolve
+from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.command_line import run as run_command
@@ -61,6 +62,18 @@ def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
     return SingleLabelTask(file, data.partition, data.taxonomy, data.image_size, cache, share)
 
 
+def protected_unit(task: SingleLabelTask) -> ProtectedUnit:
+    """Real users, or the clients that a partition was drawn for.
+
+    Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
+    iNaturalist's. Dirichlet's, geographic and other partitions have clients.
+    """
+    if task.partition is None:
+        one = len(task.split("train").user_ids) == 1
+        return ProtectedUnit("of the file" if one else None)
+    return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
+
+
 def experiment(run: Run, file: FlairFile) -> Experiment:
     """This benchmark's side of a run on this file."""
     task, scored = single_label_task(run, file), run.config.data.scored
@@ -70,6 +83,7 @@ def experiment(run: Run, file: FlairFile) -> Experiment:
         split=lambda name: task.split(scored if name == "val" else name),
         module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
         partition=None,
+        protected=protected_unit(task),
         final_splits=("test",) if scored == "test" else ("val", "test"),
         headline=HEADLINE,
         results=partial(results.class_scores, task),

@@ -15,6 +15,7 @@ from dp_accounting.pld import PLDAccountant
 from benchmarks import recorder
 from benchmarks.flair.config import parse
 from benchmarks.ledger import CentralLedger
+from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.secret import public_secret
 from benchmarks.settings import Tree
 from pfl_ext.privacy_banded import BandedFactor
@@ -50,6 +51,7 @@ def test_the_paper_setting_is_calibrated_to_its_known_noise() -> None:
 def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     directory = train(*PRIVATE)
     told = privacy(directory)
+    assert told["unit"] == "one user with all of their images"
     assert (told["num_rounds"], told["rounds_done"], told["delta"]) == (3, 3, 0.01)
     assert told["as_executed"]["population"] == told["simulated_system"]["population"] == 12
     assert told["simulated_system"]["epsilon_spent"] == told["simulated_system"]["epsilon_at_end"] <= 50
@@ -63,8 +65,11 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     summary = capsys.readouterr().err
     assert "privacy: epsilon" in summary
-    assert f"by RDP, as a check, {told['simulated_system']['epsilon_at_end_rdp']:.3f}" in summary
+    assert f"by RDP, a looser check, {told['simulated_system']['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
+    assert "set privacy.noise_cohort_size and privacy.noise_population to none" in summary
+    assert "WARNING: delta is 0.01, which is large" in summary
+    assert told["as_executed"]["epsilon_at_end"] == told["as_executed"]["mu_gdp"] == "infinite"
     assert "research only" not in summary
 
 
@@ -220,7 +225,7 @@ def test_epsilon_is_accounted_at_few_points_of_a_run_and_never_too_low(
     """A checkpoint after every round asks dp-accounting no more than 20 times a system."""
     sizes = ("--federated.num_rounds=60", "--federated.cohort_size=50", "--privacy.noise_cohort_size=100")
     config = parse(["--config=pfl-r-17", "--seed=1", *sizes]).config
-    ledger = CentralLedger(config, 2000, public_secret(tmp_path, 1), tmp_path)
+    ledger = CentralLedger(config, 2000, ProtectedUnit(), public_secret(tmp_path, 1), tmp_path)
     exact = {t: ledger.calibration.epsilon_after(t) for t in (1, 3, 4, 41, 60)}
     epsilon_spent.cache_clear()
     asked = []
@@ -246,3 +251,87 @@ def test_the_privacy_of_a_run_cannot_be_changed_on_resuming(
     capsys.readouterr()
     train(*PRIVATE, "--privacy.epsilon=60", code=2)
     assert "privacy.epsilon: 50.0 -> 60.0" in error_line(capsys)
+
+
+REAL = (*PRIVATE, "--privacy.noise_cohort_size=none")
+FORBIDDEN_IN_PUBLIC = ("users", "images", "seconds", "max_local_steps", "worker_seconds", "train_loss")
+"""What a line of metrics.jsonl tells of the training images."""
+
+
+def keys_of(tree: Any) -> set[str]:
+    """All keys of a JSON tree."""
+    if isinstance(tree, dict):
+        return set(tree) | {key for value in tree.values() for key in keys_of(value)}
+    return {key for value in tree for key in keys_of(value)} if isinstance(tree, list) else set()
+
+
+def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: Train) -> None:
+    """No exact figure of the training users is left in any file but the checkpoint; a full run has them."""
+    directory = train(*REAL, "--privacy.release=public")
+    assert all(set(line) <= {"round", "learning_rate", "val", "privacy"} for line in lines(directory))
+    told, ended = privacy(directory), results(directory)
+    private = {"clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped"}
+    assert set(told["by_round"]) == private
+    assert set(lines(directory)[0]["privacy"]) == private
+    secret = {"data", "data_sha256", "wall_clock_s", "shots", *FORBIDDEN_IN_PUBLIC}
+    assert not secret & keys_of(ended)
+    assert {"test", "val", "per_class_ap", "model_sha256"} <= set(ended)
+    assert not any("realised cohort" in text for text in told["not_covered"])
+    full = train(*REAL, name="full")
+    assert {"data", "shots", "images", "wall_clock_s"} <= keys_of(results(full)) | keys_of(lines(full))
+    assert any("realised cohort" in text for text in privacy(full)["not_covered"])
+    train(*REAL, "--privacy.release=public")  # a finished run is shown again
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--seed=1"], "privacy.release public needs secret noise"),
+        (["--privacy.noise_cohort_size=10"], "privacy.release public needs a guarantee of the run itself"),
+    ],
+)
+def test_a_public_release_is_of_a_run_with_a_guarantee(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*REAL, "--privacy.release=public", *argv, code=2)
+    assert message in error_line(capsys)
+
+
+def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = train(*REAL)
+    told, output = privacy(directory), capsys.readouterr()
+    assert "simulated_system" not in told
+    assert not told["is_simulation"]
+    assert "SIMULATED" not in output.err
+    executed = told["as_executed"]
+    assert executed["epsilon_spent"] == executed["epsilon_at_end"] <= 50
+    assert executed["epsilon_at_end"] <= executed["epsilon_at_end_rdp"]
+    assert executed["mu_gdp"] > 0
+    assert 0 < executed["delta_at_epsilon"]["8"] < executed["delta_at_epsilon"]["4"] <= 1
+    assert told["paragraph"] in output.out
+    assert told["paragraph"].startswith("Training was differentially private with epsilon = ")
+    for words in ("delta = 0.01", "one user is added or removed", "12 users", "3 rounds", "dp-accounting"):
+        assert words in told["paragraph"]
+    assert any("five like this one compose to epsilon = " in text for text in told["not_covered"])
+
+
+@pytest.mark.parametrize("kind", ["privacy", "local_privacy"])
+def test_the_word_user_is_not_said_of_clients_that_were_dealt_their_images(
+    kind: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*(REAL if kind == "privacy" else LOCAL), "--data.partition=iid")
+    told = privacy(directory)
+    said = [told["paragraph"], told["unit"], told["neighbouring_relation"], told["claim"]]
+    summary = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("privacy:"))
+    assert all("user" not in text for text in (*said, summary, *told["not_covered"]))
+    assert "one client of the partition iid" in told["unit"]
+
+
+def test_the_scale_for_own_data_simulates_nothing() -> None:
+    """The clothing photos: 275 users, cohorts of 20, 150 rounds."""
+    config = parse(["--config=pfl-r-17", "--scale=small"]).config
+    assert config.privacy is not None
+    made = config.privacy.calibrate(275, config.federated.cohort_size, config.federated.num_rounds)
+    assert not made.is_simulation
+    assert made.epsilon_executed <= 2
+    assert made.value_noise_multiplier < 1.1 * made.simulated.noise_multiplier

@@ -128,7 +128,7 @@ def test_what_is_transparent_shows_the_background_and_nothing_that_lies_under_it
 
 def test_sixteen_bits_become_eight_over_the_whole_range() -> None:
     """Not clipped at 255, as a plain conversion does."""
-    levels = np.arange(0, 65536, 64, np.uint16).reshape(32, 32)
+    levels = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
     pixels, _ = to_pixels(saved(Image.fromarray(levels), "PNG"), "white")
     np.testing.assert_array_equal(pixels[..., 1], levels >> 8)
 

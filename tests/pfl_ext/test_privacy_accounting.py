@@ -298,14 +298,17 @@ def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
     assert "SIMULATES 2000 users" in report["claim"]
     assert report["accountant_version"].startswith("dp-accounting 0.")
     hopeless = PrivacyConfig(epsilon=8, noise_cohort_size=2000).calibrate(2000, 1, 1).to_json()
-    assert hopeless["as_executed"]["epsilon_at_end"] is None
+    assert hopeless["as_executed"]["epsilon_at_end"] == hopeless["as_executed"]["mu_gdp"] == "infinite"
 
 
-def test_without_simulation_both_systems_are_one() -> None:
+def test_without_simulation_the_run_is_the_system_accounted_for() -> None:
     calibration = small()
-    assert not calibration.is_simulation
-    assert calibration.executed == calibration.simulated
-    assert "accounted for" in calibration.to_json()["claim"]
+    assert calibration.simulated == calibration.executed
+    report = calibration.to_json()
+    assert report["is_simulation"] is False
+    assert "simulated_system" not in report
+    assert report["as_executed"]["epsilon_at_end"] == calibration.epsilon
+    assert "nothing is simulated" in report["claim"]
 
 
 def test_the_config_nests_in_a_strict_pydantic_config() -> None:
