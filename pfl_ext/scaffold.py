@@ -23,8 +23,7 @@ Where the correction ``c - c_i`` goes is a choice once local training is more th
   correction that no momentum magnifies has to be.
 
 pfl 0.6.0 has a SCAFFOLD too, which is wrong: it keeps minus the gradient as c_i and adds ``c - c_i`` to the
-gradient all the same, so that drift is doubled. Its option II also changes the old c_i in place before
-``c_i+ - c_i`` is taken, and its option I lets all users share one buffer.
+gradient all the same, so that drift is doubled. Its option I also gives all users one buffer as their c_i.
 
 Not for private training: c_i outlives the round, and so would what it tells of the user.
 

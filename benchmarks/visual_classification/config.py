@@ -101,6 +101,7 @@ RECIPES: Mapping[str, Tree] = {
     "fedavgm": {"server": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.9}},
     "fedprox": {"federated": {"algorithm": "fedprox"}},
     "fednova": {"federated": {"algorithm": "fednova"}},
+    "scaffold": {"federated": {"algorithm": "scaffold"}},
     "vc": {
         "local": {"virtual_size": 256},
         "federated": {"sampling": "proportional", "weighting": "users"},

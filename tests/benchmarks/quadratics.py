@@ -10,6 +10,7 @@ Letters: D numbers of an image, K classes, n images of a batch, P = K (D + 1) pa
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from benchmarks.facts import commit, hardware
 from benchmarks.federated import train_federated, training_data
 from benchmarks.recorder import Recorder
 from benchmarks.sections import Runtime, TrainingConfig
@@ -278,3 +280,77 @@ def proximal_sum(steps: int, momentum: float, pull: float) -> float:
             position -= velocity
         total += abs(position)
     return total
+
+
+USERS: Tree = {"federated": {"weighting": "users"}}
+MOMENTUM: Tree = {"local": {"momentum": 0.6, "weight_decay": 0.02, "learning_rate": 0.05}}
+
+
+def scaffold(option: str, correction: str = "gradient", weighting: str = "users") -> Tree:
+    keys = {"algorithm": "scaffold", "scaffold_option": option, "scaffold_correction": correction}
+    return {"federated": {**keys, "weighting": weighting}}
+
+
+def adaptive(name: str, **more: Any) -> Tree:
+    return {"server": {"optimizer": name, "learning_rate": 0.05, "epsilon": 0.05, **more}}
+
+
+ALGORITHMS: dict[str, Tree] = {
+    "fedavg, images": {},
+    "fedavg, users": USERS,
+    "fedavg, momentum and decay": MOMENTUM,
+    "fedprox, mu 0.01": {"federated": {"algorithm": "fedprox"}},
+    "fedprox, mu 2": {"federated": {"algorithm": "fedprox", "mu": 2.0}},
+    "fednova": {"federated": {"algorithm": "fednova"}},
+    "fednova, momentum": merge(MOMENTUM, {"federated": {"algorithm": "fednova"}}),
+    "fednova, mu 2": {"federated": {"algorithm": "fednova", "mu": 2.0}},
+    "fedavgm": {"server": {"momentum": 0.7, "learning_rate": 0.3}},
+    "fedopt, adam as keras": adaptive("adam"),
+    "fedopt, adam as torch": adaptive("adam", adam_form="torch"),
+    "fedopt, yogi": adaptive("yogi", beta2=0.99),
+    "fedopt, adagrad": adaptive("adagrad"),
+    "fedvc": merge(USERS, {"local": {"virtual_size": 6}, "federated": {"sampling": "proportional"}}),
+    "fedir": {"federated": {"reweight": "fedir"}},
+    "fedir, at most 1.5": {"federated": {"reweight": "fedir", "max_importance": 1.5}},
+    "scaffold I": scaffold("I"),
+    "scaffold II": scaffold("II"),
+    "scaffold I, images": scaffold("I", weighting="images"),
+    "scaffold II, images": scaffold("II", weighting="images"),
+    "scaffold I, after the step": scaffold("I", "step"),
+    "scaffold II, momentum": merge(MOMENTUM, scaffold("II")),
+    "scaffold II, after the step, momentum": merge(MOMENTUM, scaffold("II", "step")),
+}
+PARTICIPATION: dict[str, Tree] = {"full": {}, "partial": {"federated": {"cohort_size": 3}}}
+STEPS = -(-2 * max(SIZES) // 4)
+TOLERANCE = 2**-24 * 8 * ROUNDS * STEPS
+"""Of float32 against float64, relative to the whole vector: no step is expansive here, so that each adds its
+own roundings (of the product, the gradient, the update, the sums: fewer than eight) and none grows."""
+
+
+def distances(ours: Array, theirs: Array) -> Array:
+    """Of each round's vectors, relative to the second's norm."""
+    return np.asarray(np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1))
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{hardware()}; torch {torch.__version__}; commit {commit()}; one thread, n = 1")
+    print(f"largest relative distance over {ROUNDS} rounds; the tests' tolerance is {TOLERANCE:.1e}")
+    engines = ("stock", "fast")
+    columns = [f"{part}, {engine}" for part in PARTICIPATION for engine in engines]
+    print("| algorithm | " + " | ".join(columns) + " |")
+    print("|---" * (1 + len(columns)) + "|")
+    torch.set_num_threads(1)
+    for name, tree in ALGORITHMS.items():
+        found = []
+        for part in PARTICIPATION.values():
+            expected = Direct(run_of(merge(tree, part))).trajectory()
+            for engine in engines:
+                with tempfile.TemporaryDirectory() as directory:
+                    ours = trajectory(run_of(merge(tree, part), engine), Path(directory))
+                found.append(f"{distances(ours, expected).max():.1e}")
+        print(f"| {name} | " + " | ".join(found) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,6 +64,7 @@ KINDS = {
     "pfl": PRIVATE,
     "secret": tuple(word for word in PRIVATE if not word.startswith("--seed")),
     "centralised": ("--config=c-r-17",),
+    "scaffold": ("--config=fl-r-17", "--federated.algorithm=scaffold"),
 }
 """``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
 ``secret`` the same with noise from entropy."""
@@ -81,6 +82,12 @@ PHASES = {
     "evaluation": ("pfl_ext.evaluation:CentralEvaluation.__call__",),
     "line of metrics": ("benchmarks.recorder:Recorder._write_line",),
     "save": ("benchmarks.recorder:Recorder.save",),
+    "users' vectors": (
+        "pfl_ext.user_vectors:UserVectors.write",
+        "pfl_ext.user_vectors:UserVectors.tensors",
+        "pfl_ext.user_vectors:UserVectors.saved",
+        "pfl_ext.user_vectors:UserVectors.load",
+    ),
     "results": ("benchmarks.experiment:_write_results",),
 }
 """What a life can be at when it ends; the innermost counts."""
@@ -115,6 +122,9 @@ PLACES = {
 }
 """Where lives end that do not end at a random time: one of these kinds is drawn, then one of its places."""
 
+
+OF_SCAFFOLD = ("os:pwrite", "os:fsync", *PHASES["users' vectors"], "pfl_ext.scaffold:Controls.end_round")
+"""More of these, for runs that keep a vector for each user."""
 
 WINDOW = (
     "benchmarks.recorder:Recorder.end",
@@ -168,6 +178,8 @@ def check_releases(path: Path, rounds: int) -> int:
 
 
 TIMES = ("seconds", "worker_seconds")
+WHEREABOUTS = ("algorithm/rows", "algorithm/rows_before")
+"""Where users' vectors lie in their file; what they are, their digests say."""
 
 
 def remember_calibrations() -> None:
@@ -202,7 +214,11 @@ def told(directory: Path) -> tuple[Any, ...]:
         [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
         privacy.read_text() if privacy.exists() else None,
         state,
-        {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()},
+        {
+            name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            for name, tensor in tensors.items()
+            if name not in WHEREABOUTS
+        },
     )
 
 
@@ -261,7 +277,8 @@ class Campaign:
             return At(place, 1 + place.endswith("probe_checksum"), bool(self._rng.random() < 0.5))
         if self._rng.random() < 0.5:
             return After(float(self._rng.uniform(0, 0.5 * self._seconds)))
-        place = str(self._rng.choice(PLACES[str(self._rng.choice(list(PLACES)))]))
+        places = {**PLACES, **({"users": OF_SCAFFOLD} if self.kind == "scaffold" else {})}
+        place = str(self._rng.choice(places[str(self._rng.choice(list(places)))]))
         return At(place, int(self._rng.integers(1, 7)), bool(self._rng.random() < 0.5))
 
     def kill(self, kills: int) -> tuple[int, Counter[str], Counter[str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.sampling import get_user_sampler
 from pfl.data.user_state import InMemoryUserStateStorage
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.internal.bridge.pytorch.scaffold import PyTorchSCAFFOLDBridge as Bridge
 from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
@@ -34,7 +36,19 @@ from pfl_ext.scaffold import Controls, Scaffold, ScaffoldParams
 
 LOSSES = {"a": (1.0, 0.0), "b": (4.0, 1.0)}
 START, ROUNDS, STEPS = 3.0, 40, 10
-KINDS = ("FedAvg", "pfl, option I", "pfl, option II", "ours, option I", "ours, option II")
+KINDS = (
+    "FedAvg",
+    *(f"{whose}, option {option}" for whose in ("pfl", "pfl with c_i - c", "ours") for option in ("I", "II")),
+)
+"""``pfl with c_i - c`` adds that instead of ``c - c_i`` to the gradient: its sign put right and no more."""
+
+
+STEPS_OF_PFL = "do_control_variate_sgd"
+_steps = getattr(Bridge, STEPS_OF_PFL)
+
+
+def _swapped(*given: Any, local_c: Any, server_c: Any) -> None:
+    _steps(*given, local_c=server_c, server_c=local_c)
 
 
 class Quadratic(nn.Module):
@@ -75,7 +89,7 @@ def end(kind: str, rate: float) -> float:
     name, _, option = kind.partition(", option ")
     algorithm: Any = FederatedAveraging()
     params: Any = NNAlgorithmParams(*common)
-    if name == "pfl":
+    if name.startswith("pfl"):
         algorithm = SCAFFOLD()
         params = SCAFFOLDParams(*common, len(LOSSES), option == "I", InMemoryUserStateStorage())
     elif name == "ours":
@@ -83,7 +97,9 @@ def end(kind: str, rate: float) -> float:
         params = ScaffoldParams(*common, float(len(LOSSES)), "I" if option == "I" else "II")
     local = NNTrainHyperParams(local_num_epochs=STEPS, local_learning_rate=rate, local_batch_size=1)
     backend = SimulatedBackend(data, data, [WeightByUser()])
-    algorithm.run(params, backend, model, local, NNEvalHyperParams(None), send_metrics_to_platform=False)
+    steps = _swapped if name == "pfl with c_i - c" else _steps
+    with mock.patch.object(Bridge, STEPS_OF_PFL, staticmethod(steps)):
+        algorithm.run(params, backend, model, local, NNEvalHyperParams(None), send_metrics_to_platform=False)
     return module.w.item()
 
 

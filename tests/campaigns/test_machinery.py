@@ -101,6 +101,7 @@ def test_the_dead_are_counted_with_what_they_were_at(tmp_path: Path) -> None:
 
 def test_every_place_and_phase_is_a_function() -> None:
     places = [place for places in kill_training.PLACES.values() for place in places]
+    places += kill_training.OF_SCAFFOLD
     places += [*kill_workers.OF_ANY_WORKER, *kill_workers.OF_WORKER_0]
     places += [place for phase in kill_workers.AT_WORK.values() for place in phase]
     for place in places:

@@ -101,6 +101,7 @@ def test_pfls_scaffold_ends_elsewhere_and_ours_at_the_optimum() -> None:
     assert scaffold_toy.end("FedAvg", rate) == pytest.approx(0.6899, abs=1e-4)
     assert scaffold_toy.end("pfl, option I", rate) == pytest.approx(2.0170, abs=1e-3)
     assert scaffold_toy.end("pfl, option II", rate) > 1e6
+    assert scaffold_toy.end("pfl with c_i - c, option II", rate) == pytest.approx(0.8, abs=2e-4)
     for option in ("I", "II"):
         ours = scaffold_toy.end(f"ours, option {option}", rate)
         assert ours == pytest.approx(scaffold_toy.direct(rate, option), abs=1e-5)
