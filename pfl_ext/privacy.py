@@ -35,9 +35,9 @@ from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, Priv
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.privacy_accounting import BOUND_RANGE, Calibration
+from pfl_ext.privacy_accounting import Calibration
 from pfl_ext.privacy_banded import BandedFactor, CorrelatedNoise
-from pfl_ext.privacy_mechanisms import Clipped, FlatGaussianMechanism
+from pfl_ext.privacy_mechanisms import BOUND_RANGE, Clipped, FlatGaussianMechanism
 from pfl_ext.randomness import stream
 
 TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates

@@ -26,10 +26,10 @@ from pfl_ext.privacy_epsilon import (
     privacy_profile,
     refuse_unsound,
 )
+from pfl_ext.privacy_mechanisms import BOUND_RANGE
 
 Mechanism = Literal["gaussian", "adaptive"]
 
-BOUND_RANGE = (1e-9, 1e9)  # of the clipping bound, within which float32 norms neither under- nor overflow
 ACCOUNTINGS = 20  # so often at most is what was spent computed in a run
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from pfl_ext.privacy import NoisyMean
 from pfl_ext.privacy_mechanisms import (
+    BOUND_RANGE,
     Clipped,
     FlatGaussianMechanism,
     FloatArray,
@@ -125,10 +126,12 @@ class LocalPrivacyConfig:
     composed, of either."""
 
     def __post_init__(self) -> None:
-        for key in ("clipping_bound", "epsilon"):
-            value = getattr(self, key)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"local_privacy.{key} is {value}: it must be positive and finite")
+        if not (self.epsilon > 0 and math.isfinite(self.epsilon)):
+            raise ValueError(f"local_privacy.epsilon is {self.epsilon}: it must be positive and finite")
+        if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
+            raise ValueError(
+                f"local_privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}"
+            )
         if not 0 < self.delta < 1:
             raise ValueError(f"local_privacy.delta is {self.delta}: it must lie between 0 and 1")
 

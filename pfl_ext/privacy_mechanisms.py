@@ -28,8 +28,15 @@ Clipping = Literal["flat", "per_layer"]
 FloatArray = npt.NDArray[np.float32]
 
 ROW = 1024  # norms are summed in float32 within rows of so many elements, in float64 across rows
-MARGIN = 2.0**-14  # bounds are undercut by this; rounding in a row of 1024 is at most 2^-15 of a norm
-LARGEST = 1e19  # norm above which an update is refused: squares would overflow float32, scales underflow
+MARGIN = 2.0**-14
+"""Bounds are undercut by this. Rounding in a row of 1024 is at most 2^-15 of a norm; that of a sum which is
+clipped by norms in float64 (`engine.gradients`) is kept below this; that of the scales is at most 2^-22."""
+LARGEST = 1e19
+"""Norm above which an update is refused: squares would overflow float32, scales underflow."""
+BOUND_RANGE = (1e-9, 1e9)
+"""Of a clipping bound. Numbers below 2^-63 count for nothing in a norm, as their squares underflow float32;
+10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector that is as long as such a
+bound."""
 NOISE_CHUNK = 2**20
 
 
@@ -50,6 +57,16 @@ def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
     return [len(list(run)) for _, run in groupby(names, key=lambda name: name.rpartition(".")[0])]
 
 
+def layer_limit(bound: float, layers: int, order: int = 2) -> float:
+    """The norm of each of so many layers that keeps all of them together within ``bound``.
+
+    :raises ValueError: for a bound outside `BOUND_RANGE`.
+    """
+    if not BOUND_RANGE[0] <= bound <= BOUND_RANGE[1]:
+        raise ValueError(f"the clipping bound is {bound}: it must lie in {BOUND_RANGE}")
+    return bound * (1 - MARGIN) / float(layers ** (1 / order))
+
+
 @torch.no_grad()
 def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: int = 2) -> Clipped:
     """New float32 tensors with a joint L2 norm of at most ``bound``, each of G layers' ``bound / sqrt(G)``.
@@ -58,6 +75,8 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
     The bound holds exactly, measured in float64, whatever the inputs' precision: it is undercut by 2^-14 to
     leave room for rounding. Below it nothing changes. NaN, infinity and a norm above 1e19
     make the whole update zero. Nothing is read back from a GPU.
+
+    :raises ValueError: for a bound outside `BOUND_RANGE`.
     """
     device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
     for count in layers:
@@ -70,7 +89,7 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
     row_norms = torch.linalg.vector_norm(rows, order, dim=1, dtype=torch.float64 if order == 1 else None)
     split = list(torch.split(row_norms.double(), rows_of_layer))
     norms = torch.stack(torch._foreach_norm(split, order))  # [G]
-    limit = bound * (1 - MARGIN) / len(layers) ** (1 / order)
+    limit = layer_limit(bound, len(layers), order)
     over = norms > limit
     finite = (norms <= LARGEST).all()  # not so for NaN
     scales = torch.where(over, limit / norms, 1.0).float()
@@ -186,7 +205,7 @@ class FlatGaussianMechanism(GaussianMechanism):
         counts = layers_of(names, self._clipping)
         layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
         norms = layers.sqrt()
-        limit = float(get_param_value(self._clipping_bound)) * (1 - MARGIN) / math.sqrt(len(counts))
+        limit = layer_limit(float(get_param_value(self._clipping_bound)), len(counts))
         over, finite = norms > limit, (norms <= LARGEST).all(1)
         scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
         return (

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu_layers import Convolution
 from pfl_ext.engine.norms import squared_norm, squared_norms
+from pfl_ext.privacy_mechanisms import MARGIN
 from pfl_ext.transfer import sent
 
 PASS = 100
 """Cost of writing a number of a user's gradient and reading it twice, in floating-point operations: below
 it a Gram matrix is the cheaper way to a norm (an estimate for CPUs)."""
 GRAM = 128  # positions that share one Gram matrix, if they are of several users
+UNIT = 2.0**-24  # of rounding, in float32
+LARGEST_INPUT = 1e15  # norm of a position's input above which a product with a subnormal number counts
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Weight(Gradient):
     x: Tensor
     e: Tensor
     users: Users
-    _own: list[Tensor] = field(default_factory=list)
+    _own: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def _positions(self) -> int:
@@ -112,8 +115,13 @@ class Weight(Gradient):
 
     @property
     def by_gram(self) -> bool:
-        """Whether norms come from Gram matrices, or from the users' gradients themselves."""
+        """Whether norms come from Gram matrices, or from the users' gradients themselves.
+
+        Always the latter on a GPU: nobody there waits to learn for whom a Gram matrix cannot be relied on.
+        """
         weight = self.layer.weight
+        if self.e.device.type != "cpu":
+            return False
         if isinstance(self.layer, nn.Conv2d) and self.layer.groups > 1:
             return False
         d, p = weight.shape[0], weight[0].numel()
@@ -140,28 +148,47 @@ class Weight(Gradient):
         return bounds
 
     def squared_norms(self) -> Tensor:
-        """By Gram matrices, or from the gradients themselves, which are then kept for `add_to`."""
+        """By Gram matrices, or from the users' gradients themselves, which are then kept for `add_to`."""
         if self.by_gram:
-            return self._gram_norms()
-        self._own = [self._gradient(self.x[span], self.e[span]) for span in self.users.spans]
-        return torch.stack([squared_norm(g) for g in self._own])
+            found, reliable = self._gram_norms()
+            explicit = (~reliable).nonzero().flatten().tolist()
+        else:
+            found = torch.empty(len(self.users), dtype=torch.float64, device=self.e.device)
+            explicit = list(range(len(self.users)))
+        for user in explicit:
+            span = self.users.spans[user]
+            self._own[user] = self._gradient(self.x[span], self.e[span]).float()
+            found[user] = squared_norm(self._own[user])
+        return found
 
-    def _gram_norms(self) -> Tensor:
-        """``sum over positions s, t of (x_s . x_t)(e_s . e_t)``, neighbours sharing a matrix while small."""
+    def _gram_norms(self) -> tuple[Tensor, Tensor]:
+        """``sum over positions s, t of (x_s . x_t)(e_s . e_t)``, and whether that can be relied on: ``[U]``.
+
+        The sums are in float64. What `add_to` adds is not: a user's product of T positions has an error of
+        at most ``(T + 2) UNIT sum over t of |x_t| |e_t|``, whatever the order of the sum (Higham 2002,
+        section 3.1; one rounding for the coefficient and one for its product with ``e``). Where positions
+        cancel, that may be more than the margin of the norm, and the user's gradient must be made.
+        """
         columns, signals = self._columns(), self._signals()
-        out, start, count = [], 0, self._positions
+        norms, reliable, start, count = [], [], 0, self._positions
         starts = self.users.starts
         while start < len(self.users):
             stop = start + 1
             while stop < len(self.users) and (starts[stop + 1] - starts[start]) * count <= GRAM:
                 stop += 1
             rows = slice(starts[start] * count, starts[stop] * count)
-            a, e = columns[rows], signals[rows]
-            product = (a @ a.T).mul_(e @ e.T)
+            a, e = columns[rows].double(), signals[rows].double()
+            inputs = a @ a.T
+            product = inputs * (e @ e.T)
             edges = [(starts[u] - starts[start]) * count for u in range(start, stop + 1)]
-            out += [product[i:j, i:j].double().sum() for i, j in pairwise(edges)]
+            for i, j in pairwise(edges):
+                square = product[i:j, i:j].sum().clamp(min=0)
+                error = (j - i + 2) * UNIT * product.diagonal()[i:j].clamp(min=0).sqrt().sum()
+                normal = inputs.diagonal()[i:j].amax() <= LARGEST_INPUT**2
+                norms.append(square)
+                reliable.append((error <= MARGIN * square.sqrt()) & normal)
             start = stop
-        return torch.stack(out).clamp_(min=0)
+        return torch.stack(norms), torch.stack(reliable)
 
     def _columns(self) -> Tensor:
         """``[B T, p]`` float32."""
@@ -184,18 +211,25 @@ class Weight(Gradient):
         return e.permute(0, 2, 3, 1).reshape(-1, e.shape[1])
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """From the gradients if they were made, else in one dense product in float32."""
-        if self._own:
-            on_cpu = total.device.type == "cpu"
-            for c, g in zip(coefficients.float().tolist() if on_cpu else coefficients.float(), self._own):
-                if on_cpu:
-                    total.add_(g, alpha=c)
-                else:
-                    total.add_(g * c)
+        """From the gradients that were made, the others in one dense product in float32."""
+        on_cpu = total.device.type == "cpu"
+        factors = coefficients.to(self.e.device, torch.float32)
+        for user, gradient in self._own.items():
+            if on_cpu:
+                total.add_(gradient, alpha=float(factors[user]))
+            else:
+                total.add_(gradient * factors[user])
+        if len(self._own) == len(self.users):
             return
-        c = self.users.per_image(coefficients.to(self.e.device, torch.float32))
-        x, e = self.x.float(), self.e.float()
-        total.add_(self._gradient(x, e * c.view(-1, *[1] * (e.ndim - 1))))
+        if self._own:
+            factors[list(self._own)] = 0
+        c = self.users.per_image(factors)
+        if self.by_gram:
+            signals = self._signals() * c.repeat_interleave(self._positions)[:, None]
+            total.add_((signals.T @ self._columns()).view(total.shape))
+        else:  # whose norms nobody asked for
+            e = self.e.float() * c.view(-1, *[1] * (self.e.ndim - 1))
+            total.add_(self._gradient(self.x.float(), e))
 
     def add_evenly(self, total: Tensor, coefficients: Tensor) -> None:
         """`add_to` in the precision of the pass, where no bound depends on the sum."""
@@ -208,7 +242,7 @@ class Weight(Gradient):
         for user in users:
             self.x[self.users.spans[user]] = 0
             self.e[self.users.spans[user]] = 0
-            if self._own:
+            if user in self._own:
                 self._own[user].zero_()
 
 

@@ -19,6 +19,7 @@ from pfl_ext.engine.gradients import Gradient, Users, Weight
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.models import ImageClassifier
+from pfl_ext.privacy_mechanisms import LARGEST
 from pfl_ext.transfer import sent
 
 
@@ -100,6 +101,8 @@ class _Adding:
         """All variables, with what their norms together decide."""
         names = list(self._sums.views)
         norms = torch.stack([self._kept[name].squared_norms() for name in names], 1)  # [U, V]
+        if self._scaling is not None:  # factors of larger ones would lose digits as float32
+            norms = torch.where(norms <= LARGEST**2, norms, torch.inf)
         factors = -self._how.learning_rate * local_clipping(norms, self._how)
         scaled = self._weights[:, None] * factors
         if self._scaling is not None:
