@@ -51,7 +51,8 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
 
     theirs, *_ = setting(None).run(True, lanes=1, cpu_kernels=False)
     ours, _ = on_card(setting(torch.bfloat16), lanes=2, fuse=fuse)
-    assert 1e-4 < distance(ours, theirs) < 0.05
+    rounded, *_ = setting(torch.bfloat16).run(False)  # whose steps magnify rounding as much as the card's
+    assert 1e-4 < distance(ours, theirs) < 3 * distance(rounded, theirs)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -102,7 +103,7 @@ def test_a_card_whose_memory_runs_out_trains_smaller_groups_to_the_same_result(
 def test_users_without_images_go_by_a_card_too(sizes: list[int]) -> None:
     theirs, *_ = Setting(sizes).run(True, lanes=1, cpu_kernels=False)
     ours, _ = on_card(Setting(sizes), lanes=1)
-    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-7) for name in theirs)
+    assert distance(ours, theirs) < 1e-5
 
 
 def test_a_card_without_room_for_all_lanes_has_fewer(
