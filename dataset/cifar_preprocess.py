@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from dataset.cifar import (
     split_index,
 )
 from dataset.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
-from dataset.flair.arguments import OneLineParser
+from dataset.flair.arguments import OneLineParser, output_file, output_folder
 from dataset.flair.download import SourceError
 from dataset.flair.hdf5 import FlairWriter
 from dataset.flair.index import DatasetIndex, PartitionIndex
@@ -89,24 +90,29 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
 def main(spec: Cifar, argv: Sequence[str]) -> None:
     """Download or read, check, deal and write."""
     given = _arguments(spec, argv)
-    output: Path = given.output_file
-    if output.is_dir():
-        raise ValueError(f"--output_file {output} is a folder; give the name of a file")
+    output = output_file("--output_file", given.output_file)
     if output.exists() and not given.overwrite:
         raise ValueError(f"{output} exists; give --overwrite to replace it")
     if given.seed < 0:
         raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
+    for name in ("clients", "images_per_client"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} is {getattr(given, name)}; give at least 1")
+    if given.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", given.splits_sha256):
+        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
     priors = _priors(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    output_folder("--download_folder", folder)
     local = folder if _is_address(given.source) else Path(given.source)
     if local is not folder and not local.is_dir():
         raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
     told: dict[str, object] = {"source": given.source, "licence": LICENCE}
     asked: str = given.splits or (OFFICIAL if local is folder or not _has_splits(spec, local) else str(local))
+    images = None if local is folder else read_images(spec, local)
     splits = _splits(spec, asked, given.splits_sha256, folder)
-    if local is folder:
+    if images is None:
         download_images(spec, given.source, folder)
-    images = read_images(spec, local)
+        images = read_images(spec, folder)
     partitions: dict[str, PartitionIndex] = {}
     if splits is not None:
         partitions, digests = csv_partitions(spec, splits, images["train"].classes)

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from dataset.assignments import NOBODY, deal, partition_of
 from dataset.atomic import write_bytes
-from dataset.flair.arguments import OneLineParser
+from dataset.flair.arguments import OneLineParser, input_file, output_folder
 from dataset.flair.download_preprocess import Options, check_disk, checked_output, preprocess
 from dataset.flair.index import DatasetIndex, PartitionIndex
 from dataset.flair.sources import ArchiveSource, Shard, nothing
@@ -77,14 +77,22 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     spec = specs[given.subset] if len(specs) > 1 else next(iter(specs.values()))
     output = checked_output(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    output_folder("--download_folder", folder)
+    if not _is_address(given.source) and not Path(given.source).is_dir():
+        raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
+    places: Places = {}
+    n_max: Sequence[int] = []
+    if given.coordinates is not None:
+        places = read_coordinates(input_file("--coordinates", given.coordinates))
+        n_max = _sizes(given.n_max)
     lists = read_lists(_splits(spec, given, folder))
     table = lists.table(spec.natural)
     source = _source(spec, given.source, folder, lists, table)
     finish = _Finish(
         lists,
         spec.natural,
-        read_coordinates(given.coordinates) if given.coordinates else {},
-        _sizes(given.n_max) if given.coordinates else [],
+        places,
+        n_max,
         output.with_name(output.name + ".missing.csv"),
     )
     options = Options(
@@ -165,8 +173,6 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
             listing, shards, None, len(ids), estimate, told, need, discard, read_listing=lambda _: table
         )
     root = Path(place)
-    if not root.is_dir():
-        raise ValueError(f"--source {place} is neither a folder nor an address (http...)")
     files = image_files(root, wanted)
     archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
     if not files and not archives:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from dataset.atomic import write_bytes
 from dataset.command_line import run
 from dataset.flair import probe
-from dataset.flair.arguments import OneLineParser
+from dataset.flair.arguments import OneLineParser, output_folder
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.index import IntArray
 from dataset.single_label import PARTITIONED, SingleLabelTask
@@ -195,6 +195,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output_dir", type=Path, help="for statistics.json and the figures")
     parser.add_argument("--taxonomy", default="labels", help="labels (default) or fine_grained_labels")
     given = parser.parse_args(argv)
+    if given.output_dir is not None:
+        output_folder("--output_dir", given.output_dir)
     probe.probe(given.file)
     with FlairFile(given.file) as file:
         measured = measure(file, given.taxonomy)

@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from dataset.command_line import run
 from dataset.flair import remote
-from dataset.flair.arguments import OneLineParser
+from dataset.flair.arguments import OneLineParser, input_file, output_file, output_folder
 from dataset.flair.columns import SCHEMA, Placement, build_index
 from dataset.flair.hdf5 import FlairWriter, Storage
 from dataset.flair.images import decode, jpeg_size, resized
@@ -495,7 +495,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--label_mapping", type=Path, help="JSON that fixes the labels: {labels: [], fine_grained_labels: []}"
     )
-    add("--revision", default=remote.REVISION, help=f"commit, for --source hf ({remote.REVISION})")
+    add("--revision", help=f"commit, for --source hf ({remote.REVISION})")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--workers", type=int, default=_cores(), help="threads (the number of cores)")
     add("--overwrite", action="store_true", help="replace an existing output file")
@@ -511,9 +511,7 @@ def checked_output(given: argparse.Namespace) -> Path:
 
     :raises ValueError: one line that names the argument.
     """
-    output: Path = given.output_file
-    if output.is_dir():
-        raise ValueError(f"--output_file {output} is a folder; give the name of a file")
+    output = output_file("--output_file", given.output_file)
     if output.exists() and not given.overwrite:
         raise ValueError(f"{output} exists; give --overwrite to replace it")
     for name in ("image_size", "workers"):
@@ -526,6 +524,14 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     given = _arguments(argv)
     output = checked_output(given)
+    if given.revision is not None and given.source != "hf":
+        raise ValueError("--revision is for --source hf: leave it out")
+    if given.download_folder is not None:
+        if given.source not in ("hf", "apple"):
+            raise ValueError("--download_folder is for --source hf or apple: leave it out")
+        output_folder("--download_folder", given.download_folder)
+    if given.label_mapping is not None:
+        input_file("--label_mapping", given.label_mapping)
     options = Options(
         output,
         given.storage,
@@ -540,7 +546,7 @@ def main(argv: Sequence[str]) -> None:
     folder = given.download_folder or output.with_name(output.name + ".download")
     source: Source
     if given.source == "hf":
-        source = remote.hugging_face(folder, given.revision)
+        source = remote.hugging_face(folder, given.revision or remote.REVISION)
     elif given.source == "apple":
         source = remote.apple(folder)
     else:

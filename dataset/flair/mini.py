@@ -33,7 +33,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from dataset.command_line import run
-from dataset.flair.arguments import OneLineParser
+from dataset.flair.arguments import OneLineParser, output_file
 from dataset.flair.hdf5 import FlairWriter, Storage
 from dataset.flair.index import SPLITS, DatasetIndex, IntArray, LabelMatrix, SplitIndex
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
@@ -356,7 +356,7 @@ def main(argv: Sequence[str]) -> None:
         kind, default = type(entry.default or 0), entry.default
         parser.add_argument(f"--{entry.name}", type=kind, default=default, help=f"default {default}")
     options = vars(parser.parse_args(argv))
-    path, storage = options.pop("output_file"), options.pop("storage")
+    path, storage = output_file("--output_file", options.pop("output_file")), options.pop("storage")
     write_mini(path, MiniSpec(**options), storage)
     print(f"wrote {path}")
 

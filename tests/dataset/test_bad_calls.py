@@ -1,0 +1,216 @@
+"""Bad calls of every command line of dataset/: exit code 2, one line that names what is wrong, nothing left.
+
+Each row is refused before the network is asked and before anything is written, so that nothing hinders the
+corrected command, which is run at the end.
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataset import partition_statistics
+from dataset.cifar10 import download_preprocess as cifar10
+from dataset.cifar100 import download_preprocess as cifar100
+from dataset.command_line import run
+from dataset.flair import download_preprocess, hdf5, mini, probe
+from dataset.inaturalist import download_preprocess as inaturalist
+from dataset.landmarks import download_preprocess as landmarks
+from tests.dataset.drawn import records, write_parquet
+from tests.dataset.made_cifar import CIFAR10
+from tests.dataset.made_cifar import write_parquet as write_cifar
+from tests.dataset.test_hdf5 import write
+
+MAIN: dict[str, Callable[[Sequence[str]], None]] = {
+    "hdf5": hdf5.main,
+    "statistics": partition_statistics.main,
+    "mini": mini.main,
+    "flair": download_preprocess.main,
+    "cifar10": cifar10.main,
+    "cifar100": cifar100.main,
+    "inaturalist": inaturalist.main,
+    "landmarks": landmarks.main,
+}
+OUT = "--output_file=out.hdf5"
+FLAIR = f"{OUT} --source=flair"
+CIFAR = f"{OUT} --source=cifar --splits=none"
+FEW = f"{OUT} --train_users=2 --val_users=1 --test_users=1"
+
+BAD = [
+    ("hdf5", "", "required: file"),
+    ("hdf5", "nowhere", "no file nowhere; make one with"),
+    ("hdf5", "folder", "no file folder"),
+    ("hdf5", "text/below", "no file text/below"),
+    ("hdf5", "text", "text is not an HDF5 file"),
+    ("hdf5", "empty", "empty is not an HDF5 file"),
+    ("hdf5", "cut.hdf5", "cut.hdf5 is truncated"),
+    ("hdf5", "good.hdf5 another", "unrecognized arguments: another"),
+    ("hdf5", "good.hdf5 --fast", "unrecognized arguments: --fast"),
+    ("statistics", "", "required: file"),
+    ("statistics", "nowhere", "no file nowhere"),
+    ("statistics", "folder", "no file folder"),
+    ("statistics", "text", "text is not an HDF5 file"),
+    ("statistics", "cut.hdf5", "cut.hdf5 is truncated"),
+    ("statistics", "good.hdf5 --taxonomy=colours", "'colours' is not a taxonomy"),
+    ("statistics", "good.hdf5 --output_dir=text", "--output_dir text: text is a file, not a folder"),
+    ("statistics", "good.hdf5 --output_dir=text/below", "--output_dir text/below: text is a file"),
+    ("statistics", "good.hdf5 --output_dir=/proc/below", "--output_dir /proc/below cannot be written"),
+    ("statistics", "good.hdf5 --output_dir=", "--output_dir is empty"),
+    ("mini", "", "required: --output_file"),
+    ("mini", f"{OUT} --train_users=0", "train_users is 0; give 1 to"),
+    ("mini", f"{OUT} --train_users=-3", "train_users is -3"),
+    ("mini", f"{OUT} --train_users=many", "--train_users: invalid int value: 'many'"),
+    ("mini", f"{OUT} --train_users=99999999999", "train_users is 99999999999; give 1 to"),
+    ("mini", f"{FEW} --image_size=4", "image_size is 4; give 8 to"),
+    ("mini", f"{FEW} --image_size=1000000", "image_size is 1000000; give 8 to"),
+    ("mini", f"{FEW} --seed=-1", "seed is -1"),
+    ("mini", f"{FEW} --difficulty=nan", "difficulty is nan"),
+    ("mini", f"{FEW} --size_factor=-1", "size_factor is -1"),
+    ("mini", f"{FEW} --size_factor=inf", "size_factor is inf"),
+    ("mini", f"{FEW} --num_fine_labels=3", "num_fine_labels is 3"),
+    ("mini", f"{FEW} --coarse_labels=99", "coarse_labels is 99"),
+    ("mini", f"{FEW} --max_user_images=0", "max_user_images is 0"),
+    ("mini", f"{FEW} --storage=png", "--storage: invalid choice: 'png'"),
+    ("mini", f"{FEW} --colour=red", "unrecognized arguments: --colour=red"),
+    ("mini", f"{FEW} --output_file=folder", "--output_file folder is a folder"),
+    ("mini", f"{FEW} --output_file=text/out", "--output_file text/out: text is a file"),
+    ("mini", f"{FEW} --output_file=/proc/out", "--output_file /proc/out cannot be written"),
+    ("mini", f"{FEW} --output_file=", "--output_file is empty"),
+    ("flair", "", "required: --output_file"),
+    ("flair", f"{OUT} --source=nowhere", "--source nowhere is neither hf, apple nor a folder"),
+    ("flair", f"{OUT} --source=text", "--source text is neither hf, apple nor a folder"),
+    ("flair", f"{OUT} --source=folder", "--source folder holds neither *.parquet nor"),
+    ("flair", f"{OUT} --source=", "--source is empty"),
+    ("flair", f"{OUT} --source=notparquet", "cannot be read as parquet"),
+    ("flair", f"{FLAIR} --storage=png", "--storage: invalid choice: 'png'"),
+    ("flair", f"{FLAIR} --image_size=0", "--image_size must be at least 1"),
+    ("flair", f"{FLAIR} --image_size=1000000 --storage=raw", "GB for out.hdf5 are needed"),
+    ("flair", f"{FLAIR} --workers=-1", "--workers must be at least 1"),
+    ("flair", f"{FLAIR} --workers=two", "--workers: invalid int value: 'two'"),
+    ("flair", f"{FLAIR} --label_mapping=nowhere", "--label_mapping nowhere cannot be read"),
+    ("flair", f"{FLAIR} --label_mapping=folder", "--label_mapping folder is a folder"),
+    ("flair", f"{FLAIR} --label_mapping=text", "--label_mapping text is not JSON"),
+    ("flair", f"{FLAIR} --label_mapping=wrong.json", "labels is neither a list of names nor an object"),
+    ("flair", f"{FLAIR} --label_mapping=cut.hdf5", "--label_mapping cut.hdf5 is not JSON"),
+    ("flair", f"{FLAIR} --jpeg_quality=0", "--jpeg_quality is 0"),
+    ("flair", f"{FLAIR} --background=red", "--background: invalid choice: 'red'"),
+    ("flair", f"{FLAIR} --verify=some", "--verify: invalid choice: 'some'"),
+    ("flair", f"{FLAIR} --revision=abc", "--revision is for --source hf"),
+    ("flair", f"{FLAIR} --download_folder=down", "--download_folder is for --source hf or apple"),
+    ("flair", f"{OUT} --source=hf --download_folder=text", "--download_folder text: text is a file"),
+    ("flair", f"{FLAIR} extra", "unrecognized arguments: extra"),
+    ("flair", "--output_file=folder --source=flair", "--output_file folder is a folder"),
+    ("flair", "--output_file=good.hdf5 --source=flair", "good.hdf5 exists; give --overwrite"),
+    ("flair", "--output_file=text/out --source=flair", "--output_file text/out: text is a file"),
+    ("flair", "--output_file=/proc/out --source=flair", "--output_file /proc/out cannot be written"),
+    ("flair", f"--output_file={'a' * 250} --source=flair", "has a name of more than 200 bytes"),
+    ("cifar10", "", "required: --output_file"),
+    ("cifar10", f"{OUT} --source=nowhere", "--source nowhere is neither a folder nor an address"),
+    (
+        "cifar10",
+        f"{OUT} --source=folder",
+        "--source folder holds neither *.parquet nor cifar-10-binary.tar.gz",
+    ),
+    ("cifar10", f"{OUT} --source=flair", "it has no column 'img'"),
+    ("cifar100", CIFAR, "it has no column 'fine_label'"),
+    ("cifar10", f"{CIFAR} --seed=-1", "--seed is -1"),
+    ("cifar10", f"{CIFAR} --seed=x", "--seed: invalid int value: 'x'"),
+    ("cifar10", f"{CIFAR} --clients=0", "--clients is 0; give at least 1"),
+    ("cifar10", f"{CIFAR} --images_per_client=-5", "--images_per_client is -5"),
+    ("cifar10", f"{CIFAR} --dirichlet_total=-1", "--dirichlet_total is '-1'; give numbers from 0 on"),
+    ("cifar10", f"{CIFAR} --dirichlet_total=inf", "--dirichlet_total is 'inf'"),
+    ("cifar10", f"{CIFAR} --dirichlet_per_class=1,x", "--dirichlet_per_class is '1,x'"),
+    ("cifar10", f"{CIFAR} --splits=nowhere", "--splits nowhere is none of official, none, a folder"),
+    ("cifar10", f"{CIFAR} --splits=folder", "--splits folder holds no federated_train*.csv"),
+    ("cifar10", f"{CIFAR} --splits=text", "text is damaged"),
+    ("cifar10", f"{CIFAR} --splits=", "--splits is empty"),
+    ("cifar10", f"{CIFAR} --splits=http://here/", "nothing vouches for what comes over http"),
+    ("cifar10", f"{CIFAR} --splits_sha256=abc", "--splits_sha256 is no SHA-256"),
+    ("cifar10", f"{CIFAR} --splits_sha256={'0' * 64}", "--splits_sha256 is of what is downloaded"),
+    ("cifar10", f"{CIFAR} --output_file=text/out", "--output_file text/out: text is a file"),
+    ("cifar10", f"{CIFAR} --download_folder=text", "--download_folder text: text is a file"),
+    ("inaturalist", "", "required: --output_file"),
+    ("inaturalist", f"{OUT} --source=nowhere", "--source nowhere is neither a folder nor an address"),
+    ("inaturalist", f"{OUT} --source=folder --splits=folder", "folder holds 0 training CSVs"),
+    ("inaturalist", f"{OUT} --source=folder --splits=text", "text is damaged"),
+    ("inaturalist", f"{OUT} --source=folder --splits=nowhere", "--splits nowhere is neither a folder"),
+    ("inaturalist", f"{OUT} --source=folder --coordinates=nowhere", "--coordinates nowhere cannot be read"),
+    ("inaturalist", f"{OUT} --source=folder --coordinates=folder", "--coordinates folder is a folder"),
+    ("inaturalist", f"{OUT} --source=folder --coordinates=text", "text has no column 'image_id'"),
+    ("inaturalist", f"{OUT} --source=folder --coordinates=places.csv --n_max=0", "--n_max is '0'"),
+    (
+        "inaturalist",
+        f"{OUT} --source=folder --download_folder=text",
+        "--download_folder text: text is a file",
+    ),
+    ("landmarks", f"{OUT} --subset=9k", "--subset: invalid choice: '9k'"),
+    ("landmarks", f"{OUT} --source=folder --image_size=-2", "--image_size must be at least 1"),
+    ("landmarks", "--output_file=folder", "--output_file folder is a folder"),
+    ("landmarks", f"{OUT} --on_bad_image=forget", "--on_bad_image: invalid choice: 'forget'"),
+]
+"""Command, its arguments, and what the line says."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sound file of each kind, and some that are not."""
+    folder = tmp_path_factory.mktemp("calls")
+    good = write(folder / "good.hdf5", "raw").read_bytes()
+    (folder / "cut.hdf5").write_bytes(good[: len(good) // 2])
+    (folder / "text").write_text("neither this nor that\n")
+    (folder / "empty").touch()
+    (folder / "folder").mkdir()
+    (folder / "wrong.json").write_text('{"labels": 3}')
+    (folder / "places.csv").write_text("image_id,latitude,longitude\na,0,0\n")
+    (folder / "notparquet").mkdir()
+    (folder / "notparquet" / "train.parquet").write_text("PAR1")
+    write_parquet(folder / "flair", records(12))
+    write_cifar(CIFAR10, folder / "cifar")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_from_outside(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """The network may not be asked; the process that tries files out has its own tests."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was asked before the call was refused")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(probe, "probe", lambda path: None)
+    monkeypatch.chdir(place)
+
+
+def tree(folder: Path) -> dict[str, int]:
+    """Every path, with the time of its last change."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("command", "words", "said"), BAD)
+def test_a_bad_call_is_one_line_and_leaves_nothing(
+    place: Path, command: str, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tree(place)
+    assert run(MAIN[command], words.split()) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1), printed.err
+    assert printed.err.startswith("error: ")
+    assert said in printed.err
+    assert tree(place) == before
+
+
+def test_the_corrected_calls_work(place: Path) -> None:
+    corrected = [
+        ("mini", f"{FEW} --max_user_images=2"),
+        ("flair", f"{FLAIR} --overwrite"),
+        ("cifar10", f"{CIFAR} --overwrite"),
+        ("hdf5", "out.hdf5"),
+        ("statistics", "good.hdf5"),
+    ]
+    for command, words in corrected:
+        assert run(MAIN[command], words.split()) == 0
+    (place / "out.hdf5").unlink()
