@@ -42,9 +42,9 @@ USERS = ProtectedUnit()
 
 
 def describe_epsilon(value: float | str | None) -> str:
-    """An epsilon in words; of a JSON file too, where none (older files) and ``infinite`` are no guarantee."""
+    """An epsilon in words; of a JSON file too, where none (older files) and ``infinite`` stand for it."""
     if value is None or isinstance(value, str) or value == float("inf"):
-        return "no finite epsilon"
+        return "no meaningful epsilon (given as infinite)"
     return f"epsilon = {value:.3g}"
 
 
@@ -153,6 +153,7 @@ def central_paragraph(made: Calibration, unit: ProtectedUnit, public: bool) -> s
         _sampling(real, made.num_rounds, noun),
         _clipping(made, noun),
         _noise(made, real),
+        f"The noisy sum was divided by {real.cohort_size:,}.",
         f"Privacy loss was computed by {accounting}.",
         _origin(public),
         "The guarantee is for the model after every round; other figures of the run are not covered by it.",
