@@ -89,7 +89,8 @@ class FinishedRun:
     def experiment(self) -> tuple[str, str, str | None]:
         """What seeds of one experiment share, and no other run: config, data and weights."""
         weights = self.results.get("weights") or {}
-        return experiment_digest(self.config, Config), str(self.results["data_sha256"]), weights.get("sha256")
+        data = self.results.get("data_sha256") or self.results["dataset"]  # a public release has no checksum
+        return experiment_digest(self.config, Config), str(data), weights.get("sha256")
 
     @property
     def seed(self) -> int:

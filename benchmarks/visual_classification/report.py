@@ -118,7 +118,7 @@ def centralised_accuracy(runs: Sequence[FinishedRun]) -> tuple[dict[str, float],
     found: dict[str, dict[object, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         if run.config["mode"] == "centralised":
-            found[str(run.results["data_sha256"])][run.experiment].append(run)
+            found[run.experiment[1]][run.experiment].append(run)
     out, told = {}, []
     for data, experiments in found.items():
         (seeds, *others) = experiments.values()
@@ -150,7 +150,7 @@ def make_rows(runs: Sequence[FinishedRun], centralised: Mapping[str, float]) -> 
         name, partition = first.place
         label = ", ".join([name, *differences(first.config, rivals)])
         seeds = tuple(sorted(group, key=lambda run: run.seed))
-        reference = centralised.get(str(first.results["data_sha256"]))
+        reference = centralised.get(first.experiment[1])
         reasons = paper.reasons_against(first.config, first.results)
         rows.append(Row(name, label, partition, seeds, reference, reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))

@@ -81,11 +81,12 @@ def final_rows(results: Tree) -> dict[str, Mapping[str, float]]:
 
 def show(config: Config, results: Tree) -> None:
     """Accuracy, and the paper's of centralised training where the run can be compared with the paper."""
-    facts = results["partition"]
-    print(
-        f"partition {facts['name'] or 'of the file'}: {facts['users']:,} users, {facts['images']:,} images, "
-        f"mean EMD {facts['mean_emd']:.3f}" + (f"; {facts['convention']}" if facts.get("convention") else "")
-    )
+    if facts := results.get("partition"):  # a public release of a private run has none
+        print(
+            f"partition {facts['name'] or 'of the file'}: {facts['users']:,} users, {facts['images']:,} "
+            f"images, mean EMD {facts['mean_emd']:.3f}"
+            + (f"; {facts['convention']}" if facts.get("convention") else "")
+        )
     for name, values in final_rows(results).items():
         print(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in values.items()))
     theirs, reasons = paper.centralised(results["setting"]), paper.reasons_against(asdict(config), results)

@@ -15,6 +15,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as flair_main
 from benchmarks.settings import Tree
 from benchmarks.sweep_space import read_sweep
+from benchmarks.visual_classification.curves import read_run
 from benchmarks.visual_classification.train import main
 from dataset.command_line import run
 from dataset.flair.hdf5 import FlairFile, FlairWriter
@@ -244,3 +245,15 @@ def test_the_best_is_not_chosen_by_what_is_not_scored(
     assert (
         error == f"error: evaluation.best_by is {by}, which this task does not score: choose one of {choices}"
     )
+
+
+def test_a_public_private_run_tells_no_facts_of_its_partition(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--federated.weighting=users", "--privacy.epsilon=100", "--privacy.delta=0.01")
+    directory = train(*words, "--privacy.mechanism=gaussian", "--privacy.release=public")
+    assert "partition" not in results(directory)
+    assert 0 <= results(directory)["test"]["accuracy"] <= 100
+    assert results(directory)["per_class_accuracy"]
+    assert "Training was differentially private" in capsys.readouterr().out
+    assert read_run(directory).experiment[1].endswith("classes.hdf5")  # no checksum of the data
