@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def train_centralised(
     """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
     config = run.config
     model = centralised_model(run, module)
-    evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
+    evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     for epoch in range(recorder.restore(model), config.centralised.num_epochs):
         if epoch % config.evaluation.every_epochs == 0:
             recorder.evaluated(epoch, evaluation(model), model)

@@ -21,11 +21,11 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks import plots
 from benchmarks.centralised import train_centralised
 from benchmarks.facts import commit, dataset_facts, hardware, start_facts
-from benchmarks.federated import train_federated
+from benchmarks.federated import check_federated, train_federated
 from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.recorder import Recorder, columns
 from benchmarks.sections import Runtime, TrainingConfig
-from benchmarks.settings import AnyRun, Tree, digest, short_digest
+from benchmarks.settings import AnyRun, Tree, short_digest
 from benchmarks.tracking import tracking
 from dataset.flair.hdf5 import FlairFile
 from dataset.flair.probe import probe
@@ -79,9 +79,10 @@ def build_model(
     objective: ObjectiveName = "multi_label",
 ) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
-    if weights is not None and not config.model.pretrained:
+    if weights is None and config.model.weights_sha256 is not None:
         raise ValueError(
-            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+            f"the config asks for weights with SHA-256 {config.model.weights_sha256}: give their file with "
+            "--weights"
         )
     backbone = build_backbone(
         config.model.arch,
@@ -145,17 +146,22 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
     if not federated and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    directory = Path(str(directory).replace("{digest}", short_digest(config)))
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():
         probe(data_path)
-    directory = Path(str(directory).replace("{digest}", short_digest(config)))
-    with FlairFile(data_path) as file, sole_owner(directory):
+    with FlairFile(data_path) as file:
         experiment = opened(file)
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
         recorder.followed = experiment.followed
         results = recorder.finished()
         if results is None:
-            results = _train(run, experiment, recorder, file, data_path)
+            module = _refused_or_built(run, experiment)
+            with sole_owner(directory):
+                results = recorder.finished() or _train(run, experiment, recorder, module, file, data_path)
+                recorder.tidy()
     if results is not None and is_main():
         by = config.evaluation.best_by
         chosen = "is the last" if by == "last" else f"was best on val by {by}"
@@ -176,19 +182,36 @@ def sole_owner(directory: Path) -> contextlib.AbstractContextManager[None]:
     return checkpoint.sole_owner(directory) if is_main() else contextlib.nullcontext()
 
 
+def _refused_or_built(run: AnyRun, experiment: Experiment) -> ImageClassifier:
+    """The network, once everything that can be refused about a run has not been; nothing is written here."""
+    for name in ("train", "val", *experiment.final_splits):
+        experiment.split(name)
+    module = experiment.module()
+    if run.config.mode == "federated":
+        check_federated(run, experiment.split("train"), module, experiment.partition)
+    return module
+
+
 def _train(
-    run: AnyRun, experiment: Experiment, recorder: Recorder, file: FlairFile, data_path: Path
+    run: AnyRun,
+    experiment: Experiment,
+    recorder: Recorder,
+    module: ImageClassifier,
+    file: FlairFile,
+    data_path: Path,
 ) -> Tree | None:
     """A run that has not ended yet, to its end; its results, on the first worker."""
     config, directory, results = run.config, recorder.directory, None
-    module = experiment.module()
     facts = {"data": dataset_facts(file), **start_facts(config, module, run.weights)}
     if is_main():
         print(
             f"training {config.setting} ({experiment.task}) on {data_path}, device {get_default_device()}, "
-            f"into {directory}"
+            f"into {directory}",
+            flush=True,
         )
-    with tracking(run, directory, data_path.stem, recorder.unit) as recorder.tracking:
+    recorder.begin()
+    shown = tracking(run, directory, data_path.stem, recorder.unit)
+    with contextlib.closing(recorder), shown as recorder.tracking:
         with held(recorder.unit) as recorder.held:
             train, val = experiment.split("train"), experiment.split("val")
             if config.mode == "federated":
@@ -232,7 +255,8 @@ def _write_results(
     The secret of a private run is deleted after that.
     """
     config, directory = recorder.run.config, recorder.directory
-    checkpoint.save(directory / "model.safetensors", module.state_dict(), {"config_sha256": digest(config)})
+    of_config = {"config_sha256": recorder.config_sha256}
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), of_config)
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve = directory / "plots" / "training_curve.png"
     plots.training_curve(recorder.history(), recorder.unit, experiment.headline, title, curve)
@@ -249,7 +273,7 @@ def _write_results(
         "hardware": hardware(),
         "commit": commit(),
         "torch": torch.__version__,
-        "config_sha256": digest(config),
+        **of_config,
         "data_sha256": recorder.data_sha256,
         "model_sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
         "model_probe": probe_checksum(module),

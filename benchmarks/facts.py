@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
 from collections import Counter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
-from torchvision import models as zoo
 
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import Tree
+from benchmarks.weights import is_torchvisions, sha256_of, torchvision_name
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext import checkpoint
 from pfl_ext.models import ImageClassifier, probe_checksum
-
-IMAGENET_SHA256 = {"resnet18": "f37072fd"}
-"""How the SHA-256 of torchvision 0.12's ImageNet weights begins, by architecture (its file names say so)."""
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
@@ -40,10 +27,11 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
     if not config.model.pretrained:
         return None
     if weights is None:
-        url = zoo.get_model_weights(config.model.arch).__members__["IMAGENET1K_V1"].url
-        weights = Path(torch.hub.get_dir()) / "checkpoints" / PurePosixPath(url).name
+        name = torchvision_name(config.model.arch)
+        assert name is not None, "the network was loaded from it"
+        weights = Path(torch.hub.get_dir()) / "checkpoints" / name
     sha256 = sha256_of(weights)
-    imagenet = sha256.startswith(IMAGENET_SHA256.get(config.model.arch, "?"))
+    imagenet = is_torchvisions(config.model.arch, sha256)
     return {
         "file": weights.name,
         "sha256": sha256,

@@ -17,9 +17,9 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.ledger import open_ledger
+from benchmarks.ledger import calibrated, open_ledger
 from benchmarks.privacy_statement import USERS, ProtectedUnit
-from benchmarks.recorder import Recorder
+from benchmarks.recorder import CONTROLS, Recorder
 from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import AnyRun, Tree, digest
@@ -185,20 +185,29 @@ def _controls(
     config: TrainingConfig, module: ImageClassifier, users: FederatedImageDataset, directory: Path | None
 ) -> Controls:
     """SCAFFOLD's state, in the run's checkpoint folder."""
+    check_state(config, module, users.num_users)
+    path = None if directory is None else directory / "checkpoint" / CONTROLS
+    return Controls(module, users.partition.user_ids, path)
+
+
+def check_state(config: TrainingConfig, module: ImageClassifier, num_users: int) -> None:
+    """Refuse SCAFFOLD where its state of all users is too large, or there are several workers.
+
+    Raises:
+        ValueError: one line with the sizes.
+    """
     if current() is not None:
         raise ValueError(
             "scaffold's state of each user lies in one process: start it without a launcher, NP=1"
         )
     federated = config.federated
-    touched = min(users.num_users, federated.cohort_size * federated.num_rounds)
+    touched = min(num_users, federated.cohort_size * federated.num_rounds)
     state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
     if state > federated.max_state_gb:
         raise ValueError(
             f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
             f"federated.max_state_gb = {federated.max_state_gb:g}: raise it, or choose fedavg or fedprox"
         )
-    path = None if directory is None else directory / "checkpoint" / "control_variates.f32"
-    return Controls(module, users.partition.user_ids, path)
 
 
 def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
@@ -269,6 +278,25 @@ def aggregate_metrics_weight(metrics: Metrics) -> float:
     return float(value.weighted_value)
 
 
+def check_federated(
+    run: AnyRun, store: ImageStore, module: ImageClassifier, partition: Partition | None
+) -> None:
+    """Refuse what no training could be made of, before anything is written.
+
+    Raises:
+        ValueError: for a cohort larger than the population, a budget that no noise keeps, per-user state
+            that does not fit.
+    """
+    config = run.config
+    population, federated = len(store.user_ids), config.federated
+    if config.privacy is not None:
+        calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
+    users = training_data(run, store, module.objective.name, partition)
+    users.cohort(federated.cohort_size)
+    if federated.algorithm == "scaffold":
+        check_state(config, module, users.num_users)
+
+
 def train_federated(
     run: AnyRun,
     store: ImageStore,
@@ -294,12 +322,11 @@ def train_federated(
     users = training_data(run, store, module.objective.name, partition, secret)
     if secret is not None:
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.directory)
-    users.cohort(config.federated.cohort_size)  # refuses a cohort larger than the population before any work
     model = pfl_model(run, module)
     algorithm, params = algorithm_and_params(config, module, users, recorder.directory)
     if isinstance(algorithm, Scaffold):
         recorder.algorithm_state = algorithm.controls
-    evaluation = CentralEvaluation(val, threads=run.runtime.reader_threads)
+    evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     postprocessors: list[Any] = [
         WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
     ]

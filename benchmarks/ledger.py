@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from benchmarks.privacy_statement import (
     weak_delta,
 )
 from benchmarks.secret import Secret
-from benchmarks.sections import TrainingConfig
+from benchmarks.sections import PrivacySection, TrainingConfig
 from benchmarks.settings import Tree
 from pfl_ext.checkpoint import write_json
 from pfl_ext.distributed import is_main
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import METRICS, NoisyMean, private_mean
-from pfl_ext.privacy_accounting import finite
+from pfl_ext.privacy_accounting import Calibration, finite
 from pfl_ext.privacy_local import LocallyPrivateMean
 
 PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped")
@@ -51,6 +52,22 @@ PUBLIC_RESULTS = (
     *("hardware", "commit", "torch", "config_sha256", "model_sha256", "model_probe", "precision", "per_user"),
 )
 """What results.json holds in public mode: the model, and what it scores on users who did not train it."""
+
+
+@lru_cache(maxsize=4)
+def calibrated(privacy: PrivacySection, population: int, cohort_size: int, num_rounds: int) -> Calibration:
+    """`PrivacyConfig.calibrate`, a pure function that takes seconds, computed once.
+
+    Raises:
+        ValueError: when no noise keeps the budget, or a public release would be of a simulated guarantee.
+    """
+    calibration = privacy.calibrate(population, cohort_size, num_rounds)
+    if privacy.release == "public" and calibration.is_simulation:
+        raise ValueError(
+            "privacy.release public needs a guarantee of the run itself, and here a larger system is "
+            "simulated: set privacy.noise_cohort_size and privacy.noise_population to none"
+        )
+    return calibration
 
 
 class Ledger(ABC):
@@ -147,12 +164,7 @@ class CentralLedger(Ledger):
         assert config.privacy is not None
         super().__init__(config, unit, secret, directory)
         federated = config.federated
-        self.calibration = config.privacy.calibrate(population, federated.cohort_size, federated.num_rounds)
-        if self.is_public and self.calibration.is_simulation:
-            raise ValueError(
-                "privacy.release public needs a guarantee of the run itself, and here a larger system is "
-                "simulated: set privacy.noise_cohort_size and privacy.noise_population to none"
-            )
+        self.calibration = calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
         threads = os.cpu_count() or 1
         self.mechanism = private_mean(self.calibration, noise_seed=secret.noise_seed, threads=threads)
         self.announce()

@@ -51,6 +51,7 @@ SIMULATED = "the noise of another system; the run's own epsilon is computed and 
 SEEDED = "entropy is secret; run is public, for research only, and said wherever epsilon is"
 ROUNDING = "changes the sum by rounding in float32 at most"
 READING = "how images are read, not which"
+REPEATED = "checkpoints hold what was released; a round made again has the same noise: benchmarks.secret"
 WATCHING = "where lines and files go; what of them is covered, privacy.json says"
 
 
@@ -71,6 +72,7 @@ TABLE: Mapping[str, Rule] = {
     "data.scored": _only("scores on training users' images, of which val may be made, are exact", "test"),
     "data.val_share": Rule("read for data.scored=val alone, which is refused"),
     **_each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck trained init"),
+    "model.weights_sha256": Rule("names the file that model.pretrained is about"),
     "model.pretrained": Rule("the weights' own training data is not covered, and privacy.json says so"),
     **_each(BEFORE_CLIPPING, "augment", "crop flip"),
     **_each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
@@ -127,7 +129,7 @@ TABLE: Mapping[str, Rule] = {
         "bf16 rounds sums after clipping and before noise, which moves them by more than the bound", "exact"
     ),
     **_each(READING, "runtime", "reader_threads prefetch cache_gb"),
-    "runtime.checkpoint_every": Rule("a round that is made again has the same noise: benchmarks.secret"),
+    **_each(REPEATED, "runtime", "checkpoint_every checkpoint_minutes keep_checkpoints"),
     "runtime.worker_timeout_s": Rule("ends a job whose workers are stuck; nothing is released"),
     **_each(WATCHING, "runtime", "progress track project entity name artifact"),
 }

@@ -4,10 +4,11 @@ paper."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 from benchmarks.sections import TrainingConfig
+from benchmarks.settings import dotted
 from pfl_ext.privacy_accounting import Calibration, System
 from pfl_ext.privacy_local import LocalPrivacyConfig
 
@@ -228,7 +229,8 @@ def not_covered(
     ]
     if config.model.pretrained:
         out.append("the images on which the pretrained weights were trained")
-    if config.evaluation.per_user or config.personal.num_epochs:
+    fields = dotted(asdict(config))  # of whichever benchmark
+    if fields.get("evaluation.per_user") or fields.get("personal.num_epochs"):
         out.append("per_user.json: scores of each test user")
     if public_seed:
         out.append("anybody who has the config: the noise is drawn from the run's seed and can be subtracted")

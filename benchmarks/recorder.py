@@ -12,10 +12,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 import yaml
@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.ledger import Ledger
 from benchmarks.secret import Secret, open_secret, public_secret, secret_path
-from benchmarks.sections import BestBy
-from benchmarks.settings import AnyRun, Tree, digest, read_yaml
+from benchmarks.settings import AnyRun, Tree, config_tree, digest, read_yaml, tree_digest
 from benchmarks.tracking import Tracking
 from dataset.signals import Held
 from pfl_ext import checkpoint
@@ -75,6 +74,31 @@ def config_differences(old: Tree, new: Tree, prefix: str = "") -> list[str]:
     return out
 
 
+def run_differences(known: Tree, run: AnyRun) -> list[str]:
+    """``key: old -> new`` for every field in which a run is not the one of a ``config.yaml``.
+
+    The file may be of an earlier version of the code, which knew fewer fields and wrote down some that have
+    no effect: it is resolved first. What it does not say of the weights file cannot differ.
+
+    Raises:
+        ValueError: when the file holds a key that no version had, or a wrong value.
+    """
+    assert run.benchmark is not None
+    old, new = config_tree(run.benchmark.read(known, "config.yaml")), config_tree(run.config)
+    if "weights_sha256" not in known.get("model", {}):
+        for tree in (old, new):
+            tree["model"].pop("weights_sha256", None)
+    return config_differences(old, new)
+
+
+def duration(seconds: float) -> str:
+    """``25 min``, ``3.5 h`` or ``2.1 days``."""
+    minutes = seconds / 60
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.1f} h" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
+
+
 @dataclass
 class Best:
     """The best model so far: which step, its score, its val columns, its weights (on the CPU)."""
@@ -85,15 +109,24 @@ class Best:
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
+CONTROLS = "control_variates.f32"
+"""SCAFFOLD's state of each user, beside the checkpoints."""
+LONG_S = 600.0
+"""A run that will take longer than this says so, in seconds."""
+
+
 class Recorder:
     """Owner of the files of one run: worker 0 writes them, the others keep the same account of it.
 
-    The checkpoint holds all that a run goes on from, the best model with it: files of a step that a kill
-    undid are never read.
+    Nothing is written before `begin`. The checkpoint holds all that a run goes on from, the best model with
+    it: files of a step that a kill undid are never read.
 
-    :param data_sha256: what the run learns from, see `dataset.flair.hdf5.FlairFile.fingerprint`.
-    :raises ValueError: when the directory holds a run of another config or of other data, or a run and
-        ``resume="never"``.
+    Args:
+        data_sha256: what the run learns from, see `dataset.flair.hdf5.FlairFile.fingerprint`.
+
+    Raises:
+        ValueError: when the directory holds a run of another config or of other data, or a run and
+            ``resume="never"``.
     """
 
     def __init__(
@@ -109,51 +142,84 @@ class Recorder:
         self.ended = False
         self.data_sha256 = data_sha256
         self.tracking: Tracking | None = None
-        self._digest = digest(run.config)
         self._val: dict[str, float] | None = None
         self._last = directory / "checkpoint" / "last.safetensors"
         self._metrics = directory / "metrics.jsonl"
-        self._seconds = 0.0
+        self._seconds, self._scoring_s, self._steps_here = 0.0, 0.0, 0
         self._main = is_main()
+        self.config_sha256: str = from_main(self._config_sha256() if self._main else None)
+        """Of the directory's config.yaml, or of the one that it will get."""
+        self._started = self._round_started = self._saved_at = time.perf_counter()
+        self._bar = tqdm(disable=True)
+
+    def _config_sha256(self) -> str:
+        """The digest of the config that the directory holds, if it is this run's; else refuse."""
+        if not self._has_begun():
+            return digest(self.run.config)
+        if self.run.resume == "never":
+            raise ValueError(
+                f"{self.directory} already holds a run: choose another --run_dir, or --resume auto"
+            )
+        path = self.directory / "config.yaml"
+        known = read_yaml(path)
+        try:
+            differences = run_differences(known, self.run)
+        except ValueError as fault:
+            raise ValueError(f"{path} is damaged or of another version: {fault}") from fault
+        if differences:
+            raise ValueError(
+                f"{self.directory} holds a run of another config ({'; '.join(differences)}): "
+                "choose another --run_dir"
+            )
+        data = self.directory / "checkpoint" / "data.json"
+        learnt = checkpoint.read_json(data).get("sha256") if data.exists() else self.data_sha256
+        if learnt != self.data_sha256:
+            raise ValueError(
+                f"{self.directory} holds a run on other data (content {str(learnt)[:12]}, that of "
+                f"--data_path is {self.data_sha256[:12]}): give its file, or choose another --run_dir"
+            )
+        return tree_digest(known)
+
+    def _has_begun(self) -> bool:
+        """Whether a run has left a step in the directory; a directory without one is free."""
+        kept = (self.directory / "results.json", self._last, checkpoint.previous(self._last))
+        begun = any(path.exists() for path in kept) or (
+            self._metrics.exists() and self._metrics.stat().st_size > 0
+        )
+        return begun and (self.directory / "config.yaml").exists()
+
+    def begin(self) -> None:
+        """Make the directory this run's own; the caller holds its lock."""
         if self._main:
-            self._claim()
-        self._started = time.perf_counter()
-        self._round_started = self._started
+            self.config_sha256 = self._config_sha256()  # another process may have begun here meanwhile
+            begun = self._has_begun()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_json(self.directory / "checkpoint" / "data.json", {"sha256": self.data_sha256})
+            if not begun:
+                text = yaml.safe_dump(config_tree(self.run.config), sort_keys=False)
+                checkpoint.write_bytes(self.directory / "config.yaml", text.encode())
+        self._started = self._round_started = self._saved_at = time.perf_counter()
+
+    def _show_progress(self, step: int) -> None:
         self._bar = tqdm(
-            total=num_steps,
-            unit=unit,
+            total=self.num_steps,
+            initial=step,
+            unit=self.unit,
             file=sys.stderr,
-            disable=not (run.runtime.progress and self._main),
+            disable=not (self.run.runtime.progress and self._main),
             mininterval=0.5 if sys.stderr.isatty() else 10,
             dynamic_ncols=True,
         )
 
-    def _claim(self) -> None:
-        """Make the directory this run's own, or refuse."""
-        resolved = json.loads(json.dumps(asdict(self.run.config)))
-        path = self.directory / "config.yaml"
-        if path.exists():
-            if self.run.resume == "never":
-                raise ValueError(
-                    f"{self.directory} already holds a run: choose another --run_dir, or --resume auto"
-                )
-            differences = config_differences(read_yaml(path), resolved)
-            if differences:
-                raise ValueError(
-                    f"{self.directory} holds a run of another config ({'; '.join(differences)}): "
-                    "choose another --run_dir"
-                )
-        data = self.directory / "checkpoint" / "data.json"
-        if path.exists() and data.exists():
-            learnt = checkpoint.read_json(data).get("sha256")
-            if learnt != self.data_sha256:
-                raise ValueError(
-                    f"{self.directory} holds a run on other data (content {str(learnt)[:12]}, that of "
-                    f"--data_path is {self.data_sha256[:12]}): give its file, or choose another --run_dir"
-                )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(data, {"sha256": self.data_sha256})
-        checkpoint.write_bytes(path, yaml.safe_dump(resolved, sort_keys=False).encode())
+    def close(self) -> None:
+        """Leave the screen to what comes next, an error line perhaps."""
+        self._bar.close()
+
+    def tidy(self) -> None:
+        """After ``results.json``: remove what only a run that goes on needs, unless it is to be kept."""
+        if self._main and not self.run.runtime.keep_checkpoints:
+            for path in (self._last, checkpoint.previous(self._last), self._last.with_name(CONTROLS)):
+                path.unlink(missing_ok=True)
 
     @property
     def wall_clock(self) -> float:
@@ -164,7 +230,7 @@ class Recorder:
         """The results of this run, if it has already ended; a secret that a kill left behind is deleted."""
         path = self.directory / "results.json"
         results = from_main(checkpoint.read_json(path) if self._main and path.exists() else None)
-        if results is None or results.get("config_sha256") != self._digest:
+        if results is None or results.get("config_sha256") != self.config_sha256:
             return None
         if self._main:
             secret_path(self.directory).unlink(missing_ok=True)
@@ -182,7 +248,14 @@ class Recorder:
             return None
         if privacy.noise_seed == "run":
             return public_secret(self.directory, config.seed)
-        return open_secret(self.directory, self._digest, self.data_sha256)
+        return open_secret(self.directory, self.config_sha256, self.data_sha256)
+
+    def score(self, evaluation: Callable[[PyTorchModel], Metrics], model: PyTorchModel) -> Metrics:
+        """The model's scores; how long it took is remembered, for `_foretell`."""
+        begin = time.perf_counter()
+        metrics = evaluation(model)
+        self._scoring_s = time.perf_counter() - begin
+        return metrics
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far.
@@ -192,11 +265,6 @@ class Recorder:
         """
         self._val = columns(metrics)
         by = self.run.config.evaluation.best_by
-        if by != "last" and by not in self._val:
-            scored = ", ".join(name for name in get_args(BestBy) if name == "last" or name in self._val)
-            raise ValueError(
-                f"evaluation.best_by is {by}, which this task does not score: choose one of {scored}"
-            )
         score = -float(step) if by == "last" else self._val["loss"] if by == "loss" else -self._val[by]
         if score < self.best.score:
             weights = model.pytorch_model.state_dict()
@@ -207,17 +275,38 @@ class Recorder:
     def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
         """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
         now = time.perf_counter()
-        line: Tree = {self.unit: step, "seconds": round(now - self._round_started, 4), **values}
-        self._round_started = now
+        seconds, self._round_started = now - self._round_started, now
+        line: Tree = {self.unit: step, "seconds": round(seconds, 4), **values}
+        scored = self._val is not None
         self._write_line(line)
         self._bar.update(1)
+        self._steps_here += 1
+        if self._steps_here == 1:
+            self._foretell(step + 1, seconds - (self._scoring_s if scored else 0.0))
         self.held.number = from_main(self.held.number)  # all workers stop, or none
         asked = self.held.number is not None
-        if self._main and (asked or (step + 1) % self.run.runtime.checkpoint_every == 0):
+        if self._main and (asked or self._checkpoint_is_due(step + 1)):
             self.save(step + 1, model)
         if asked:
             self._bar.close()
         self.held.stop_if_asked(f"{self.unit} {step} is done and {self._last} is written")
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        runtime = self.run.runtime
+        minutes = (time.perf_counter() - self._saved_at) / 60
+        return step % runtime.checkpoint_every == 0 or minutes >= runtime.checkpoint_minutes
+
+    def _foretell(self, done: int, seconds: float) -> None:
+        """Say how long the rest will take at the pace of this process's first step, if it is long."""
+        config = self.run.config
+        every = config.evaluation.every_rounds if self.unit == "round" else config.evaluation.every_epochs
+        steps = self.num_steps - done
+        evaluations = -(-steps // every) + 1
+        total = steps * seconds + evaluations * self._scoring_s
+        if self._main and total > LONG_S:
+            parts = f"{steps:,} {self.unit}s of {seconds:.2g} s and {evaluations:,} evaluations of "
+            pace = f"at the pace of the first {self.unit}: {parts}{self._scoring_s:.2g} s"
+            tqdm.write(f"about {duration(total)} to go {pace}", file=sys.stderr)
 
     def end(self, model: PyTorchModel) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.
@@ -259,7 +348,7 @@ class Recorder:
         lines = self._flushed_metrics()
         state = {
             "step": step,
-            "config_sha256": self._digest,
+            "config_sha256": self.config_sha256,
             "best": {"step": self.best.step, "score": self.best.score, "val": self.best.val},
             "metrics_bytes": len(lines),
             "metrics_sha256": hashlib.sha256(lines).hexdigest(),
@@ -272,6 +361,7 @@ class Recorder:
         checkpoint.save(self._last, tensors, state, keep_previous=True)
         if self.algorithm_state is not None:
             self.algorithm_state.saved()
+        self._saved_at = time.perf_counter()
 
     def _flushed_metrics(self) -> bytes:
         """All lines so far, which are on the disk before a checkpoint counts on them."""
@@ -281,13 +371,15 @@ class Recorder:
             os.fsync(file.fileno())
             return file.read()
 
-    def _cut_metrics(self, state: Tree) -> None:
-        """Leave the lines that a checkpoint knows.
+    def _cut_metrics(self, state: Tree) -> int:
+        """Leave the lines that a checkpoint knows; how many steps are lost with the others.
 
-        :raises ValueError: when some of them are gone or changed.
+        Raises:
+            ValueError: when some of them are gone or changed.
         """
         length = state["metrics_bytes"]
-        lines = self._metrics.read_bytes()[:length] if self._metrics.exists() else b""
+        content = self._metrics.read_bytes() if self._metrics.exists() else b""
+        lines = content[:length]
         if hashlib.sha256(lines).hexdigest() != state["metrics_sha256"]:
             raise ValueError(
                 f"{self._metrics} is not the one that the checkpoint was written with: restore it, or choose "
@@ -295,37 +387,55 @@ class Recorder:
             )
         if self._metrics.exists():
             os.truncate(self._metrics, length)
+        steps = lines.count(b"\n") + content[length:].count(b"\n")
+        return min(steps, self.num_steps) - int(state["step"])  # the last line is no step's
 
     def restore(self, model: PyTorchModel) -> int:
         """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
+        step = self._restored(model)
+        self._show_progress(step)
+        return step
+
+    def _restored(self, model: PyTorchModel) -> int:
         if not from_main(self._main and (self._last.exists() or checkpoint.previous(self._last).exists())):
-            if self._main:
-                self._metrics.unlink(missing_ok=True)
+            if self._main and self._metrics.exists():
+                lost = min(self._metrics.read_bytes().count(b"\n"), self.num_steps)
+                self._metrics.unlink()
+                print(f"there is no checkpoint: starting again: {self._again(0, lost)}", file=sys.stderr)
             return 0
         tensors, state, fallen_back = checkpoint.load_newest(self._last) if self._main else (None, None, "")
         if fallen_back:
             print(fallen_back, file=sys.stderr)
         tensors, state = tensors_from_main(tensors), from_main(state)
-        if state["config_sha256"] != self._digest:
+        if state["config_sha256"] != self.config_sha256:
             raise ValueError(f"{self._last} belongs to a run of another config: choose another --run_dir")
         model.pytorch_model.load_state_dict(part(tensors, MODEL))
         checkpoint.restore_optimizer(model._central_optimizer, part(tensors, SERVER))
         self.best = Best(**state["best"], weights=part(tensors, BEST))
         if self.algorithm_state is not None:
             self.algorithm_state.load(part(tensors, STATE))
-        if self._main:
-            self._cut_metrics(state)
+        step = int(state["step"])
+        lost = self._cut_metrics(state) if self._main else 0
         self._seconds, self.ended = state["seconds"], state.get("ended", False)
         if self.ledger is not None:
             self.ledger.load_state(state["privacy"])
         if self.tracking is not None:
             for line in self.history():
                 self.tracking.tell(line)
-        step = int(state["step"])
-        self._bar.update(step)
         if self._main:
-            print(f"resuming at {self.unit} {step} from {self._last}", file=sys.stderr)
+            print(
+                f"resuming at {self.unit} {step} from {self._last}: {self._again(step, lost)}",
+                file=sys.stderr,
+            )
         return step
+
+    def _again(self, first: int, count: int) -> str:
+        """Which steps are done a second time, in words."""
+        if count < 1:
+            return f"no {self.unit} is done again"
+        if count == 1:
+            return f"{self.unit} {first} is done again"
+        return f"{self.unit}s {first} to {first + count - 1} are done again ({count} in all)"
 
     def best_weights(self) -> dict[str, torch.Tensor]:
         """The state of the model that scored best on val."""

@@ -41,6 +41,8 @@ class ModelConfig:
     """Width of one more linear layer before the classifier; None: there is none."""
     trained: Literal["all", "two_layers"] = "all"
     """two_layers: bottleneck and classifier learn, everything before them stays as it was loaded."""
+    weights_sha256: str | None = None
+    """Of the file that a pretrained network starts from; ``--weights`` fills it in. None: torchvision's."""
     init: Literal["paper", "torchvision"] = "paper"
 
 
@@ -58,7 +60,7 @@ class LocalConfig:
 
     learning_rate: PositiveFloat = 0.1
     effective_learning_rate: PositiveFloat | None = None
-    """If given, ``learning_rate`` is this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
+    """If given, ``learning_rate`` becomes this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
     num_epochs: PositiveInt = 2
     batch_size: PositiveInt = 16
     max_images: PositiveInt | None = 512
@@ -105,7 +107,7 @@ class FederatedConfig:
     """Greatest weight that FedIR gives; None: any."""
     weighting: Literal["images", "users"] = "images"
     mu: NonNegativeFloat | None = None
-    """Weight of the proximal term; None: 0.01 for FedProx, 0 for FedNova."""
+    """Weight of the proximal term of FedProx (where it is not given: 0.01) and FedNova (0)."""
     scaffold_option: Literal["I", "II"] | None = None
     """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
     images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
@@ -143,26 +145,6 @@ class EvaluationConfig:
     best_by: BestBy = "loss"
     """The column of val that chooses; of rounds that score the same, the earliest. ``last``: no choice
     is made, the last model is the result."""
-    per_user: bool = field(default=False, metadata=REPETITION)
-    """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
-    few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
-    """Classes with fewer training images than this are reported apart as few-shot (FLAIR paper, 6.1)."""
-
-
-@dataclass(frozen=True, config=STRICT)
-class PersonalConfig:
-    """Local fine-tuning of the final model on part of each test user's images, scored on the others."""
-
-    num_epochs: NonNegativeInt = 0
-    """0: none."""
-    learning_rate: PositiveFloat = 0.01
-    batch_size: PositiveInt = 16
-    max_grad_norm: PositiveFloat | None = 10.0
-    train_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    min_images: Annotated[int, Field(ge=2)] = 4
-    """Users with fewer are left out."""
-    split_seed: NonNegativeInt = 0
-    """Not the run's seed: every run is to be scored on the same images."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -206,7 +188,6 @@ class TrainingConfig:
     """None: no privacy."""
     local_privacy: LocalPrivacySection | None = None
     """None: no local privacy."""
-    personal: PersonalConfig = field(default_factory=PersonalConfig, metadata=REPETITION)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -233,6 +214,10 @@ class Runtime:
     """Decoded images are kept in memory until those of all splits together fill this."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between checkpoints."""
+    checkpoint_minutes: PositiveFloat = 2.0
+    """A checkpoint is also written at the end of a round when the last one is so old."""
+    keep_checkpoints: bool = False
+    """Keep the checkpoints, several times the size of the model, when the run has ended."""
     progress: bool = True
     accumulate: Literal["fp32", "fp64"] = "fp32"
     """Precision of sums over users. fp64: the same to 1e-15 on any number of workers, for twice the bytes."""

@@ -3,6 +3,10 @@
 Values come from, weakest first: the defaults of the fields, the YAML file, the command line. A *recipe* is a
 set of switches that counts as if its fields stood first at the place, YAML or command line, where it is
 named (several are joined by ``+``); a *scale*, which is a YAML file, likewise.
+
+What a run is made of is the *resolved* config: fields without effect (`benchmarks.effects`) stand at their
+defaults, and values that follow from others (FedProx's mu, the hash of the weights file) are filled in. A
+value that somebody gives and that would not stand in the resolved config is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
@@ -19,6 +23,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.effects import Idle, Reasons, idle_in_runtime, idle_in_training, reason_for, reasons
 from benchmarks.privacy_matrix import check_privacy
 from benchmarks.sections import (
     REPETITION,
@@ -28,10 +33,12 @@ from benchmarks.sections import (
     Runtime,
     TrainingConfig,
 )
+from benchmarks.weights import weights_sha256
 
 Tree = dict[str, Any]
 Node = TypeVar("Node")
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
+SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 def merge(base: Tree, over: Tree) -> Tree:
@@ -154,12 +161,30 @@ def check_training(config: TrainingConfig) -> None:
             "lower it"
         )
     _check_scaffold(config.federated)
+    if config.mode == "federated" and config.local.virtual_size and config.federated.weighting != "users":
+        raise ValueError("local.virtual_size makes all users of one size: set federated.weighting to users")
+
+
+def config_tree(config: TrainingConfig) -> Tree:
+    """A config as ``config.yaml`` holds it: plain values only.
+
+    A field that is younger than the first runs is left out where it has no effect, so that the digests of
+    such configs stay what they were.
+    """
+    tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
+    if not config.model.pretrained:
+        del tree["model"]["weights_sha256"]
+    return tree
+
+
+def tree_digest(tree: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a ``config.yaml`` in a fixed form."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def digest(config: TrainingConfig) -> str:
-    """SHA-256 of the resolved config in a fixed form."""
-    text = json.dumps(dataclasses.asdict(config), sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """`tree_digest` of a resolved config."""
+    return tree_digest(config_tree(config))
 
 
 def _repetition_keys(kind: Any) -> tuple[str, ...]:
@@ -219,6 +244,8 @@ class Run(Generic[C_co]):
     run_dir: Path | None = None
     weights: Path | None = None
     resume: Literal["auto", "never"] = "auto"
+    benchmark: Benchmark[C_co] | None = None
+    """Whose config this is; None for one that was put together by hand and writes no run directory."""
 
     def __post_init__(self) -> None:
         check_privacy(self.config, self.runtime)
@@ -247,6 +274,66 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
     return out
 
 
+def _put(tree: Tree, key: str, value: Any) -> None:
+    """Set the leaf of a dotted key."""
+    *sections, leaf = key.split(".")
+    for section in sections:
+        tree = tree[section]
+    tree[leaf] = value
+
+
+def _without(tree: Tree, keys: Sequence[str], prefix: str = "") -> Tree:
+    """A tree without some dotted keys or whole sections."""
+    out: Tree = {}
+    for key, value in tree.items():
+        if f"{prefix}{key}" not in keys:
+            out[key] = _without(value, keys, f"{prefix}{key}.") if isinstance(value, dict) else value
+    return out
+
+
+def _derived(config: TrainingConfig) -> Tree:
+    """Fields whose values follow from others, by their dotted keys."""
+    federated, local = config.federated, config.local
+    out: Tree = {}
+    if config.mode != "federated":
+        return out
+    if federated.algorithm in ("fedprox", "fednova") and federated.mu is None:
+        out["federated.mu"] = 0.01 if federated.algorithm == "fedprox" else 0.0
+    if federated.algorithm == "scaffold":
+        out["federated.scaffold_option"] = federated.scaffold_option or "II"
+        out["federated.scaffold_correction"] = federated.scaffold_correction or "gradient"
+    if local.effective_learning_rate is not None:
+        out["local.learning_rate"] = local.effective_learning_rate * (1 - config.server.momentum)
+    return out
+
+
+def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
+    """The config with the hash of the weights file that ``--weights`` names.
+
+    Raises:
+        ValueError: when the network starts from scratch, there is no such file, or the config asks for
+            another one.
+    """
+    if file is None:
+        return config
+    if not config.model.pretrained:
+        raise ValueError(
+            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+        )
+    if not file.is_file():
+        raise ValueError(f"--weights {file}: no such file")
+    found, wanted = weights_sha256(config.model.arch, file), config.model.weights_sha256
+    if wanted not in (None, found):
+        raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether this is the config.yaml of a run directory."""
+    beside = (path.with_name(name) for name in ("checkpoint", "metrics.jsonl", "results.json"))
+    return path.name == "config.yaml" and any(other.exists() for other in beside)
+
+
 @dataclasses.dataclass(frozen=True)
 class Benchmark(Generic[C_co]):
     """One benchmark's config: its type, its shipped YAML files, and what it refuses.
@@ -262,6 +349,10 @@ class Benchmark(Generic[C_co]):
     protocol: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What differs from the sections' own defaults."""
     check: Callable[[Any], None] = check_training
+    idle: Callable[[Any], Iterator[Idle]] = idle_in_training
+    """Which of a config's keys have no effect."""
+    retired: Sequence[str] = ()
+    """Keys that earlier versions of the code had, which the config.yaml of an old run may still hold."""
 
     @cached_property
     def scales(self) -> Mapping[str, Path]:
@@ -273,20 +364,33 @@ class Benchmark(Generic[C_co]):
         """The names of the shipped settings."""
         return sorted(path.stem for path in self.directory.glob("*.yaml"))
 
-    def expand(self, tree: Tree, where: str) -> Tree:
-        """Replace the macros ``recipe`` and ``scale`` by the fields they stand for, under the tree's own."""
-        tree = dict(tree)
-        macros: Tree = {}
-        recipe, scale = tree.pop("recipe", None), tree.pop("scale", None)
+    def _layers(self, tree: Tree, where: str) -> tuple[Tree, Tree, Tree]:
+        """What the macros ``recipe`` and ``scale`` of a tree stand for, and the tree without them."""
+        own, recipes = dict(tree), Tree()
+        recipe, scale = own.pop("recipe", None), own.pop("scale", None)
         for name in [] if recipe is None else str(recipe).split("+"):
             if name not in self.recipes:
                 raise ValueError(f"{where}: recipe is {recipe!r}: choose one of {', '.join(self.recipes)}")
-            macros = merge(macros, dict(self.recipes[name]))
-        if scale is not None:
-            if scale not in self.scales:
-                raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")
-            macros = merge(macros, read_yaml(self.scales[scale]))
-        return merge(macros, tree)
+            recipes = merge(recipes, dict(self.recipes[name]))
+        if scale is not None and scale not in self.scales:
+            raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")
+        return recipes, {} if scale is None else read_yaml(self.scales[scale]), own
+
+    def _merged(self, *layers: tuple[Tree, Tree, Tree]) -> Tree:
+        """The protocol under these layers, the last of which is the strongest.
+
+        A scale's ``privacy`` is for private settings only: those in which a recipe, the YAML file or the
+        command line asks for privacy.
+        """
+        private = any(
+            isinstance(part.get("privacy"), dict) for recipes, _, own in layers for part in (recipes, own)
+        )
+        tree = dict(self.protocol)
+        for recipes, scale, own in layers:
+            dropped = () if private else ("privacy",)
+            kept = {key: value for key, value in scale.items() if key not in dropped}
+            tree = merge(merge(merge(tree, recipes), kept), own)
+        return tree
 
     def path(self, name: str) -> Path:
         """The file of a shipped setting (``fl-r-17``) or of a path to a YAML."""
@@ -330,25 +434,79 @@ class Benchmark(Generic[C_co]):
         for name, text in plain.items():
             if text == "":
                 raise ValueError(f"--{name} is empty: give a value, or leave the option out")
+        paths = {n: Path(text) if (text := plain[n]) else None for n in ("data_path", "run_dir", "weights")}
         typed = self._typed(given)
         path = self.path(plain["config"] or self.default)
-        shipped, explicit, fixed_seed = read_yaml(path), set(typed), "seed" in typed
-        tree = merge(self.expand(shipped, str(path)), self.expand(typed, "command line"))
-        tree = merge(dict(self.protocol), tree)
-        if not isinstance(shipped.get("privacy"), dict) and "privacy" not in explicit:
-            tree.pop("privacy", None)  # a scale's privacy is for private settings only
+        shipped, of_a_run = read_yaml(path), _is_of_a_run(path)
+        if of_a_run:
+            shipped = config_tree(self.read(shipped, str(path)))
+        layers = self._layers(shipped, str(path)), self._layers(typed, "command line")
+        tree = self._merged(*layers)
         for section in ("privacy", "local_privacy"):
-            if fixed_seed and isinstance(tree.get(section), dict):
+            if "seed" in typed and isinstance(tree.get(section), dict):
                 tree[section].setdefault("noise_seed", "run")
         runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
         config = build(self.kind, tree, f"{path.name} and command line")
         resume = plain["resume"] or "auto"
         if resume not in ("auto", "never"):
             raise ValueError(f"--resume is {resume!r}: choose auto or never")
-        paths = {n: Path(plain[n]) if plain[n] else None for n in ("data_path", "run_dir", "weights")}  # type: ignore[arg-type]
-        run = Run(config, runtime, resume=resume, **paths)  # type: ignore[arg-type]
+        run = Run(config, runtime, resume=resume, benchmark=self, **paths)  # type: ignore[arg-type]
         self.check(config)
-        return run
+        self._refuse_idle(config, runtime, layers[1][2], "--")
+        if not of_a_run:
+            self._refuse_idle_in(path, layers[0])
+        return dataclasses.replace(run, config=with_weights(self.resolved(config), paths["weights"]))
+
+    def read(self, tree: Tree, where: str) -> C_co:
+        """The resolved config in the ``config.yaml`` of a run, be it of this or of an earlier version.
+
+        Raises:
+            ValueError: for a key that no version had, or a wrong value.
+        """
+        return self.resolved(build(self.kind, _without(tree, self.retired), where))
+
+    def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
+        """Why each key or section without effect has none; of the runtime too, where one is given."""
+        idle = reasons(self.idle(config))
+        in_runtime = {} if runtime is None else reasons(idle_in_runtime(config, runtime))
+        return idle | {f"runtime.{key}": why for key, why in in_runtime.items()}
+
+    def _refuse_idle(self, config: TrainingConfig, runtime: Runtime, given: Tree, prefix: str) -> None:
+        """Refuse values that somebody gave and that are not those of the resolved config.
+
+        Raises:
+            ValueError: one line with ``prefix`` before the key.
+        """
+        idle = self.idle_keys(config, runtime)
+        wanted = dotted({**dataclasses.asdict(config), "runtime": dataclasses.asdict(runtime)})
+        kept = dotted({**dataclasses.asdict(self.resolved(config)), "runtime": dataclasses.asdict(Runtime())})
+        for key in dotted(given):
+            why = reason_for(key, idle)
+            if why is not None and wanted.get(key) != kept.get(key):
+                raise ValueError(f"{prefix}{key} {why}")
+
+    def _refuse_idle_in(self, path: Path, layers: tuple[Tree, Tree, Tree]) -> None:
+        """`_refuse_idle` for a YAML file by itself: what the command line switches off was no mistake."""
+        tree = self._merged(layers)
+        try:
+            runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
+            config = build(self.kind, tree, path.name)
+        except ValueError:
+            return  # only the command line makes it whole
+        self._refuse_idle(config, runtime, layers[2], f"{path}: ")
+
+    def resolved(self, config: TrainingConfig) -> C_co:
+        """Idle fields at their defaults, and what follows from other fields filled in."""
+        idle, tree = self.idle_keys(config), dataclasses.asdict(config)
+        defaults = dotted(dataclasses.asdict(build(self.kind, self.protocol, "the protocol")))
+        if config.privacy is not None:
+            defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
+        for key in dotted(tree):
+            if reason_for(key, idle) is not None:
+                _put(tree, key, defaults[key])
+        for key, value in _derived(config).items():
+            _put(tree, key, value)
+        return build(self.kind, tree, "the resolved config")
 
     def usage(self) -> str:
         """Every key with its default, for ``--help``."""

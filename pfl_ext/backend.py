@@ -31,7 +31,6 @@ from pfl_ext.aggregator import FlatSumAggregator
 from pfl_ext.distributed import begin_work
 from pfl_ext.engine.cohort import CohortEngine, Corrected, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
-from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
 from pfl_ext.privacy import TALLY, NoisyMean, PrivateMean
@@ -80,7 +79,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def __init__(
         self,
         training_data: FederatedImageDataset,
-        evaluation: CentralEvaluation,
+        evaluation: Callable[[PyTorchModel], Metrics],
         *,
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),

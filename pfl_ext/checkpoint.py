@@ -172,6 +172,16 @@ def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], st
     return tensors, state, f"{damage}: going on from the one before it, {previous(path)}"
 
 
+HALF_WRITTEN = (".*.partial", ".tmp??????")
+"""Files that are being written: this module's, and the safetensors library's, which writes beside them."""
+
+
+def _remove_half_written(directory: Path) -> None:
+    for pattern in HALF_WRITTEN:
+        for dead in (*directory.glob(pattern), *directory.glob(f"*/{pattern}")):
+            dead.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def sole_owner(directory: Path) -> Iterator[None]:
     """Hold a directory for this process, on file systems that have locks; a killed process holds nothing.
@@ -191,10 +201,9 @@ def sole_owner(directory: Path) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # this file system has no locks
-        for pattern in (".*.partial", "*/.*.partial"):
-            for dead in directory.glob(pattern):
-                dead.unlink(missing_ok=True)
+        _remove_half_written(directory)
         yield
+        _remove_half_written(directory)
     finally:
         os.close(descriptor)
 

@@ -98,6 +98,22 @@ class PersonalScores:
     targets: ByteArray
 
 
+def users_with(store: ImageStore, min_images: int) -> IntArray:
+    """The numbers of the users who have at least so many images, and at least two.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    sizes = np.diff(store.user_offsets)
+    chosen = np.flatnonzero(sizes >= max(min_images, 2)).astype(np.int64)
+    if not len(chosen):
+        raise ValueError(
+            f"no user of this split has {min_images} images: lower personal.min_images below "
+            f"{int(sizes.max()) + 1}"
+        )
+    return chosen
+
+
 def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation) -> PersonalScores:
     """Fine-tune a copy of the model for every user of a split with enough images, and score both.
 
@@ -107,13 +123,7 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
     """
     start = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     device = next(iter(start.values())).device
-    sizes = np.diff(store.user_offsets)
-    chosen = np.flatnonzero(sizes >= max(how.min_images, 2))
-    if not len(chosen):
-        raise ValueError(
-            f"no user of this split has {how.min_images} images: lower personal.min_images below "
-            f"{int(sizes.max()) + 1}"
-        )
+    sizes, chosen = np.diff(store.user_offsets), users_with(store, how.min_images)
     before, after, targets, trained_on = [], [], [], []
     try:
         for user in chosen.tolist():

@@ -12,12 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.facts import dataset_facts, sha256_of
+from benchmarks.facts import dataset_facts
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
 from benchmarks.runs import DAMAGE
 from benchmarks.sections import LocalPrivacySection
-from benchmarks.settings import Tree, build, experiment, experiment_digest, read_yaml
+from benchmarks.settings import Tree, experiment, experiment_digest, read_yaml
+from benchmarks.weights import sha256_of
 from dataset.flair.hdf5 import FlairFile
 from pfl_ext.metrics import COLUMNS
 
@@ -59,7 +60,7 @@ def read_run(directory: Path) -> RunRecord:
     except DAMAGE as fault:
         return RunRecord(directory, fault=f"config.yaml is missing or not readable ({_first_line(fault)})")
     try:
-        config = build(Config, tree, "config.yaml")
+        config = FLAIR.read(tree, "config.yaml")
     except ValueError as fault:
         return RunRecord(directory, fault=f"its config is of another version of the code ({fault})")
     record = RunRecord(directory, config, progress=_progress(directory, config))
@@ -168,8 +169,12 @@ def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
 
 
 def fields_of(config: Config) -> Tree:
-    """The fields that seeds of one experiment share, dotted, without the name of the setting."""
-    return {k: v for k, v in experiment(dataclasses.asdict(config), Config).items() if k != "setting"}
+    """The fields that seeds of one experiment share, dotted, without the name of the setting.
+
+    The weights are left out: a row's label has them from ``results.json``.
+    """
+    fields = experiment(dataclasses.asdict(config), Config)
+    return {k: v for k, v in fields.items() if k not in ("setting", "model.weights_sha256")}
 
 
 @cache

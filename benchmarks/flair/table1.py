@@ -21,19 +21,23 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.effects import idle_by_mode, reason_for, reasons
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.runs import read_run
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import ready_data, resolve_data
 from benchmarks.mini import MINI_FILE
+from benchmarks.recorder import run_differences
 from benchmarks.runs import DAMAGE, find_runs
-from benchmarks.settings import arguments, digest
+from benchmarks.settings import arguments, read_yaml, tree_digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from pfl_ext.models import build_backbone
 
 STANDIN = Path("data/standin.safetensors")
+FINE = "-f-"
+"""In the names of the fine-tuning settings."""
 LAPTOP = ("mini", "tiny")
 """``--scale mini`` here: the mini set, at train's scale tiny."""
 POLL_S, TELL_S = 0.5, 60.0  # seconds between looks at a run, and between lines that tell of it
@@ -62,7 +66,12 @@ class Job:
             found = json.loads(path.read_text())["config_sha256"]
         except DAMAGE as fault:
             raise ValueError(f"{path} is damaged: remove {self.directory} to make the run again") from fault
-        if found != digest(parse(self.argv).config):
+        run = parse(self.argv)
+        try:
+            known = read_yaml(self.directory / "config.yaml")
+        except (ValueError, OSError):
+            known = {}
+        if found != tree_digest(known) or run_differences(known, run):
             raise ValueError(f"{self.directory} holds a run of another config: choose another --runs_dir")
         return True
 
@@ -75,8 +84,23 @@ class Job:
             return 0
 
 
-def jobs(settings: Sequence[str], seeds: Sequence[int], root: Path, common: Sequence[str]) -> list[Job]:
+def words_for(setting: str, common: Sequence[str]) -> list[str]:
+    """The arguments of all runs without those that are for rows of the other mode than this one."""
+    other = reasons(iter([idle_by_mode(parse(("--config", setting)).config.mode)]))
+    given = arguments(common)
+    return [f"--{key}={value}" for key, value in given.items() if reason_for(key, other) is None]
+
+
+def jobs(
+    settings: Sequence[str],
+    seeds: Sequence[int],
+    root: Path,
+    common: Sequence[str],
+    weights: str | None = None,
+) -> list[Job]:
     """Every setting with the first seed, then with the second, ...: an early stop leaves a whole table.
+
+    ``weights``: the file from which the fine-tuning rows start; None: torchvision's.
 
     :raises ValueError: for a setting that is not shipped or an argument that no run could take.
     """
@@ -84,7 +108,8 @@ def jobs(settings: Sequence[str], seeds: Sequence[int], root: Path, common: Sequ
     for seed in seeds:
         for setting in settings:
             directory = root / f"{setting}-seed{seed}"
-            argv = ("--config", setting, "--seed", str(seed), *common)
+            argv = ("--config", setting, "--seed", str(seed), *words_for(setting, common))
+            argv += ("--weights", weights) if weights is not None and FINE in setting else ()
             config = parse(argv).config
             federated = config.mode == "federated"
             steps = config.federated.num_rounds if federated else config.centralised.num_epochs
@@ -102,7 +127,7 @@ def jobs(settings: Sequence[str], seeds: Sequence[int], root: Path, common: Sequ
 
 def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None:
     """Why the fine-tuning settings among these cannot get ImageNet weights; None where they can."""
-    configs = [parse(("--config", setting, *common)).config for setting in settings]
+    configs = [parse(("--config", setting, *words_for(setting, common))).config for setting in settings]
     for arch in {config.model.arch for config in configs if config.model.pretrained}:
         try:
             build_backbone(
@@ -200,26 +225,19 @@ def main(argv: Sequence[str]) -> None:
     root = given.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
         FLAIR.path(setting)
-    todo = [job for job in jobs(settings, list(seeds), root, common) if not job.done]
-    fine = [job for job in todo if "-f-" in job.name]
     weights = given.weights
-    if fine and weights == "standin":
+    if weights == "standin":
         weights = str(STANDIN)
-        if not STANDIN.is_file():
+        if not STANDIN.is_file() and any(FINE in setting for setting in settings):
             print(f"making the stand-in for ImageNet weights, {STANDIN}", flush=True)
             make_standin(["--output_file", weights])
+    todo = [job for job in jobs(settings, list(seeds), root, common, weights) if not job.done]
+    fine = [job for job in todo if FINE in job.name]
     if fine and weights is None:
         fault = imagenet_fault(settings, common)
         if fault is not None:
             print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
             todo = [job for job in todo if job not in fine]
-    if weights is not None:
-        todo = [
-            Job(j.name, (*j.argv, "--weights", weights), j.directory, j.steps, j.federated)
-            if j in fine
-            else j
-            for j in todo
-        ]
     ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")

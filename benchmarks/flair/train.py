@@ -23,6 +23,7 @@ from benchmarks.experiment import Experiment, build_model, execute, started
 from benchmarks.federated import objective_of
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
+from benchmarks.flair.users import SPLIT
 from benchmarks.mini import MINI_FILE, draw_mini, resolve
 from benchmarks.privacy_statement import ProtectedUnit
 from dataset.command_line import run as run_command
@@ -30,6 +31,7 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.flair.task import FlairTask
 from pfl_ext.distributed import barrier, is_main
 from pfl_ext.federated_dataset import iid_partition
+from pfl_ext.per_user import users_with
 
 FLAIR_FILE = Path("data/flair.hdf5")
 HEADLINE = ("C-AP", "O-AP")
@@ -64,6 +66,8 @@ def flair_task(run: Run, file: FlairFile) -> FlairTask:
 def experiment(run: Run, file: FlairFile) -> Experiment:
     """FLAIR's side of a run on this file."""
     config, task = run.config, flair_task(run, file)
+    if config.personal.num_epochs:
+        users_with(task.split(SPLIT), config.personal.min_images)  # refuses now what would fail at the end
     iid, objective = config.data.partition == "iid", objective_of(config, "multi_label")
     return Experiment(
         task=f"{len(task.label_names)} labels",

@@ -117,10 +117,9 @@ def check(config: Config) -> None:
     :raises ValueError: one line that names the key and the mend.
     """
     check_training(config)
-    local, federated = config.local, config.federated
-    if local.virtual_size is not None and federated.weighting != "users":
+    if config.evaluation.best_by == "C-AP":
         raise ValueError(
-            "local.virtual_size makes all users of one size: set federated.weighting to users (--recipe vc)"
+            "evaluation.best_by is C-AP, which this task does not score: choose one of loss, accuracy, last"
         )
     data = config.data
     if not 0 < data.val_share < 1:
@@ -136,7 +135,11 @@ def check(config: Config) -> None:
         raise ValueError("model.trained is two_layers, of which the bottleneck is one: set model.bottleneck")
 
 
-VISION = Benchmark(Config, Path(__file__).parent / "configs", "cifar10-fedavgm", RECIPES, PROTOCOL, check)
+RETIRED = ("personal", "evaluation.per_user", "evaluation.few_shot_below")
+"""Keys of FLAIR's that this benchmark once took and never read."""
+VISION = Benchmark(
+    Config, Path(__file__).parent / "configs", "cifar10-fedavgm", RECIPES, PROTOCOL, check, retired=RETIRED
+)
 
 
 def parse(argv: Sequence[str]) -> Run:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.runs import DAMAGE
-from benchmarks.settings import Tree, experiment_digest, read_yaml
-from benchmarks.visual_classification.config import Config
+from benchmarks.settings import Tree, config_tree, experiment_digest, read_yaml
+from benchmarks.visual_classification.config import VISION, Config
 from pfl_ext.checkpoint import read_json
 
 IntArray = npt.NDArray[np.int64]
@@ -106,7 +106,8 @@ def read_run(directory: Path) -> FinishedRun:
     if not (directory / "results.json").exists():
         raise ValueError(f"{directory} has not ended")
     try:
-        results, config = read_json(directory / "results.json"), read_yaml(directory / "config.yaml")
+        results = read_json(directory / "results.json")
+        config = config_tree(VISION.read(read_yaml(directory / "config.yaml"), "config.yaml"))
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         if "accuracy" not in results["test"]:
             raise ValueError("it is of another benchmark")

@@ -10,17 +10,16 @@ from dataset.command_line import run
 from dataset.flair.mini import MiniSpec, write_mini
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
-SMALL = (
+COMMON = (
     "--data.image_size=20",
     "--model.input_size=16",
-    "--federated.num_rounds=3",
-    "--federated.cohort_size=4",
-    "--evaluation.every_rounds=1",
-    "--centralised.num_epochs=2",
-    "--centralised.batch_size=16",
     "--runtime.checkpoint_every=1",
+    "--runtime.keep_checkpoints=true",
     "--runtime.progress=false",
 )
+SMALL = (*COMMON, "--federated.num_rounds=3", "--federated.cohort_size=4", "--evaluation.every_rounds=1")
+CENTRAL = (*COMMON, "--centralised.num_epochs=2", "--centralised.batch_size=16")
+"""The same for settings that train on all images in one place."""
 
 Train = Callable[..., Path]
 
@@ -39,7 +38,8 @@ def train(mini_file: Path, tmp_path: Path) -> Train:
 
     def call(*argv: str, name: str = "run", code: int = 0) -> Path:
         directory = tmp_path / name
-        words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *argv]
+        small = CENTRAL if any(word.startswith("--config=c-") for word in argv) else SMALL
+        words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *small, *argv]
         assert run(main, words) == code
         return directory
 

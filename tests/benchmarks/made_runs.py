@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import yaml
 from benchmarks.flair import paper
 from benchmarks.flair.config import parse
 from benchmarks.flair.runs import FLAIR_IMAGES, FLAIR_USERS
-from benchmarks.settings import digest
+from benchmarks.settings import config_tree, digest
 from pfl_ext.metrics import COLUMNS
 
 FLAIR = {"source": "https://huggingface.co/apple/flair", "content_sha256": "f1", "users": FLAIR_USERS,
@@ -35,8 +34,7 @@ def make_run(
     """A run whose test columns are the paper's plus ``shift`` points."""
     config = parse(["--config", setting, *argv, f"--seed={seed}"]).config
     directory.mkdir(parents=True)
-    tree = json.loads(json.dumps(dataclasses.asdict(config)))
-    (directory / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    (directory / "config.yaml").write_text(yaml.safe_dump(config_tree(config), sort_keys=False))
     unit = "epoch" if config.mode == "centralised" else "round"
     lines: list[dict[str, Any]] = [{unit: step, "seconds": 1.0} for step in range(4)]
     for step, c_ap in ((0, 10.0), (2, 20.0 + shift)):

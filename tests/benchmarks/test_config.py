@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.experiment import build_model
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
-from benchmarks.sections import Runtime
-from benchmarks.settings import build, digest
+from benchmarks.sections import Runtime, TrainingConfig
+from benchmarks.settings import Benchmark, build, config_tree, digest
+from benchmarks.visual_classification.config import VISION
+from benchmarks.weights import is_torchvisions
 
 SHIPPED = FLAIR.settings
 
@@ -203,7 +208,12 @@ def test_the_mini_scale_changes_size_and_not_the_task(name: str) -> None:
         full.model.pretrained,
         full.mode,
     )
-    assert mini.federated.num_rounds < full.federated.num_rounds
+    if full.mode == "federated":
+        assert mini.federated.num_rounds < full.federated.num_rounds
+        assert mini.centralised == full.centralised
+    else:
+        assert mini.centralised.num_epochs < full.centralised.num_epochs
+        assert mini.federated == full.federated
 
 
 def test_the_digest_tells_configs_apart_and_nothing_else() -> None:
@@ -235,3 +245,129 @@ def test_hostile_yaml_is_one_sentence(text: str, message: str, tmp_path: Path) -
     with pytest.raises(ValueError, match=message) as caught:
         parse([f"--config={path}"])
     assert "c.yaml" in str(caught.value)
+
+
+IDLE = [
+    (FLAIR, ["--federated.mu=0.1"], "--federated.mu has no effect where federated.algorithm is fedavg"),
+    (FLAIR, ["--centralised.num_epochs=3"], "--centralised.num_epochs has no effect where mode is federated"),
+    (FLAIR, ["--config=c-r-17", "--federated.num_rounds=3"], "has no effect where mode is centralised"),
+    (FLAIR, ["--config=c-r-17", "--data.partition=iid"], "has no effect where mode is centralised"),
+    (FLAIR, ["--personal.learning_rate=0.1"], "has no effect where personal.num_epochs is 0"),
+    (FLAIR, ["--server.momentum=0.9"], "where server.optimizer is adam: remove it, or choose sgd"),
+    (FLAIR, ["--server.optimizer=sgd", "--server.beta1=0.5"], "has no effect where server.optimizer is sgd"),
+    (FLAIR, ["--server.warmup_rounds=3"], "has no effect where server.schedule is constant"),
+    (FLAIR, ["--federated.max_importance=3"], "has no effect where federated.reweight is none"),
+    (FLAIR, ["--federated.max_state_gb=3"], "has no effect where federated.algorithm is fedavg"),
+    (FLAIR, ["--local.max_images=none", "--local.cap=first"], "has no effect where local.max_images is none"),
+    (FLAIR, ["--local.max_grad_norm=none", "--local.clip_by=global"], "where local.max_grad_norm is none"),
+    (FLAIR, ["--config=fl-f-17", "--model.groups=8"], "has no effect where model.pretrained is true"),
+    (FLAIR, ["--model.weights_sha256=ab"], "has no effect where model.pretrained is false"),
+    (
+        FLAIR,
+        ["--config=pfl-r-17", "--privacy.mechanism=gaussian", "--privacy.quantile=0.5"],
+        "choose adaptive",
+    ),
+    (FLAIR, ["--runtime.engine=stock", "--runtime.lanes=2"], "has no effect where runtime.engine is stock"),
+    (FLAIR, ["--runtime.project=mine"], "has no effect where runtime.track is none"),
+    (FLAIR, ["--local.virtual_size=64"], "set federated.weighting to users"),
+    (VISION, ["--local.virtual_size=64"], "set federated.weighting to users"),
+    (VISION, ["--personal.num_epochs=3"], "there is no config key personal"),
+    (VISION, ["--evaluation.per_user=true"], "there is no config key evaluation.per_user"),
+    (VISION, ["--evaluation.few_shot_below=3"], "there is no config key evaluation.few_shot_below"),
+    (
+        VISION,
+        ["--local.effective_learning_rate=0.1", "--local.learning_rate=0.3"],
+        "has no effect where local.effective_learning_rate is given",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("benchmark, argv, message", IDLE, ids=lambda v: v[-1] if isinstance(v, list) else "")
+def test_a_key_without_effect_is_refused(
+    benchmark: Benchmark[TrainingConfig], argv: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        benchmark.parse(argv)
+    assert message in str(caught.value)
+
+
+def test_a_yaml_is_judged_by_itself_and_its_macros_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("federated:\n  mu: 0.1\n")
+    with pytest.raises(ValueError, match=r"mine\.yaml: federated\.mu has no effect"):
+        parse([f"--config={path}"])
+    path.write_text("federated:\n  mu: 0.1\n  algorithm: fedprox\n")
+    assert config(f"--config={path}", "--federated.algorithm=fedavg").federated.mu is None
+    assert config("--scale=mini").centralised == Config().centralised  # the scale has epochs for the C rows
+
+
+@pytest.mark.parametrize("benchmark", [FLAIR, VISION], ids=["flair", "vision"])
+def test_every_shipped_setting_is_made_of_keys_with_effect(benchmark: Benchmark[TrainingConfig]) -> None:
+    for name in benchmark.settings:
+        made = benchmark.parse([f"--config={name}"]).config
+        assert benchmark.resolved(made) == made, name
+
+
+def test_what_follows_from_other_fields_is_written_down() -> None:
+    assert config("--federated.algorithm=fedprox").federated.mu == 0.01
+    assert config("--federated.algorithm=fednova").federated.mu == 0.0
+    assert config("--federated.algorithm=fedprox", "--federated.mu=0").federated.mu == 0.0
+    made = VISION.parse(["--config=cifar10-fedavgm", "--local.effective_learning_rate=0.3"]).config
+    assert made.local.learning_rate == pytest.approx(0.03)
+
+
+def test_the_privacy_of_a_recipe_counts_and_that_of_a_scale_is_for_private_settings(tmp_path: Path) -> None:
+    benchmark = dataclasses.replace(FLAIR, recipes={"dp": {"privacy": {"epsilon": 3.0}}})
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: dp\nfederated:\n  weighting: users\n")
+    for words in ([f"--config={path}"], ["--recipe=dp", "--federated.weighting=users"]):
+        made = benchmark.parse(words).config.privacy
+        assert made is not None
+        assert made.epsilon == 3.0
+    assert benchmark.parse(["--scale=mini"]).config.privacy is None
+
+
+def test_the_weights_files_content_belongs_to_the_config(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.pth", tmp_path / "other.pth"
+    one.write_bytes(b"one")
+    other.write_bytes(b"other")
+    words = ["--config=fl-f-17", f"--weights={one}"]
+    made = config(*words)
+    assert made.model.weights_sha256 == hashlib.sha256(b"one").hexdigest()
+    assert digest(made) != digest(config("--config=fl-f-17", f"--weights={other}"))
+    assert config_tree(config("--config=fl-f-17"))["model"]["weights_sha256"] is None
+    assert "weights_sha256" not in config_tree(config())["model"], "digests from before stay"
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(config_tree(made)))
+    with pytest.raises(ValueError, match=r"other\.pth is not the file of the config"):
+        parse([f"--config={path}", f"--weights={other}"])
+    with pytest.raises(ValueError, match="give their file with --weights"):
+        build_model(parse([f"--config={path}"]).config, 17, None)
+    with pytest.raises(ValueError, match=r"nowhere\.pth: no such file"):
+        parse(["--config=fl-f-17", "--weights=nowhere.pth"])
+    with pytest.raises(ValueError, match="--weights is for fine-tuning"):
+        parse([f"--weights={one}"])
+
+
+def test_torchvisions_own_weights_need_no_name() -> None:
+    assert is_torchvisions("resnet18", "f37072fd" + 56 * "0")
+    assert not is_torchvisions("resnet18", 64 * "0")
+    assert not is_torchvisions("cifar_cnn", 64 * "0")
+
+
+def test_the_config_of_an_old_run_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    """Keys that were retired, fields without effect, values that are filled in today."""
+    path = tmp_path / "run" / "config.yaml"
+    path.parent.mkdir()
+    tree = config_tree(VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config)
+    tree["personal"] = {"num_epochs": 0, "split_seed": 0}
+    tree["evaluation"] |= {"per_user": False, "few_shot_below": 20}
+    tree["centralised"]["num_epochs"] = 5
+    tree["federated"]["mu"] = None
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ValueError, match=r"there is no config key (personal|evaluation)"):
+        VISION.parse([f"--config={path}"])
+    (path.parent / "metrics.jsonl").touch()  # it is a run's
+    made = VISION.parse([f"--config={path}"]).config
+    assert made == VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config
+    assert made.federated.mu == 0.01

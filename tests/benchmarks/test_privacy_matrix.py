@@ -163,7 +163,6 @@ SMALL = (
     "--local.batch_size=4",
     "--federated.cohort_size=4",
     "--federated.num_rounds=1",
-    "--server.warmup_rounds=0",
     "--federated.weighting=users",
     "--evaluation.best_by=last",
     "--runtime.progress=false",
@@ -195,7 +194,9 @@ def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisyMean, "postprocess_server", watched)
         module = build_model(run.config, 5, None, objective_of(run.config, "multi_label"))
-        train_federated(run, store, NumberedStore([2, 2]), module, Recorder(run, directory, 1, "round"))
+        recorder = Recorder(run, directory, 1, "round")
+        recorder.begin()
+        train_federated(run, store, NumberedStore([2, 2]), module, recorder)
     return sums[0]
 
 
@@ -213,6 +214,7 @@ NOT_OF_THE_SUM = (
     "runtime.track",
     "runtime.artifact",
     "runtime.progress",
+    "runtime.keep_checkpoints",
 )
 CHOICES = [
     (key, value)

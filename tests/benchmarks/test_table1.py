@@ -54,6 +54,7 @@ def test_a_failed_run_does_not_end_the_rest_and_a_second_call_makes_only_what_is
     made: list[str], drawn: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = tmp_path / "w.safetensors"
+    weights.write_bytes(b"weights")
     argv = [
         "--settings", "fl-r-17", "fl-f-17", "c-r-17", "--seeds", "0", "1", "--data_path", "mini",
         "--weights", str(weights), "--runs_dir", str(tmp_path / "runs"),
@@ -97,7 +98,9 @@ def test_without_a_finished_run_the_report_says_so_and_nothing_is_drawn(
     made: list[str], drawn: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "half", finished=False)
-    argv = ["--settings", "fl-f-17", "--seeds", "0", "--data_path=mini", "--weights=w.safetensors"]
+    weights = tmp_path / "w.safetensors"
+    weights.write_bytes(b"weights")
+    argv = ["--settings", "fl-f-17", "--seeds", "0", "--data_path=mini", f"--weights={weights}"]
     assert run(main, [*argv, f"--runs_dir={tmp_path}"]) == 2
     out = capsys.readouterr()
     assert "No finished run." in out.out
@@ -127,11 +130,13 @@ def test_the_laptop_scale_is_all_twelve_rows_with_two_seeds_on_the_mini_set(
     monkeypatch.setattr(table1, "make_runs", note)
     (tmp_path / "x").mkdir()
     make_run(tmp_path / "x" / "one")
+    weights = tmp_path / "w.pth"
+    weights.write_bytes(b"weights")
     argv = [
         "--scale",
         "mini",
         "--weights",
-        "w.pth",
+        str(weights),
         "--runs_dir",
         str(tmp_path / "x"),
         "--",
@@ -145,7 +150,9 @@ def test_the_laptop_scale_is_all_twelve_rows_with_two_seeds_on_the_mini_set(
         asked = parse(job.argv)
         assert str(asked.data_path) == "mini"
         assert (asked.weights is not None) == asked.config.model.pretrained
-        assert asked.config.federated.num_rounds <= 20
+        federated = asked.config.mode == "federated"
+        assert (asked.config.federated.num_rounds <= 20) == federated
+        assert (asked.config.centralised.num_epochs == 1) != federated
         assert asked.runtime.threads == 1
 
 
@@ -240,3 +247,11 @@ def test_a_run_is_a_process_of_its_own_whose_words_are_kept(tmp_path: Path) -> N
     job = Job("x", ("--config", "nowhere.yaml"), tmp_path / "x", 3, True)
     assert execute(job, tmp_path / "logs" / "x.log", "x") == 2
     assert (tmp_path / "logs" / "x.log").read_text().startswith("error: --config nowhere.yaml")
+
+
+def test_an_argument_goes_to_the_rows_in_whose_mode_it_means_something(tmp_path: Path) -> None:
+    common = ["--federated.num_rounds=9", "--centralised.num_epochs=2", "--evaluation.per_user=true"]
+    federated, central = jobs(["fl-r-17", "c-r-17"], [0], tmp_path, common)
+    assert (federated.steps, central.steps) == (9, 2)
+    assert "--centralised.num_epochs=2" not in federated.argv
+    assert "--federated.num_rounds=9" not in central.argv

@@ -23,17 +23,16 @@ from dataset.flair.index import TAXONOMIES, DatasetIndex
 from dataset.flair.mini import write_mini
 from tests.benchmarks.conftest import TINY
 
+COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
 SMALL = (
-    "--data.image_size=20",
-    "--model.input_size=16",
+    *COMMON,
     "--federated.num_rounds=2",
     "--federated.cohort_size=4",
     "--local.batch_size=4",
     "--local.learning_rate=0.05",
     "--evaluation.every_rounds=1",
-    "--centralised.num_epochs=2",
-    "--runtime.progress=false",
 )
+CENTRAL = (*COMMON, "--centralised.num_epochs=2")
 Train = Callable[..., Path]
 
 
@@ -51,7 +50,8 @@ def train(classes_file: Path, tmp_path: Path) -> Train:
 
     def call(*argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0) -> Path:
         directory = tmp_path / name
-        words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *SMALL, *argv]
+        small = CENTRAL if config.endswith("centralised") else SMALL
+        words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *small, *argv]
         assert run(main, words) == code
         return directory
 

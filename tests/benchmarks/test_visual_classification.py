@@ -196,7 +196,7 @@ def test_equal_seeds_and_several_centralised_experiments_are_named_not_averaged(
     [
         ((), {}, None),
         (("--scale=mini",), {}, "config differs: "),
-        (("--local.learning_rate=0.1",), {}, "config differs: local.learning_rate=0.1"),
+        (("--centralised.learning_rate=0.1",), {}, "config differs: centralised.learning_rate=0.1"),
         ((), {"data": {"images": {"train": 3}}}, "the data are not the paper's inaturalist"),
         ((), {"weights": {"imagenet": False}}, "weights are not torchvision's ImageNet ones"),
         ((), {"setting": "mine"}, "the paper has no row mine"),

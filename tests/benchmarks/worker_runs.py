@@ -39,6 +39,7 @@ SMALL = (
     "--federated.cohort_size=5",
     "--evaluation.every_rounds=5",
     "--runtime.checkpoint_every=1",
+    "--runtime.keep_checkpoints=true",
     "--runtime.progress=false",
     "--runtime.threads=1",
     "--runtime.accumulate=fp64",

@@ -44,13 +44,13 @@ COMMON = (
     "--model.arch=squeezenet1_1",  # 0.7 million parameters
     "--data.image_size=20",
     "--model.input_size=18",
-    f"--federated.cohort_size={COHORT}",
-    "--centralised.batch_size=16",
-    "--evaluation.every_rounds=2",
     "--runtime.checkpoint_every=3",
+    "--runtime.keep_checkpoints=true",
     "--runtime.progress=false",
 )
+FEDERATED = (f"--federated.cohort_size={COHORT}", "--evaluation.every_rounds=2")
 PRIVATE = (
+    *FEDERATED,
     "--config=pfl-r-17",
     "--seed=0",
     "--privacy.epsilon=50",
@@ -59,12 +59,12 @@ PRIVATE = (
     "--privacy.indicator_std_fraction=0.5",
 )
 KINDS = {
-    "fl": ("--config=fl-r-17",),
+    "fl": (*FEDERATED, "--config=fl-r-17"),
     "momentum": (*PRIVATE, "--server.optimizer=sgd", "--server.momentum=0.9", "--server.learning_rate=0.5"),
     "pfl": PRIVATE,
     "secret": tuple(word for word in PRIVATE if not word.startswith("--seed")),
-    "centralised": ("--config=c-r-17",),
-    "scaffold": ("--config=fl-r-17", "--federated.algorithm=scaffold"),
+    "centralised": ("--config=c-r-17", "--centralised.batch_size=16"),
+    "scaffold": (*FEDERATED, "--config=fl-r-17", "--federated.algorithm=scaffold"),
 }
 """``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
 ``secret`` the same with noise from entropy."""
@@ -239,8 +239,7 @@ class Campaign:
         self._argv = [
             *COMMON,
             *KINDS[kind],
-            f"--federated.num_rounds={rounds}",
-            f"--centralised.num_epochs={rounds}",
+            f"--{'centralised.num_epochs' if kind == 'centralised' else 'federated.num_rounds'}={rounds}",
             f"--data_path={self._data}",
         ]
         self._rng = np.random.default_rng([seed, *kind.encode()])
