@@ -1,7 +1,8 @@
 """Convolutions, norms and pooling for training on a CPU, compiled on the machine where they run.
 
 `cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's
-cache folder, under a name that holds the fingerprint of the sources and of the processor.
+cache folder, under a name that holds the fingerprints of what it was made of (sources, compiler and its
+version, processor) and of itself: a file that was damaged since is not loaded but made again.
 
 Shape letters: N images, C channels in, K channels out, H and W positions, G groups.
 """
@@ -108,7 +109,7 @@ class CpuKernels:
                 *[ctypes.c_long] * sizes,
                 *[ctypes.c_double] * numbers,
             ]
-            function.restype = ctypes.c_long if name == "has_halves" else None
+            function.restype = ctypes.c_long
             self._functions[name] = function
         _check(self, torch.float32, TOLERANCE)
         if self.has_halves:
@@ -143,7 +144,9 @@ class CpuKernels:
         images = tensors[0]
         assert images is not None
         pointers = (None if t is None else t.data_ptr() for t in tensors)
-        self._functions[name](*pointers, torch.get_num_threads(), images.dtype == torch.bfloat16, *numbers)
+        half = images.dtype == torch.bfloat16
+        if self._functions[name](*pointers, torch.get_num_threads(), half, *numbers):
+            raise ValueError("there is no memory to train on: use fewer --runtime.lanes")
 
     def convolution(self, x: Tensor, weight: Tensor, form: Form) -> Tensor:
         """``[N, C, H, W]`` by ``[K, C, high, wide]`` -> ``[N, K, H', W']``."""
@@ -262,20 +265,22 @@ def compiled() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
-    texts = (path.read_text() for path in sorted(SOURCES.glob("*.*")))
-    identity = "\n".join([*texts, compiler, *FLAGS, _processor()])
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
     except RuntimeError as error:
         raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
-    path = folder / f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
     try:
+        texts = (path.read_text() for path in sorted(SOURCES.glob("*.*")))
+        version = _run([compiler, "--version"]).stdout
+        identity = "\n".join([*texts, compiler, version, *FLAGS, _processor()])
+        name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        for path in sorted(folder.glob(f"{name}-*.so")):
+            if path.stem == f"{name}-{_checksum(path)}":
+                return path
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
-            made = Path(place) / path.name
+            made = Path(place) / "made.so"
             command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
             done = _run([*command, THREADED])
             if done.returncode:
@@ -283,10 +288,15 @@ def compiled() -> Path:
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if "error" in line]
                 raise Unavailable(f"{compiler} failed: {(lines or ['no reason given'])[0][:200]}")
+            path = folder / f"{name}-{_checksum(made)}.so"
             os.replace(made, path)
     except (OSError, subprocess.SubprocessError) as error:
         raise Unavailable(f"{compiler} could not be used ({error})") from error
     return path
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 // Layers of convolutional networks on a CPU, in channels-last memory: what torch's are slow at. Images are float32, or,
 // where `half` says so, bfloat16. Each function works over the n images on so many threads; torch has loaded the OpenMP
-// library, whose threads are shared with its own.
+// library, whose threads are shared with its own. All return 0, or 1 where there was no memory, but `has_halves`.
 
 #include "direct.h"
 #include "group_norm.h"
@@ -8,17 +8,30 @@
 #include "thin.h"
 #include "winograd.h"
 
-// work(a vector of the type to compute with)
-template <class Work> static void with(long half, Work work) {
-  if (half)
-    work(halves{});
-  else
-    work(vec{});
+// work(a vector of the type to compute with); 1 where there was no memory for it, else 0
+template <class Work> static long with(long half, Work work) {
+  try {
+    if (half)
+      work(halves{});
+    else
+      work(vec{});
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
 }
 template <class Work> static void split(long n, long threads, Work work) {
   const long parts = std::max(1L, std::min(n, threads));
-#pragma omp parallel for num_threads(parts) schedule(static, 1) if (parts > 1)
-  for (long part = 0; part < parts; part++) work(n * part / parts, n * (part + 1) / parts, part);
+  bool failed = false;  // an exception must not leave a thread of OpenMP's
+#pragma omp parallel for num_threads(parts) schedule(static, 1) reduction(|| : failed) if (parts > 1)
+  for (long part = 0; part < parts; part++) {
+    try {
+      work(n * part / parts, n * (part + 1) / parts, part);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  }
+  if (failed) throw std::bad_alloc();
 }
 // Each part but the first has a dw of its own, to be added.
 template <class Work> static void split_sum(long n, long threads, float* dw, long size, Work work) {
@@ -43,18 +56,18 @@ extern "C" {
 
 long has_halves() { return each<halves> > 1; }
 
-void conv3x3(const void* x, const float* w, void* y, long threads, long half, long n, long h, long width, long c,
+long conv3x3(const void* x, const float* w, void* y, long threads, long half, long n, long h, long width, long c,
              long k) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split(n, threads, [&](long first, long last, long) {
       winograd<V>(at<V>(x, first, h * width * c), w, at<V>(y, first, h * width * k), last - first, h, width, c, k);
     });
   });
 }
-void conv3x3_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
+long conv3x3_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
                       long h, long width, long c, long k) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split_sum(n, threads, dw, 9 * c * k, [&](long first, long last, float* own) {
       winograd_backward<V>(at<V>(x, first, h * width * c), at<V>(e, first, h * width * k), w,
@@ -62,9 +75,9 @@ void conv3x3_backward(const void* x, const void* e, const float* w, void* dx, fl
     });
   });
 }
-void convolve(const void* x, const float* w, void* y, long threads, long half, long n, long h, long width, long c,
+long convolve(const void* x, const float* w, void* y, long threads, long half, long n, long h, long width, long c,
               long k, long high, long wide, long stride, long top, long left) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split(n, threads, [&](long first, long last, long) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
@@ -74,9 +87,9 @@ void convolve(const void* x, const float* w, void* y, long threads, long half, l
   });
 }
 // With fewer than CHANNELS channels dx must be null.
-void convolve_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
+long convolve_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
                        long h, long width, long c, long k, long high, long wide, long stride, long top, long left) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
@@ -88,9 +101,9 @@ void convolve_backward(const void* x, const void* e, const float* w, void* dx, f
     });
   });
 }
-void pool(const void* x, void* y, unsigned char* places, long threads, long half, long n, long h, long width, long c,
+long pool(const void* x, void* y, unsigned char* places, long threads, long half, long n, long h, long width, long c,
           long high, long wide, long stride, long top, long left) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split(n, threads, [&](long first, long last, long) {
       const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
@@ -99,9 +112,9 @@ void pool(const void* x, void* y, unsigned char* places, long threads, long half
     });
   });
 }
-void pool_backward(const void* e, const unsigned char* places, void* dx, long threads, long half, long n, long h,
+long pool_backward(const void* e, const unsigned char* places, void* dx, long threads, long half, long n, long h,
                    long width, long c, long high, long wide, long stride, long top, long left) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     split(n, threads, [&](long first, long last, long) {
       const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
@@ -110,9 +123,9 @@ void pool_backward(const void* e, const unsigned char* places, void* dx, long th
     });
   });
 }
-void group_norm(const void* x, const void* z, const float* scale, const float* shift, void* y, float* mean, float* rstd,
+long group_norm(const void* x, const void* z, const float* scale, const float* shift, void* y, float* mean, float* rstd,
                 long threads, long half, long n, long positions, long c, long g, long after, double eps) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     typedef Image<V> I;
     const auto one = after == NOTHING ? normalise<NOTHING, I> : after == RELU ? normalise<RELU, I> : normalise<ADD_RELU, I>;
@@ -123,10 +136,10 @@ void group_norm(const void* x, const void* z, const float* scale, const float* s
     });
   });
 }
-void group_norm_backward(const void* x, const void* y, const void* e, const float* scale, const float* shift,
+long group_norm_backward(const void* x, const void* y, const void* e, const float* scale, const float* shift,
                          const float* mean, const float* rstd, void* dx, void* dz, float* dshift, float* dscale,
                          long threads, long half, long n, long positions, long c, long g, long after) {
-  with(half, [&](auto kind) {
+  return with(half, [&](auto kind) {
     typedef decltype(kind) V;
     typedef Image<V> I;
     const auto one = after == NOTHING ? normalise_backward<NOTHING, I>

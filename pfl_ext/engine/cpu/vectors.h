@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <utility>
 #if defined(__AVX512FP16__) && defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -176,10 +176,7 @@ static void* room(int which, size_t bytes) {  // this thread's, kept for the nex
     if (mine.at) madvise(mine.at, whole, MADV_HUGEPAGE);  // a tile is written to 36 places far apart
 #endif
     mine.size = mine.at ? whole : 0;
-    if (!mine.at) {
-      fprintf(stderr, "error: no memory for %zu MB of a convolution: use fewer --runtime.lanes\n", whole >> 20);
-      abort();
-    }
+    if (!mine.at) throw std::bad_alloc();  // `split` and `with` bring it to the caller
   }
   return mine.at;
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -663,7 +665,8 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
     run = cpu_kernels._run
 
     def counted(command: Any) -> Any:
-        runs.append(command)
+        if "--version" not in command:
+            runs.append(command)
         return run(command)
 
     monkeypatch.setattr(cpu_kernels, "_run", counted)
@@ -671,9 +674,57 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
     assert cpu_kernels.compiled() == first
     assert len(runs) == 1
     assert list(first.parent.iterdir()) == [first], "nothing is left behind"
+    first.write_bytes(first.read_bytes()[:-1] + b"?")
+    assert cpu_kernels.compiled() == first
+    assert len(runs) == 2, "a damaged file is made again"
     monkeypatch.setattr(cpu_kernels, "FLAGS", (*cpu_kernels.FLAGS, "-DOTHER"))
     assert cpu_kernels.compiled() != first
-    assert len(runs) == 2
+    assert len(runs) == 3
+
+
+@compiled
+def test_another_version_of_the_compiler_compiles_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = empty_cache / "compiler"
+    found = []
+    monkeypatch.setenv("CXX", str(compiler))
+    for version in ("1.0", "1.1", "1.1"):
+        compiler.write_text(
+            "#!/bin/sh\n"
+            f'[ "$1" = --version ] && echo {version} && exit\n'
+            'while [ "$1" != -o ]; do shift; done; echo library > "$2"\n'
+        )
+        compiler.chmod(0o755)
+        found.append(cpu_kernels.compiled())
+    assert found[0] != found[1] == found[2]
+
+
+WITHOUT_MEMORY = """
+import resource
+import torch
+from pfl_ext.engine.cpu_kernels import CpuKernels, Form
+kernels, form = CpuKernels(), Form(3, 3, 1, 1, 1)
+x, weight = torch.ones(2, 32, 64, 64), torch.ones(512, 32, 3, 3)
+torch.set_num_threads(THREADS)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**24 + 2**21, -1))  # room for the output and no more
+try:
+    kernels.convolution(x, weight, form)
+except ValueError as error:
+    print(error)
+"""
+
+
+@compiled
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_without_memory_a_layer_says_so_and_the_process_lives(count: str) -> None:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("there is no size of a process to read here")
+    script = WITHOUT_MEMORY.replace("THREADS", count)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "there is no memory to train on: use fewer --runtime.lanes\n"
 
 
 @compiled
