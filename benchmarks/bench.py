@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,17 +39,16 @@ from benchmarks.federated import (
 )
 from benchmarks.plots import bench_bars
 from benchmarks.settings import AnyRun, Tree
+from dataset.flair.arguments import OneLineParser, output_file
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.checkpoint import write_json
-from pfl_ext.engine import cohort
-from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.lane import Lane
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import FederatedImageDataset, ImageStore
 from pfl_ext.models import ImageClassifier
 from pfl_ext.privacy import private_mean
 from pfl_ext.privacy_accounting import PrivacyConfig
 
+Item = TypeVar("Item")
 PARTS = ("data", "training", "evaluation", "bookkeeping")
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense; makers' figures
 STOCK = ("--runtime.engine=stock", "--runtime.prefetch=0", "--runtime.cache_gb=0")
@@ -94,14 +94,14 @@ class Clock:
 
         return charged
 
-    def iterator(self, part: str, items: Iterator[Any]) -> Iterator[Any]:
+    def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
         """The same items, waiting for them charged."""
         while True:
             with self.charge(part):
-                item = next(items, StopIteration)
-            if item is StopIteration:
+                found = list(islice(items, 1))
+            if not found:
                 return
-            yield item
+            yield found[0]
 
 
 class Side:
@@ -180,22 +180,6 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-@contextmanager
-def watched(engine: CohortEngine, clock: Clock) -> Iterator[None]:
-    """Within, the lanes' waiting and training are charged."""
-    module: Any = cohort
-    lanes: Any = Lane  # the class: lanes may be made later too
-    prefetched, train_one_step, train = module.prefetched, module.train_one_step, lanes.train
-    module.prefetched = lambda *a, **k: clock.iterator("data", iter(prefetched(*a, **k)))
-    module.train_one_step = clock.around("training", train_one_step)
-    clock.lanes = len(engine.lanes)
-    lanes.train = clock.around("training", train)
-    try:
-        yield
-    finally:
-        module.prefetched, module.train_one_step, lanes.train = prefetched, train_one_step, train
-
-
 def measure(sides: Sides, rounds: int) -> Tree:
     """Both engines on one case; seconds, shares of them, and the ratio."""
     clocks = {"stock": Clock(), "fast": Clock()}
@@ -209,24 +193,24 @@ def measure(sides: Sides, rounds: int) -> Tree:
     assert engine is not None
     images = steps = 0
     deviation = 0.0
-    with watched(engine, clocks["fast"]):
-        for number in range(rounds + 1):
-            before = pair["stock"].weights()
-            for name, side in pair.items():
-                seconds, scored = side.round(number), side.evaluation() if number <= 1 else 0.0
-                if number == 0:
-                    clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
-                    continue
-                times[name].append(seconds)
-                scoring[name] += [scored] if number == 1 else []
+    engine.watch, clocks["fast"].lanes = clocks["fast"], len(engine.lanes)
+    for number in range(rounds + 1):
+        before = pair["stock"].weights()
+        for name, side in pair.items():
+            seconds, scored = side.round(number), side.evaluation() if number <= 1 else 0.0
             if number == 0:
-                moved = pair["stock"].weights() - before
-                gap = pair["fast"].weights() - pair["stock"].weights()
-                deviation = float(gap.norm() / moved.norm())
-            else:
-                members = _members(pair["fast"].data, number, size)
-                images += sum(m.num_passes for m in members)
-                steps += sum(m.num_steps for m in members)
+                clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
+                continue
+            times[name].append(seconds)
+            scoring[name] += [scored] if number == 1 else []
+        if number == 0:
+            moved = pair["stock"].weights() - before
+            gap = pair["fast"].weights() - pair["stock"].weights()
+            deviation = float(gap.norm() / moved.norm())
+        else:
+            members = _members(pair["fast"].data, number, size)
+            images += sum(m.num_passes for m in members)
+            steps += sum(m.num_steps for m in members)
     engine.close()
     work: Tree = {"image_passes_a_round": images / rounds, "steps_a_round": steps / rounds}
     if sides.privacy is not None:
@@ -315,7 +299,7 @@ def report_cases(
 
     :raises ValueError: when no case is meant, or no round is to be counted.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
+    parser = OneLineParser(prog=f"python -m {module}", description=doc, allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("bench/bench.json"))
     parser.add_argument("--cases", choices=sorted(sets), default=None, help="default: gpu on a GPU, else cpu")
     parser.add_argument("--only", default="", help="cases with this in their name")
@@ -328,6 +312,7 @@ def report_cases(
     cases = [case for case in chosen if given.only in case.name]
     if not cases:
         raise ValueError(f"--only {given.only!r} is in no case's name: {', '.join(c.name for c in chosen)}")
+    output_file("--output", given.output)
     results: list[Tree] = []
     for i, case in enumerate(cases):
         print(f"[{i + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)

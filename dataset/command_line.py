@@ -20,8 +20,11 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
     Anything else is a defect of ours and keeps its traceback.
     """
     try:
-        with raised():
-            main(sys.argv[1:] if argv is None else argv)
+        try:
+            with raised():
+                main(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # so that the line of the end is the last, also where both go to one file
     except Stopped as stop:
         print(f"{stop}; the same command goes on from here", file=sys.stderr)
         return RESUMABLE

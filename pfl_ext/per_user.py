@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
+from pfl_ext.distributed import begin_work
 from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray, LocalSampling, UserImages
 from pfl_ext.metrics import COLUMNS, average_precision, summarise
 from pfl_ext.models import ImageClassifier
 from pfl_ext.optimizers import PerVariableClippedSGD
 from pfl_ext.randomness import stream
+from pfl_ext.schedule import longest_first
 
 FloatArray = npt.NDArray[np.float64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -117,35 +120,44 @@ def users_with(store: ImageStore, min_images: int) -> IntArray:
 def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation) -> PersonalScores:
     """Fine-tune a copy of the model for every user of a split with enough images, and score both.
 
-    The module is left as it was. Randomness is a function of (``split_seed``, user).
+    Each worker takes its share of the users, dealt by their images, and has the scores of all at the end. The
+    module is left as it was. Randomness is a function of (``split_seed``, user), so that the number of
+    workers changes nothing.
 
     :raises ValueError: when no user has ``min_images`` images.
     """
     start = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     device = next(iter(start.values())).device
     sizes, chosen = np.diff(store.user_offsets), users_with(store, how.min_images)
-    before, after, targets, trained_on = [], [], [], []
+    names = [store.user_ids[user] for user in chosen.tolist()]
+    parts = [
+        user_split(name, int(sizes[user]), how.train_share, how.split_seed)
+        for name, user in zip(names, chosen.tolist())
+    ]
+    offsets = np.cumsum([0, *(len(held_out) for _, held_out in parts)]).astype(np.int64)
+    firsts = store.user_offsets[chosen]
+    targets = store.targets(np.concatenate([first + part[1] for first, part in zip(firsts, parts)]))
+    scores = np.zeros(
+        (2, *targets.shape), np.float32
+    )  # before and after; each worker fills in its users' rows
+    workers = get_ops().distributed
+    mine = longest_first(sizes[chosen].astype(np.float64), workers.world_size)[workers.global_rank]
+    begin_work(personalisation=how.split_seed, users=len(chosen))
     try:
-        for user in chosen.tolist():
-            name, first = store.user_ids[user], int(store.user_offsets[user])
-            train, held_out = user_split(name, int(sizes[user]), how.train_share, how.split_seed)
-            images, truth = store.read(first + held_out)
-            before.append(_predict(module, images, device))
-            _fine_tune(module, store.read(first + train), name, how, device)
-            after.append(_predict(module, images, device))
+        for place in sorted(mine):
+            (train, held_out), first = parts[place], int(firsts[place])
+            rows = slice(int(offsets[place]), int(offsets[place + 1]))
+            images, _ = store.read(first + held_out)
+            scores[0, rows] = _predict(module, images, device)
+            _fine_tune(module, store.read(first + train), names[place], how, device)
+            scores[1, rows] = _predict(module, images, device)
             module.load_state_dict(start)
-            targets.append(truth)
-            trained_on.append(len(train))
     finally:
         module.load_state_dict(start)
-    return PersonalScores(
-        [store.user_ids[user] for user in chosen.tolist()],
-        np.cumsum([0, *(len(part) for part in targets)]).astype(np.int64),
-        np.asarray(trained_on, np.int64),
-        np.concatenate(before),
-        np.concatenate(after),
-        np.concatenate(targets),
-    )
+    if workers.world_size > 1:
+        workers.all_reduce([torch.from_numpy(scores)])  # exact: a row of one worker's plus zeros
+    trained_on = np.asarray([len(train) for train, _ in parts], np.int64)
+    return PersonalScores(names, offsets, trained_on, scores[0], scores[1], targets)
 
 
 def _fine_tune(

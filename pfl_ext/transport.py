@@ -21,8 +21,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from pfl_ext.launch import Launch
 
-PATIENCE = 10
-"""Collectives give up by themselves after so many timeouts: the watchdog comes first, with a name."""
+COLLECTIVE_S = 30 * 24 * 3600.0
+"""Collectives give up by themselves after so many seconds, which is never: waiting for a worker that works is
+no fault, and one that is lost or stands still is the watchdog's, which names it."""
 
 
 class Transport(Protocol):
@@ -79,10 +80,10 @@ class _TorchTransport:
         self._nccl = on_own_gpus and dist.is_nccl_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
-            store=PrefixStore("group", self.store(PATIENCE * self._timeout)),
+            store=PrefixStore("group", self.store(COLLECTIVE_S)),
             rank=self._launch.rank,
             world_size=self._launch.world_size,
-            timeout=timedelta(seconds=PATIENCE * self._timeout),
+            timeout=timedelta(seconds=COLLECTIVE_S),
         )
         return "NCCL" if self._nccl else "Gloo"
 
@@ -133,7 +134,7 @@ class _HorovodTransport:
                 f"started by horovodrun, but Horovod cannot be imported ({missing}): make horovod builds "
                 "it, or use torchrun"
             ) from missing
-        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(PATIENCE * timeout)))
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(COLLECTIVE_S)))
         self._hvd.init()
         assert (self._hvd.rank(), self._hvd.size()) == (launch.rank, launch.world_size)
         host, port = os.environ.get("HOROVOD_HOSTNAME", "127.0.0.1"), 0

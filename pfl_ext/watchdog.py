@@ -131,5 +131,5 @@ class Watchdog:
     def _leave(self, fault: str) -> None:
         line = " ".join(fault.split())
         mend = "all workers end; the same command goes on from the last checkpoint"
-        os.write(2, f"error: {line}; {mend}\n".encode())
+        os.write(2, f"\nerror: {line}; {mend}\n".encode())  # a progress bar may be open
         self._end_process(EXIT_CODE)

@@ -41,6 +41,7 @@ from benchmarks.facts import commit, hardware
 from benchmarks.federated import local_sampling, pfl_model
 from benchmarks.flair.config import parse
 from dataset.command_line import run
+from dataset.flair.arguments import OneLineParser
 from dataset.flair.mini import MiniSpec, mini_index
 from pfl_ext.checkpoint import write_json
 from pfl_ext.federated_dataset import LocalSampling, UserImages
@@ -228,7 +229,7 @@ def simulate(options: argparse.Namespace, more: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """One of the three."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.flair.bench_workers", description=__doc__,
+    parser = OneLineParser(prog="python -m benchmarks.flair.bench_workers", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="what", required=True)
     real = commands.add_parser("throughput")

@@ -103,6 +103,11 @@ def execute(page: Sequence[Cell], name: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
     """Execute the tutorial and write its notebook."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__)
+        return
+    if len(argv) > 1 or any(word.startswith("-") for word in argv):
+        raise ValueError("write: python -m benchmarks.flair.notebook [PAGE.py]")
     page = Path(argv[0]) if argv else PAGE
     notebook = execute(cells(page.read_text()), page.name)
     path = page.resolve().with_suffix(".ipynb")

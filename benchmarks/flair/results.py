@@ -17,7 +17,6 @@ from benchmarks.flair.users import write_users
 from benchmarks.recorder import Recorder
 from benchmarks.settings import Tree
 from dataset.flair.task import FlairTask
-from pfl_ext.distributed import is_main
 from pfl_ext.evaluation import SCORES
 from pfl_ext.metrics import average_precision, for_people, shown
 from pfl_ext.per_user import shot_table
@@ -32,7 +31,7 @@ def class_scores(
     positives = {name: int(n) for name, n in zip(task.label_names, scores.targets().sum(0))}
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     told: Tree = {}
-    if is_main() and (config.evaluation.per_user or config.personal.num_epochs):
+    if config.evaluation.per_user or config.personal.num_epochs:
         told["per_user"] = write_users(
             recorder.directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
         )

@@ -17,6 +17,7 @@ from benchmarks.flair.config import Config
 from benchmarks.settings import Tree
 from dataset.flair.task import FlairTask
 from pfl_ext.checkpoint import write_json
+from pfl_ext.distributed import is_main
 from pfl_ext.federated_dataset import LocalSampling
 from pfl_ext.metrics import shown, summarise
 from pfl_ext.models import ImageClassifier
@@ -102,6 +103,8 @@ def write_users(
 ) -> Tree:
     """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summary for ``results.json``.
 
+    All workers call this, and share the fine-tuning; the first writes.
+
     ``scores`` and ``targets``: of the test split, ``[N, K]``.
 
     :raises ValueError: when no user has as many images as ``personal.min_images``.
@@ -125,6 +128,8 @@ def write_users(
         for when in ("before", "after"):
             column = np.array(whole["personal"][when]["O-AP"], np.float64)
             violins[f"held-out images,\n{when} fine-tuning"] = column
+    if not is_main():
+        return summary
     write_json(directory / "per_user.json", whole)
     plots.per_user_violins(
         violins,

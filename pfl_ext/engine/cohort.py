@@ -12,9 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -123,6 +124,33 @@ class CohortSum:
     changes: dict[str, Tensor] | None  # of SCAFFOLD's control variates, by variable
 
 
+Item = TypeVar("Item")
+
+
+class Watch(Protocol):
+    """What measures where the lanes' time goes; called from their threads."""
+
+    def charge(self, part: str) -> AbstractContextManager[None]:
+        """Around work of a kind: ``training``."""
+        ...
+
+    def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
+        """The same items; waiting for each is of a kind: ``data``."""
+        ...
+
+
+class Unwatched:
+    """Measures nothing."""
+
+    def charge(self, part: str) -> AbstractContextManager[None]:
+        """Nothing is around it."""
+        return nullcontext()
+
+    def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
+        """The items themselves."""
+        return items
+
+
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
@@ -155,6 +183,7 @@ class CohortEngine:
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
+        self.watch: Watch = Unwatched()
         self._build(False, self._kernels)
 
     def _build(self, whole: bool, kernels: CpuKernels | None) -> None:
@@ -338,17 +367,20 @@ class CohortEngine:
             return list(self._batches(user, how)), list(once)
 
         order = [member for task in tasks for member in task.members]
-        users = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
+        read_ahead = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
+        users = self.watch.iterator("data", read_ahead)
         with lane.working():
             for task in tasks:
                 weights = [weight_of(m) for m in task.members]
                 own = list(islice(users, len(task.members)))
                 if task.together:
                     firsts = [batch for (batch,), _ in own]
-                    train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
+                    with self.watch.charge("training"):
+                        train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
                     lane.decay(sum(weights), how, scaling)
                 elif scaffold is None:
-                    lane.train(own[0][0], how)
+                    with self.watch.charge("training"):
+                        lane.train(own[0][0], how)
                     lane.add(weights[0], scaling)
                 else:
                     self._train_corrected(lane, task.members[0].user, *own[0], weights[0], how, scaffold)
@@ -373,7 +405,8 @@ class CohortEngine:
         corrections = controls.correction(own)
         lane.correct({name: trimmed.live(name, t) for name, t in corrections.items()}, how)
         gradient = whole(lane.gradient(once, how)) if once else None
-        lane.train(steps, how)
+        with self.watch.charge("training"):
+            lane.train(steps, how)
         lane.add(weight, None)
         change = scaffold.form.change(controls.server, own, whole(lane.added()), len(steps), gradient)
         controls.renew(user, own, change)

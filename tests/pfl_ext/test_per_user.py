@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pfl.internal.ops import pytorch_ops
 from sklearn.metrics import average_precision_score
 
 from pfl_ext.federated_dataset import ByteArray, IntArray, LocalSampling
@@ -163,3 +164,33 @@ def test_classes_are_told_apart_by_how_often_training_saw_them() -> None:
     }
     empty = shot_table(ap, dict.fromkeys(ap, 0), np.array([0, 1, 19, 20, 5]), 20)
     assert empty["few"]["C-AP"] is None
+
+
+def test_workers_share_the_users_and_their_sum_is_what_one_worker_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Share:
+        """One of two workers, without the other."""
+
+        world_size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.global_rank = rank
+
+        def all_reduce(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return tensors
+
+    whole = personalise(network(), Store(), how())
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(pytorch_ops, "distributed", Share(rank))
+        parts.append(personalise(network(), Store(), how()))
+    for part in parts:
+        assert part.users == whole.users
+        np.testing.assert_array_equal(part.offsets, whole.offsets)
+        np.testing.assert_array_equal(part.trained_on, whole.trained_on)
+        np.testing.assert_array_equal(part.targets, whole.targets)
+        assert part.after.any()
+        assert not part.after.all(), "each has done some of the users only"
+    np.testing.assert_array_equal(parts[0].before + parts[1].before, whole.before)
+    np.testing.assert_array_equal(parts[0].after + parts[1].after, whole.after)
