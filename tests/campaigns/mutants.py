@@ -11,7 +11,7 @@ import ast
 import difflib
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,15 @@ class Mutant:
 
 
 class _Places(Visitor):
-    """How often an operator can be applied."""
+    """How often each operator can be applied."""
 
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
-        self.count = 0
+    def __init__(self, operators: Mapping[str, Any]) -> None:
+        self._operators = operators
+        self.counts = dict.fromkeys(operators, 0)
 
     def visit(self, node: Any) -> Any:
-        self.count += len(list(self._operator.mutation_positions(node)))
+        for name, operator in self._operators.items():
+            self.counts[name] += len(list(operator.mutation_positions(node)))
         return node
 
 
@@ -108,23 +109,21 @@ def places(sources: Mapping[str, str]) -> list[tuple[str, str, int]]:
     found = []
     operators = {name: cosmic_ray.plugins.get_operator(name)() for name in OPERATORS}
     for module, source in sources.items():
-        tree = get_ast(source)
-        for name, operator in operators.items():
-            visitor = _Places(operator)
-            visitor.walk(tree)
+        visitor = _Places(operators)
+        visitor.walk(get_ast(source))
+        for name, count in visitor.counts.items():
             step = 2 if name == "core/NumberReplacer" else 1  # one more, and not one less as well
-            found += [(module, name, i) for i in range(0, visitor.count, step)]
+            found += [(module, name, i) for i in range(0, count, step)]
     return found
 
 
-def mutants(sources: Mapping[str, str], seed: int) -> Iterator[Mutant]:
-    """All mutants of these modules in an order drawn with ``seed``.
+def mutants(sources: Mapping[str, str], where: Iterable[tuple[str, str, int]], seed: int) -> Iterator[Mutant]:
+    """The mutants at these `places` of modules in an order drawn with ``seed``.
 
     A module's mutants keep their order among each other when another module changes.
     """
     drawn = {
-        place: hashlib.sha256(f"{seed} {place} {sources[place[0]]}".encode()).digest()
-        for place in places(sources)
+        place: hashlib.sha256(f"{seed} {place} {sources[place[0]]}".encode()).digest() for place in where
     }
     whole = {module: decides(source) for module, source in sources.items()}
     seen = set()

@@ -116,3 +116,40 @@ def test_the_kinds_are_what_they_are_called() -> None:
     assert momentum.privacy.mechanism == "adaptive"
     paper = parse(kill_training.KINDS["pfl"]).config
     assert (paper.server.optimizer, paper.privacy and paper.privacy.mechanism) == ("adam", "adaptive")
+
+
+SOUND = '''
+import math
+
+
+def capped(values: list[int] | None, most: int = 3) -> int:
+    """At most 3, and a - b."""
+    assert most > 0
+    if len(values) > most:
+        raise ValueError(f"{len(values) + 1} are too many")
+    return values[0]
+'''
+
+
+def test_a_fault_is_one_that_can_be_seen() -> None:
+    """None in annotations, docstrings, assertions and messages; each changes one line and is drawn once."""
+    pytest.importorskip("cosmic_ray")
+    from tests.campaigns.mutants import Mutant, mutants, places
+
+    def drawn(sources: dict[str, str]) -> list[Mutant]:
+        return list(mutants(sources, places(sources), 0))
+
+    found = drawn({"m.py": SOUND})
+    assert sorted(m.now for m in found) == [
+        "def capped(values: list[int] | None, most: int = 4) -> int:",
+        "if len(values) >= most:",
+        "if not len(values) > most:",
+        "return values[ 1]",
+    ]
+    for mutant in found:
+        different = [(a, b) for a, b in zip(SOUND.splitlines(), mutant.code.splitlines()) if a != b]
+        assert [(a.strip(), b.strip()) for a, b in different] == [(mutant.was, mutant.now)]
+        assert SOUND.splitlines()[mutant.line - 1].strip() == mutant.was
+    assert drawn({"m.py": SOUND}) == found
+    other = {"m.py": SOUND, "n.py": "x = 1\n"}
+    assert [m for m in drawn(other) if m.module == "m.py"] == found
