@@ -82,7 +82,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "schedule": ["test_schedule", "test_federated_dataset"],
     "small_models": ["test_small_models"],
     "transforms": ["test_transforms"],
-    "transport": ["test_distributed"],
+    "transport": ["test_transport", "test_distributed"],
     "engine/cohort": _ENGINE,
     "engine/gradients": _ENGINE,
     "engine/lane": _ENGINE,
