@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ class Tree:
             if not ended:
                 os.waitpid(child, 0)
             said.seek(0)
-            came = {"seconds": {}, "failed": []}
+            came: dict[str, Any] = {"seconds": {}, "failed": []}
             if (self.place / CAME).exists():  # a child that was killed leaves none
                 came = json.loads((self.place / CAME).read_text())
             self._seconds |= came["seconds"]
@@ -284,8 +285,8 @@ def campaign(sample: int, seed: int, only: str, state: Path | None) -> tuple[lis
         for number, mutant in enumerate(new, 1):
             trial = tree.tried(mutant)
             old[trial.key] = trial
-            where = f"{number} of {len(new)}: {mutant.module}:{mutant.line}"
-            print(f"{where} {trial.outcome} ({trial.seconds} s) {trial.by}", file=sys.stderr, flush=True)
+            here = f"{number} of {len(new)}: {mutant.module}:{mutant.line}"
+            print(f"{here} {trial.outcome} ({trial.seconds} s) {trial.by}", file=sys.stderr, flush=True)
             if state is not None:
                 with state.open("a") as file:
                     file.write(json.dumps(asdict(trial)) + "\n")
