@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recorder import config_differences
-from benchmarks.runs import DAMAGE
 from benchmarks.settings import AnyRun, Tree, arguments, short_digest
 from benchmarks.sweep_report import Row, markdown, parallel_coordinates, write_tables
 from benchmarks.sweep_space import (
@@ -135,18 +134,14 @@ class LocalSweep:
         path = self.directory / "sweep.json"
         if not path.exists():
             return
+        state = json.loads(path.read_text())
         new = json.loads(json.dumps({"sweep": self._tree, "words": self.words, "seed": self.seed}))
-        try:
-            state = json.loads(path.read_text())
-            old = {key: state[key] for key in new}
-            trials = [Trial(**trial) for trial in state["trials"]]
-        except DAMAGE as fault:
-            raise ValueError(f"{path} is damaged ({fault}): choose another --sweep_dir") from fault
+        old = {key: state[key] for key in new}
         if differences := config_differences(old, new):
             raise ValueError(
                 f"{self.directory} holds another sweep ({'; '.join(differences)}): choose another --sweep_dir"
             )
-        self.trials = trials
+        self.trials = [Trial(**trial) for trial in state["trials"]]
 
     def save(self) -> None:
         """``sweep.json``: what a later call goes on from."""

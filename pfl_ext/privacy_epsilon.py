@@ -215,6 +215,29 @@ def epsilon_spent(
     return math.inf if ledger is None else float(ledger.get_epsilon(delta))
 
 
+def deltas_spent(
+    noise_multiplier: float,
+    epsilons: npt.ArrayLike,
+    *,
+    population: int,
+    cohort_size: int,
+    rounds: int,
+    sampler: Sampler = "poisson",
+    accountant: Accountant = "pld",
+) -> npt.NDArray[np.float64]:
+    """Delta of the rounds of `epsilon_spent` at each of these epsilons (0 or more); upper bounds, coarse.
+
+    Returns:
+        Of the shape of ``epsilons``; 1 where there is no guarantee to speak of.
+    """
+    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, True, None)
+    at = np.asarray(epsilons, np.float64)
+    if ledger is None:
+        return np.ones(at.shape)
+    found = [float(ledger.get_delta(epsilon)) for epsilon in at.ravel().tolist()]
+    return np.asarray(found).reshape(at.shape)
+
+
 @dataclass(frozen=True)
 class PrivacyProfile:
     """What a run guarantees besides the one pair (epsilon, delta)."""
