@@ -54,9 +54,9 @@ $(HOROVOD): pfl_ext/build_horovod.py | $(READY)
 	@$(PY) -m pfl_ext.build_horovod
 	@touch $@
 
-test: lint ## ruff, mypy --strict and all tests (builds Horovod; without a compiler its tests are skipped)
-	@[ -e $(HOROVOD) ] || $(MAKE) --no-print-directory horovod || echo "going on without Horovod's tests"
-	$(PY) -m pytest -n auto
+test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its tests); FAST=1: all but tests/slow.txt
+	@$(if $(FAST),:,[ -e $(HOROVOD) ] || $(MAKE) --no-print-directory horovod || echo "going on without Horovod's tests")
+	$(PY) -m pytest -n auto --dist loadgroup $(if $(FAST),-m 'not slow')
 
 lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

@@ -12,7 +12,8 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.recorder import Recorder
 from benchmarks.settings import AnyRun
-from pfl_ext.engine.cpu_layers import kernels_for, take_over
+from pfl_ext.distributed import is_main
+from pfl_ext.engine.cpu_layers import arithmetic, kernels_for, take_over
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import ImageStore
 from pfl_ext.models import ImageClassifier
@@ -22,8 +23,9 @@ from pfl_ext.randomness import stream
 from pfl_ext.transforms import draw_boxes
 
 
-def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
-    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one.
+def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchModel, str]:
+    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one; and
+    how its training is computed, in a few words.
 
     On a CPU its layers become those of `pfl_ext.engine.cpu_layers`.
     """
@@ -31,6 +33,9 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     module.to(get_default_device())
     kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
     amp = torch.bfloat16 if runtime.precision == "bf16" else None
+    computed = arithmetic(kernels, amp)
+    if amp is not None and is_main():
+        print(f"runtime.precision bf16 is computed as: {computed}")
     if kernels is not None:
         kernels, amp = kernels.at(amp)
     if kernels is not None:
@@ -46,7 +51,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
         adam_form="keras",
         momentum=central.momentum,
     )
-    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp)
+    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
 
 
 def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
@@ -93,7 +98,7 @@ def train_centralised(
 ) -> PyTorchModel:
     """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
     config = run.config
-    model = centralised_model(run, module)
+    model, recorder.arithmetic = centralised_model(run, module)
     evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     for epoch in range(recorder.restore(model), config.centralised.num_epochs):
         if epoch % config.evaluation.every_epochs == 0:

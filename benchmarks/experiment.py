@@ -271,6 +271,7 @@ def _write_results(
         **scores,
         "wall_clock_s": round(recorder.wall_clock, 3),
         "hardware": hardware(),
+        "arithmetic": recorder.arithmetic,
         "commit": commit(),
         "torch": torch.__version__,
         **of_config,

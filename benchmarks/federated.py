@@ -24,7 +24,7 @@ from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import AnyRun, Tree, digest
 from pfl_ext.backend import CentrallyEvaluatedBackend
-from pfl_ext.distributed import current, worker_seconds
+from pfl_ext.distributed import current, is_main, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.federated_dataset import (
@@ -334,6 +334,9 @@ def train_federated(
         postprocessors.append(recorder.ledger.mechanism)
     accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
     engine = cohort_engine(run, module, accumulate)
+    precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
+    if engine is not None and precision is not None and is_main():
+        print(f"runtime.precision bf16 is computed as: {engine.arithmetic(precision)}")
     backend = CentrallyEvaluatedBackend(
         users,
         evaluation,
@@ -362,6 +365,10 @@ def train_federated(
         NNEvalHyperParams(local_batch_size=None),
         callbacks=[callback],
         send_metrics_to_platform=False,
+    )
+    kind = "float32" if precision is None else "bfloat16"
+    recorder.arithmetic = (
+        f"{kind}, pfl's own loop" if backend.engine is None else backend.engine.arithmetic(precision)
     )
     if engine is not None:
         engine.close()

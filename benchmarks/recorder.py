@@ -136,6 +136,8 @@ class Recorder:
         self.best = Best()
         self.followed = "val"
         """What the scores over the rounds are called in ``metrics.jsonl`` and on the screen."""
+        self.arithmetic: str | None = None
+        """How training was computed, see `pfl_ext.engine.cpu_layers.arithmetic`."""
         self.ledger: Ledger | None = None
         self.algorithm_state: AlgorithmState | None = None
         self.held = Held()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,38 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             raise ValueError(f"{path} holds no run: no config.yaml and no results.json at or below it")
         found.update(dict.fromkeys(below))
     return list(found)
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Within, what a damaged or missing file of a run raises is a ValueError that names the directory."""
+    try:
+        yield
+    except DAMAGE as fault:
+        text = " ".join(f"{type(fault).__name__}: {fault}".split())
+        raise ValueError(
+            f"{directory} holds no whole run ({text}): leave it out, or make the run again"
+        ) from fault
+
+
+def read_results(directory: Path) -> Tree:
+    """``results.json`` of a run that has ended. Call it within `reading`."""
+    return dict(json.loads((directory / "results.json").read_text()))
+
+
+def read_history(directory: Path) -> list[Tree]:
+    """The lines of a run's ``metrics.jsonl``. Call it within `reading`."""
+    return [dict(json.loads(line)) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_numbers(tree: Tree, *paths: tuple[str, ...]) -> None:
+    """Raise a `DAMAGE` where one of the paths of keys in a tree leads nowhere, or to what is no number."""
+    for path in paths:
+        node: Any = tree
+        for key in path:
+            node = node[key]
+        if not isinstance(node, (int, float)):
+            raise TypeError(f"{' '.join(path)} is {node!r}, which is no number")
 
 
 def _walk(top: Path) -> Iterator[Path]:

@@ -53,13 +53,15 @@ def _number(given: Mapping[str, str], key: str, default: int | None, least: int 
 
 
 def check_ranking(sweep: Sweep, config: TrainingConfig) -> None:
-    """Refuse a sweep that ranks by val where its runs follow test.
+    """Refuse a sweep by a metric that its runs do not have.
 
     Raises:
-        ValueError: what to add.
+        ValueError: the metrics to choose from, or what to add.
     """
-    metric = "val/" if sweep.metric is None else sweep.metric.name
-    if metric.startswith("val/") and getattr(config.data, "scored", "val") != "val":
+    known = [f"val/{name}" for name in importlib.import_module(sweep.program_module).SCORES]
+    if sweep.metric is not None and sweep.metric.name not in known:
+        raise ValueError(f"metric.name is {sweep.metric.name!r}: choose one of {', '.join(known)}")
+    if getattr(config.data, "scored", "val") != "val":
         raise ValueError("the sweep ranks by val, which its runs do not follow: add --data.scored=val")
 
 
@@ -83,17 +85,19 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["auto"]
     devices = given["devices"].split(",") if "devices" in given else cuda
     directory = Path(given.get("sweep_dir") or f"runs/sweeps/{path.stem}-{data_path.stem}")
+    seed, workers = _number(given, "sweep_seed", 0, 0) or 0, _number(given, "workers", len(devices)) or 1
+    num_processes, count = _number(given, "np", 1) or 1, _number(given, "count", None)
     with alone(directory):
         LocalSweep(
             sweep,
             tree,
             words,
             directory,
-            seed=_number(given, "sweep_seed", 0, 0) or 0,
-            workers=_number(given, "workers", len(devices)) or 1,
+            seed=seed,
+            workers=workers,
             devices=devices,
-            num_processes=_number(given, "np", 1) or 1,
-            count=_number(given, "count", None),
+            num_processes=num_processes,
+            count=count,
         ).run()
 
 

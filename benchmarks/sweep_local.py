@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recorder import config_differences
+from benchmarks.runs import DAMAGE
 from benchmarks.settings import AnyRun, Tree, arguments, short_digest
 from benchmarks.sweep_report import Row, markdown, parallel_coordinates, write_tables
 from benchmarks.sweep_space import (
@@ -134,14 +135,18 @@ class LocalSweep:
         path = self.directory / "sweep.json"
         if not path.exists():
             return
-        state = json.loads(path.read_text())
         new = json.loads(json.dumps({"sweep": self._tree, "words": self.words, "seed": self.seed}))
-        old = {key: state[key] for key in new}
+        try:
+            state = json.loads(path.read_text())
+            old = {key: state[key] for key in new}
+            trials = [Trial(**trial) for trial in state["trials"]]
+        except DAMAGE as fault:
+            raise ValueError(f"{path} is damaged ({fault}): choose another --sweep_dir") from fault
         if differences := config_differences(old, new):
             raise ValueError(
                 f"{self.directory} holds another sweep ({'; '.join(differences)}): choose another --sweep_dir"
             )
-        self.trials = [Trial(**trial) for trial in state["trials"]]
+        self.trials = trials
 
     def save(self) -> None:
         """``sweep.json``: what a later call goes on from."""

@@ -84,7 +84,7 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--images_per_client", type=int, default=500, help="of our own partitions (500)")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--overwrite", action="store_true", help="replace an existing output file")
-    return parser.parse_args(argv)
+    return parser.read(argv)
 
 
 def main(spec: Cifar, argv: Sequence[str]) -> None:

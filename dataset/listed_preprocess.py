@@ -68,7 +68,7 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--workers", type=int, default=os.cpu_count() or 1, help="threads")
     add("--overwrite", action="store_true", help="replace an existing output file")
-    return parser.parse_args(argv)
+    return parser.read(argv)
 
 
 def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:

@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--output_dir", type=Path, help="for statistics.json and the figures")
     parser.add_argument("--taxonomy", default="labels", help="labels (default) or fine_grained_labels")
-    given = parser.parse_args(argv)
+    given = parser.read(argv)
     if given.output_dir is not None:
         output_folder("--output_dir", given.output_dir)
     probe.probe(given.file)

@@ -100,6 +100,11 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self._seed, self._on_evaluation, self._config_hash = seed, on_evaluation, config_hash
         self._engine = engine
 
+    @property
+    def engine(self) -> CohortEngine | None:
+        """What trains the cohorts; None where pfl's own loop does."""
+        return self._engine
+
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:

@@ -1,18 +1,35 @@
-"""One thread for torch, because the tests' steps are small; and what the tests cost in CPU time."""
+"""For all tests: one thread for torch, an event loop, and what a test costs in CPU time."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 from collections import defaultdict
 from collections.abc import Generator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
 CPU_SECONDS = "cpu seconds"
+SLOW_LIST = Path(__file__).parent / "slow.txt"
+"""Tests that use over `SLOW_SECONDS` of CPU time; ``make test FAST=1`` leaves them out."""
+SLOW_SECONDS = 2.0
 STARTED = pytest.StashKey[float]()
+LOOP = asyncio.new_event_loop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """pfl's loop runs in the current event loop, which ``asyncio.run`` in an earlier test has taken away."""
+    asyncio.set_event_loop(LOOP)
+
+
+def pytest_sessionfinish() -> None:
+    LOOP.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,6 +40,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="list the N tests and files that used the most CPU time, their child processes included",
     )
+    parser.addoption(
+        "--write-slow",
+        action="store_true",
+        help=f"run all tests; list those that used over {SLOW_SECONDS:g} s of CPU time in {SLOW_LIST.name}",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of `SLOW_LIST` as slow, whatever their parameters."""
+    listed = set(SLOW_LIST.read_text().split())
+    for item in items:
+        if function_of(item.nodeid) in listed:
+            item.add_marker("slow")
+
+
+def function_of(nodeid: str) -> str:
+    """The name of a test without its parameters, and without the group that xdist appends."""
+    return re.split(r"[\[@]", nodeid)[0]
 
 
 def cpu_seconds() -> float:
@@ -47,8 +82,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     most = config.getoption("--cpu-times")
-    if not most:
-        return
     tests: dict[str, float] = {}
     files: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
@@ -57,6 +90,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 if name == CPU_SECONDS and report.when == "teardown":
                     tests[report.nodeid] = seconds
                     files[report.nodeid.split("::")[0]] += seconds
+    if config.getoption("--write-slow"):
+        slow = {function_of(nodeid) for nodeid, seconds in tests.items() if seconds > SLOW_SECONDS}
+        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(slow)))
+    if not most:
+        return
     terminalreporter.section(f"CPU time: {sum(tests.values()):.0f} s")
     for table in (files, tests):
         for name, seconds in islice(sorted(table.items(), key=lambda row: -row[1]), most):

@@ -78,3 +78,15 @@ def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
     assert len(errors) == 1
     assert errors[0].startswith(f"error: {given.split('=')[0]} is '{given.split('=')[1]}': ")
     assert not (tmp_path / "asked").exists()
+
+
+def test_fast_leaves_out_what_is_listed_as_slow_and_nothing_else() -> None:
+    all_tests, fast = (
+        subprocess.run(["make", "-n", "test", *given], cwd=ROOT, capture_output=True, text=True).stdout
+        for given in ([], ["FAST=1"])
+    )
+    assert "-m 'not slow'" in fast
+    assert "not slow" not in all_tests
+    for listed in (ROOT / "tests" / "slow.txt").read_text().split():
+        file, _, name = listed.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), f"tests/slow.txt: there is no {listed}"

@@ -43,6 +43,7 @@ from benchmarks.plots import (
     violin_legend,
     violins,
 )
+from benchmarks.runs import DAMAGE, read_history, reading
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.hdf5 import FlairFile
@@ -276,7 +277,7 @@ def _users_of(directory: Path) -> Mapping[str, Any] | None:
         return None
     try:
         return dict(json.loads(path.read_text()))
-    except ValueError as fault:
+    except DAMAGE as fault:
         raise ValueError(
             f"{path} is damaged ({fault}): make it again with benchmarks.flair.per_user"
         ) from fault
@@ -358,9 +359,11 @@ def _private_label(row: Row) -> str:
 
 
 def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    scored = [line for line in lines if "val" in line]
-    return [line["round"] for line in scored], np.array([line["val"]["C-AP"] for line in scored])
+    with reading(directory):
+        scored = [line for line in read_history(directory) if "val" in line]
+        if not scored:
+            raise ValueError("no line of metrics.jsonl has val")
+        return [int(line["round"]) for line in scored], np.array([float(x["val"]["C-AP"]) for x in scored])
 
 
 def _tells_noise(run: Any) -> bool:
@@ -417,16 +420,20 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=2, help="that read images")
     parser.add_argument("--output_dir", type=Path, required=True)
     given = parser.parse_args(argv)
+    for name in ("image_size", "threads"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise ValueError(f"--{name} is {getattr(given, name)}: give a whole number of at least 1")
     if not given.run_dirs and given.data_path is None:
         raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
+    found: list[Named] = []
     if given.data_path is not None:
         words, path = resolve_data([f"--data_path={given.data_path}"])
         ready_data(parse(words), path)
-        for name, figure in data_figures(path, given.split, given.image_size, given.threads):
-            write(figure, given.output_dir, name)
+        found += data_figures(path, given.split, given.image_size, given.threads)
     if given.run_dirs:
-        for name, figure in run_figures(given.run_dirs):
-            write(figure, given.output_dir, name)
+        found += run_figures(given.run_dirs)
+    for name, figure in found:  # all of them, or none
+        write(figure, given.output_dir, name)
 
 
 def write(figure: Figure, directory: Path, name: str) -> None:

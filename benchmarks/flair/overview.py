@@ -5,7 +5,6 @@ python -m benchmarks.flair.overview OUT.png "federated=runs/a,runs/b" "centralis
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.flair.config import Config
 from benchmarks.plots import BLUE, GREY, ORANGE, save
-from benchmarks.runs import check_seeds
+from benchmarks.runs import check_numbers, check_seeds, read_history, read_results, reading
 from benchmarks.settings import read_yaml
 from dataset.command_line import run as run_command
 
@@ -28,15 +27,18 @@ Curve = list[tuple[float, float]]
 def read_run(directory: Path) -> tuple[dict[str, Any], Curve]:
     """Results, and ``(share of the training done, val C-AP)`` of a run.
 
-    :raises ValueError: when the directory holds no finished run.
+    Raises:
+        ValueError: when the directory holds no finished run.
     """
-    try:
-        results = json.loads((directory / "results.json").read_text())
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, json.JSONDecodeError) as fault:
-        raise ValueError(f"{directory} holds no finished run: {fault}") from fault
-    steps, unit = results["rounds"], results.get("unit", "round")
-    return results, [(line[unit] / steps, line["val"]["C-AP"]) for line in lines if "val" in line]
+    with reading(directory):
+        results = read_results(directory)
+        classes = [("prevalence", name) for name in results["prevalence"]]
+        check_numbers(results, ("rounds",), ("test", "C-AP"), *classes)
+        steps, unit = results["rounds"], results.get("unit", "round")
+        scored = [line for line in read_history(directory) if "val" in line]
+        if not scored:
+            raise ValueError("no line of metrics.jsonl has val")
+        return results, [(float(line[unit]) / steps, float(line["val"]["C-AP"])) for line in scored]
 
 
 def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:

@@ -8,7 +8,6 @@ privacy, in which each device noises its update, is a budget apart, named as suc
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -16,15 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.flair.config import Config
 from benchmarks.plots import BLUE, GREY, ORANGE, plain_log, save
-from benchmarks.runs import check_seeds
-from benchmarks.settings import Tree
+from benchmarks.runs import check_numbers, check_seeds, read_history, read_results, reading
+from benchmarks.settings import Tree, read_yaml
 from dataset.command_line import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
@@ -69,27 +67,23 @@ class PrivateRun:
 def read_run(directory: Path) -> PrivateRun:
     """A run directory, finished or not.
 
-    :raises ValueError: when it is none.
+    Raises:
+        ValueError: when a file is missing or damaged.
     """
-    lines, config = directory / "metrics.jsonl", directory / "config.yaml"
-    if not lines.is_file() or not config.is_file():
-        raise ValueError(f"{directory} is not a run directory: it lacks metrics.jsonl or config.yaml")
-    tree = yaml.safe_load(config.read_text())
-    local = tree.get("local_privacy") is not None
-    privacy = tree["local_privacy"] if local else tree.get("privacy")
-    if not local and privacy is not None and privacy.get("release") == "public":
-        raise ValueError(
-            f"{directory} was run with privacy.release public and holds no norms to draw: leave it out"
-        )
-    history = [json.loads(line) for line in lines.read_text().splitlines()]
-    results = directory / "results.json"
-    return PrivateRun(
-        directory,
-        Budget(local, math.inf if privacy is None else float(privacy["epsilon"])),
-        tree,
-        history,
-        json.loads(results.read_text()) if results.is_file() else None,
-    )
+    with reading(directory):
+        tree, history = read_yaml(directory / "config.yaml"), read_history(directory)
+        local = tree.get("local_privacy") is not None
+        privacy = tree["local_privacy"] if local else tree.get("privacy")
+        if not local and privacy is not None and privacy.get("release") == "public":
+            raise ValueError("it was run with privacy.release public, and holds no norms to draw")
+        budget = Budget(local, math.inf if privacy is None else float(privacy["epsilon"]))
+        results = read_results(directory) if (directory / "results.json").is_file() else None
+        for line in history:
+            shown = [("privacy", name) for name, _ in PANELS] if "privacy" in line else []
+            check_numbers(line, ("round",), *shown, *([("val", "C-AP")] if "val" in line else []))
+        if results is not None:
+            check_numbers(results, ("seed",), ("val", "C-AP"), ("test", "C-AP"), ("test", "O-AP"))
+    return PrivateRun(directory, budget, tree, history, results)
 
 
 def check(runs: Sequence[PrivateRun]) -> None:

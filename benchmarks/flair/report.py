@@ -359,13 +359,25 @@ def main(argv: Sequence[str]) -> None:
         "--verify", action="store_true", help="exit with 1 if a comparable row misses the paper"
     )
     given = parser.parse_args(argv)
-    report = collect(given.run_dirs)
-    print(WRITERS[given.format][0](report), end="")
-    if given.output_dir is not None:
-        for write, suffix in WRITERS.values():
-            write_bytes(given.output_dir / f"table1.{suffix}", write(report).encode())
+    report = write(given.run_dirs, given.output_dir, given.format)
+    if not report.rows:
+        unfinished, broken = len(report.unfinished), len(report.broken)
+        raise ValueError(
+            f"no finished run in {', '.join(map(str, given.run_dirs))} ({unfinished} half finished, {broken} "
+            "broken): the report says which; finish them, or give other directories"
+        )
     if given.verify:
         verify(report)
+
+
+def write(run_dirs: Sequence[Path], output_dir: Path | None, kind: str = "markdown") -> Report:
+    """Print the report of these runs in one format, and write it in all of them if a directory is given."""
+    report = collect(run_dirs)
+    print(WRITERS[kind][0](report), end="")
+    if output_dir is not None:
+        for writer, suffix in WRITERS.values():
+            write_bytes(output_dir / f"table1.{suffix}", writer(report).encode())
+    return report
 
 
 def verify(report: Report) -> None:

@@ -24,12 +24,11 @@ import torch
 from benchmarks.effects import idle_by_mode, reason_for, reasons
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
-from benchmarks.flair.runs import read_run
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import ready_data, resolve_data
 from benchmarks.mini import MINI_FILE
 from benchmarks.recorder import run_differences
-from benchmarks.runs import DAMAGE, find_runs
+from benchmarks.runs import DAMAGE
 from benchmarks.settings import arguments, read_yaml, tree_digest
 from dataset.command_line import run as run_command
 from dataset.flair.arguments import OneLineParser
@@ -216,6 +215,10 @@ def main(argv: Sequence[str]) -> None:
     data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
     on = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else [])]
     on, file = resolve_data(on)
+    if given.seeds is not None and (min(given.seeds) < 0 or len(set(given.seeds)) < len(given.seeds)):
+        raise ValueError(f"--seeds {' '.join(map(str, given.seeds))}: give different numbers from 0 on")
+    if given.weights not in (None, "standin") and not Path(given.weights).is_file():
+        raise ValueError(f"--weights {given.weights}: no such file; the word standin makes a stand-in")
     common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
     settings = [name.lower() for name in given.settings or paper.settings()]
     seeds = given.seeds if given.seeds is not None else range(2 if laptop else 5)
@@ -241,10 +244,11 @@ def main(argv: Sequence[str]) -> None:
     ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
-    words = [str(root), "--output_dir", str(root), *(["--verify"] if given.verify else [])]
-    report.main(words)
-    if any(read_run(directory).finished for directory in find_runs([root])):
+    told = report.write([root], root)
+    if told.rows:
         figures.main([str(root), f"--data_path={file}", f"--output_dir={root / 'figures'}"])
+    if given.verify and told.rows:
+        report.verify(told)
     if failures:
         raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")
 

@@ -31,11 +31,14 @@ from dataset.flair.hdf5 import FlairFile
 from dataset.flair.task import FlairTask
 from pfl_ext.distributed import barrier, is_main
 from pfl_ext.federated_dataset import iid_partition
+from pfl_ext.metrics import BINNED, COLUMNS
 from pfl_ext.per_user import users_with
 
 FLAIR_FILE = Path("data/flair.hdf5")
 HEADLINE = ("C-AP", "O-AP")
 """The scores by which runs of this benchmark are judged, the first above all."""
+SCORES = ("loss", *COLUMNS, *BINNED.values(), "accuracy")
+"""The scores of val; ``accuracy`` is of binary tasks only."""
 
 
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:

@@ -107,10 +107,10 @@ def read_run(directory: Path) -> FinishedRun:
         raise ValueError(f"{directory} has not ended")
     try:
         results = read_json(directory / "results.json")
-        config = config_tree(VISION.read(read_yaml(directory / "config.yaml"), "config.yaml"))
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         if "accuracy" not in results["test"]:
             raise ValueError("it is of another benchmark")
+        config = config_tree(VISION.read(read_yaml(directory / "config.yaml"), "config.yaml"))
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         return FinishedRun(directory, config, results, read_curve(lines))
     except DAMAGE as fault:
         text = " ".join(str(fault).split())

@@ -235,10 +235,10 @@ def table_csv(rows: Sequence[Row], rounds: Sequence[int], batches: Sequence[int]
 
 
 def _numbers(text: str, key: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise ValueError(f"--{key} is {text!r}: give whole numbers with commas between them") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--{key} is {text!r}: give whole numbers with commas between them")
+    return tuple(map(int, parts))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -30,6 +30,8 @@ from pfl_ext.distributed import barrier, is_main
 
 HEADLINE = ("accuracy",)
 """The score by which runs of this benchmark are judged."""
+SCORES = ("loss", "accuracy", "C-accuracy")
+"""The scores of val."""
 
 
 def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:

@@ -10,28 +10,26 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 MAX_NAME_BYTES = 200
 """Of an output's name; a file system has 255, of which the names of its temporary files need some."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit, and for an empty value."""
+    """Raises ValueError where argparse would print its usage and exit, and in `read` for an empty value."""
 
     def error(self, message: str) -> NoReturn:
         """Raise the message, with a pointer to the help."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """As argparse's; an empty value would be read as the current folder, or as nothing at all."""
-        words = list(args or [])
-        for before, word in zip(["", *words], words):
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """As `parse_args`, and an empty value is an error: it would be read as the current folder."""
+        for before, word in zip(["", *argv], argv):
             option, _, value = word.partition("=")
             if not word or (word.startswith("--") and "=" in word and not value):
-                name = option or before or "an argument"
-                self.error(f"{name} is empty: give a value, or leave it out")
-        return super().parse_args(args, namespace)
+                self.error(f"{option or before or 'an argument'} is empty: give a value, or leave it out")
+        return self.parse_args(argv)
 
 
 def output_file(option: str, path: Path) -> Path:

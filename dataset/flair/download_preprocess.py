@@ -499,7 +499,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--workers", type=int, default=_cores(), help="threads (the number of cores)")
     add("--overwrite", action="store_true", help="replace an existing output file")
-    return parser.parse_args(argv)
+    return parser.read(argv)
 
 
 def _cores() -> int:

@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> None:
     """Describe a file on standard output and validate it; ValueError at the first damage."""
     parser = OneLineParser(prog="python -m dataset.flair.hdf5", description=main.__doc__)
     parser.add_argument("file", type=Path)
-    path = parser.parse_args(argv).file
+    path = parser.read(argv).file
     probe.probe(path)
     reader = _reader(path)
     try:

@@ -355,7 +355,7 @@ def main(argv: Sequence[str]) -> None:
     for entry in fields(MiniSpec):
         kind, default = type(entry.default or 0), entry.default
         parser.add_argument(f"--{entry.name}", type=kind, default=default, help=f"default {default}")
-    options = vars(parser.parse_args(argv))
+    options = vars(parser.read(argv))
     path, storage = output_file("--output_file", options.pop("output_file")), options.pop("storage")
     write_mini(path, MiniSpec(**options), storage)
     print(f"wrote {path}")

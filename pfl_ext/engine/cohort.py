@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.engine.cpu_kernels import CpuKernels
-from pfl_ext.engine.cpu_layers import kernels_for
+from pfl_ext.engine.cpu_layers import arithmetic, kernels_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
@@ -212,6 +212,10 @@ class CohortEngine:
         if (whole, kernels is not None) != self._built:
             self._build(whole, kernels)
         return how
+
+    def arithmetic(self, precision: torch.dtype | None) -> str:
+        """See `cpu_layers.arithmetic`."""
+        return arithmetic(self._kernels, precision)
 
     def close(self) -> None:
         """Stop the lanes' threads."""

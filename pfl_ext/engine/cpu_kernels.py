@@ -120,6 +120,11 @@ class CpuKernels:
         """Whether the processor multiplies matrices of bfloat16 by tiles (AMX), which torch then uses."""
         return "amx_bf16" in _processor().split()
 
+    @cached_property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether the processor multiplies bfloat16 by vectors (AVX512-BF16), which torch then uses."""
+        return "avx512_bf16" in _processor().split()
+
     @property
     def has_halves(self) -> bool:
         """Whether the processor does arithmetic with half floats (AVX512-FP16)."""
@@ -128,12 +133,12 @@ class CpuKernels:
     def at(self, precision: torch.dtype | None) -> tuple[CpuKernels | None, torch.dtype | None]:
         """For training in this type, None being float32: the functions to use, if any, and torch's autocast.
 
-        torch is the faster one in bfloat16 where the processor has tiles for it. Elsewhere these are: with
-        half floats, if it has them, and in float32 otherwise.
+        torch is the faster one in bfloat16 where the processor has tiles for it, or multiplies bfloat16 but
+        not half floats. Elsewhere these are: with half floats, if it has them, and in float32 otherwise.
         """
         if precision is None:
             return self, None
-        if self.tiles:
+        if self.tiles or (self.multiplies_bfloat16 and not self.has_halves):
             return None, precision
         return self, precision if self.has_halves else None
 

@@ -174,6 +174,21 @@ def kernels_for(model: ImageClassifier) -> CpuKernels | None:
         return None
 
 
+def arithmetic(kernels: CpuKernels | None, precision: torch.dtype | None) -> str:
+    """How training in this type is computed where these kernels can be had: the type, and whose layers.
+
+    A ``precision`` of None is float32.
+    """
+    chosen = precision
+    if kernels is not None:
+        kernels, chosen = kernels.at(precision)
+    kind = "float32" if chosen is None else str(chosen).removeprefix("torch.")
+    if kernels is None:
+        return f"{kind}, torch's layers"
+    slow = precision is not None and chosen is None
+    return f"{kind}, compiled layers" + (", as this processor is slow in lower precision" if slow else "")
+
+
 def take_over(network: nn.Module, kernels: CpuKernels) -> None:
     """Make every layer of ``network`` that `CpuKernels` can do one of these, in channels-last memory.
 

@@ -32,15 +32,19 @@ def mini_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0) -> Path:
+    """Run the training command, which must end with this code; the run directory."""
+    small = CENTRAL if any(word.startswith("--config=c-") for word in argv) else SMALL
+    words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *small, *argv]
+    assert run(main, words) == code
+    return directory
+
+
 @pytest.fixture
 def train(mini_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
     def call(*argv: str, name: str = "run", code: int = 0) -> Path:
-        directory = tmp_path / name
-        small = CENTRAL if any(word.startswith("--config=c-") for word in argv) else SMALL
-        words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *small, *argv]
-        assert run(main, words) == code
-        return directory
+        return train_into(tmp_path / name, mini_file, *argv, code=code)
 
     return call

@@ -111,6 +111,7 @@ class Trace(Recorder):
 def trajectory(run: AnyRun, directory: Path) -> Array:
     """``[rounds, P]`` by what production calls."""
     trace = Trace(run, directory, run.config.federated.num_rounds, "round")
+    trace.begin()
     train_federated(run, Users(), Users(), module(), trace)
     return np.stack(trace.seen)
 

@@ -21,7 +21,7 @@ from benchmarks.federated import RoundCallback
 from benchmarks.settings import Tree
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
-from tests.benchmarks.conftest import SMALL, TINY, Train
+from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
 from tests.benchmarks.test_train import error_line, lines, results
 
 PASSING = ("wall_clock_s",)
@@ -56,6 +56,18 @@ SHORT = (*LIGHT, "--federated.num_rounds=1")
 LONG = (*LIGHT, "--federated.num_rounds=6", "--runtime.checkpoint_every=2")
 
 
+@pytest.fixture(scope="module")
+def whole(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run that nothing happened to."""
+    return train_into(tmp_path_factory.mktemp("runs") / "whole", mini_file, *LONG)
+
+
+@pytest.fixture(scope="module")
+def short(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished short run, to be copied."""
+    return train_into(tmp_path_factory.mktemp("runs") / "short", mini_file, *SHORT)
+
+
 def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -64,9 +76,8 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before(
-    train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+    whole: Path, train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = train(*LONG, name="whole")
     directory = cut(dies_in=4)
     damage(directory / "checkpoint" / "last.safetensors")
     capsys.readouterr()
@@ -90,7 +101,7 @@ def test_two_damaged_checkpoints_are_refused(
 
 
 def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
-    train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
+    whole: Path, train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round that was lost had scored best; done again it does not (as on another device, say)."""
     real = recorder.Recorder.evaluated
@@ -101,7 +112,6 @@ def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
             zeros = {name: torch.zeros_like(tensor) for name, tensor in self.best.weights.items()}
             self.best = recorder.Best(2, -1.0, self.best.val, zeros)
 
-    whole = train(*LONG, name="whole")
     with monkeypatch.context() as patch:
         patch.setattr(recorder.Recorder, "evaluated", flattered)
         directory = cut(dies_in=2)  # after the checkpoint of step 2 and the scoring that follows it
@@ -144,9 +154,9 @@ def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
 @pytest.mark.parametrize("name", ["config.yaml", "results.json", "checkpoint/data.json"])
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2", b"- 1", b"{}"], ids=repr)
 def test_a_damaged_small_file_is_named_in_one_line(
-    name: str, content: bytes, train: Train, mini_file: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: bytes, short: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(*SHORT)
+    directory = Path(shutil.copytree(short, tmp_path / "run"))
     (directory / name).write_bytes(content)
     capsys.readouterr()
     if (name, content) == ("results.json", b"{}"):  # no results of this config: they are made again
@@ -176,11 +186,14 @@ def test_the_run_directory_is_left_when_two_want_it(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
-    number: signal.Signals, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals,
+    whole: Path,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Slurm's pre-emption; in a round after which no checkpoint was due."""
-    argv = (*LIGHT, "--federated.num_rounds=4", "--runtime.checkpoint_every=100")
-    whole = train(*argv, name="whole")
+    argv = (*LONG, "--runtime.checkpoint_every=100")
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(RoundCallback, "after_central_iteration", signalled(number, 1, times=1))
@@ -213,9 +226,8 @@ def signalled(number: int, in_round: int, times: int) -> Callable[..., Any]:
 
 
 def test_a_second_signal_abandons_the_round(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = train(*LONG, name="whole")
     with monkeypatch.context() as patch:
         patch.setattr(RoundCallback, "after_central_iteration", signalled(signal.SIGTERM, 3, times=2))
         directory = train(*LONG, code=75)
@@ -239,14 +251,14 @@ def test_a_signal_before_the_first_round_stops_at_once(
 
 
 def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
-    train: Train, mini_file: Path, tmp_path: Path
+    whole: Path, train: Train, mini_file: Path, tmp_path: Path
 ) -> None:
     """On a real small disk: the third checkpoint of 12 MB does not fit beside two."""
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no private mounts (unshare -rm)")
     disk, saved = tmp_path / "disk", tmp_path / "run"
     disk.mkdir()
-    argv = [*SMALL, *LIGHT, "--federated.num_rounds=6", "--config=fl-r-17", f"--data_path={mini_file}"]
+    argv = [*SMALL, *LONG, "--runtime.checkpoint_every=1", "--config=fl-r-17", f"--data_path={mini_file}"]
     argv.append("--runtime.threads=1")  # as in this process: other numbers of threads round otherwise
     command = f"{sys.executable} -m benchmarks.flair.train {' '.join(argv)} --run_dir={disk}/run"
     script = (
@@ -263,5 +275,4 @@ def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
     assert checkpoint.load(saved / "checkpoint" / "last.safetensors")[1]["step"] == 2
     assert checkpoint.load(saved / "checkpoint" / "last.previous.safetensors")[1]["step"] == 1
     assert not list(saved.rglob("*.partial"))
-    directory = train(*LIGHT, "--federated.num_rounds=6")  # room was made: it goes on
-    assert lasting(directory) == lasting(train(*LIGHT, "--federated.num_rounds=6", name="whole"))
+    assert lasting(train(*LONG)) == lasting(whole)  # room was made: it goes on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks import experiment
 from benchmarks.recorder import Recorder
 from benchmarks.secret import open_secret, public_secret, secret_path
 from pfl_ext.privacy import NoisyMean
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import Train, train_into
 from tests.benchmarks.test_private import PRIVATE
 from tests.benchmarks.test_train import lines, results
 
@@ -41,12 +42,18 @@ def released(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return seen
 
 
-@pytest.fixture
-def killed(train: Train, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def killed_once(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A private run whose last round was made, and which stopped before ``results.json``."""
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "_write_results", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        return train(*SHORT, code=130)
+        return train_into(tmp_path_factory.mktemp("runs") / "killed", mini_file, *SHORT, code=130)
+
+
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> Path:
+    """The directory of `train`, with a copy of the killed run."""
+    return Path(shutil.copytree(killed_once, tmp_path / "run"))
 
 
 def test_a_run_stopped_before_its_results_releases_no_round_again(
@@ -96,11 +103,11 @@ def test_a_checkpoint_is_refused_beside_another_secret(
     assert "damaged, or of an older version" in last_line(capsys)
 
 
-def test_a_secret_that_a_kill_left_beside_results_is_deleted(train: Train) -> None:
-    directory = train(*SHORT)
-    secret_path(directory).write_text("{}")
+def test_a_secret_that_a_kill_left_beside_results_is_deleted(killed: Path, train: Train) -> None:
     train(*SHORT)
-    assert not secret_path(directory).exists()
+    secret_path(killed).write_text("{}")
+    train(*SHORT)
+    assert not secret_path(killed).exists()
 
 
 def test_a_copied_secret_meets_no_other_data_and_no_other_config(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import json
 import os
 import queue
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ RATES = {"local.learning_rate": {"values": [0.01, 0.3]}}
 FOUR = {"local.learning_rate": {"values": [0.1, 0.2, 0.3, 0.4]}}
 SHORT = [word for word in SMALL if "num_rounds" not in word and "progress" not in word]
 
-# A trainer that takes no time: its metric is ten times its learning rate, a line each tenth of a second.
+# A trainer that takes no time: its metric is a hundred times its learning rate, plus the round. It waits
+# until as many trials as go TOGETHER were started.
 DOUBLE = """
 import json, pathlib, sys, time
 given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
@@ -48,6 +49,10 @@ here.mkdir(parents=True, exist_ok=True)
 if rate == FAILS and not (here / "again").exists():
     (here / "again").touch()
     sys.exit("error: no luck today")
+deadline = time.monotonic() + 120
+while len(list(here.parent.glob("*/started"))) < TOGETHER:
+    assert time.monotonic() < deadline, "no other trial was started"
+    time.sleep(0.01)
 for step in range(8):
     with (here / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"round": step, "val": {"C-AP": 100 * rate + step}}) + "\\n")
@@ -63,8 +68,12 @@ def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lo
     monkeypatch.setattr(sweep_local, "POLL_SECONDS", 0.05)
     real = LocalSweep.command
 
-    def make(parameters: Tree, pause: float = 0.0, fails: float = -1.0, **options: Any) -> LocalSweep:
-        script = DOUBLE.replace("FAILS", str(fails)).replace("PAUSE", str(pause))
+    def make(
+        parameters: Tree, pause: float = 0.0, fails: float = -1.0, together: int = 1, **options: Any
+    ) -> LocalSweep:
+        script = DOUBLE
+        for name, value in {"FAILS": fails, "PAUSE": pause, "TOGETHER": together}.items():
+            script = script.replace(name, str(value))
 
         def command(self: LocalSweep, trial: Trial, slot: int) -> list[str]:
             words = real(self, trial, slot)
@@ -89,13 +98,53 @@ def local_argv(mini_file: Path, tmp_path: Path, file: str, *extra: str) -> list[
     return [file, "--local=true", *fixed, *SHORT, "--federated.num_rounds=2", *extra]
 
 
+@dataclasses.dataclass(frozen=True)
+class KilledSweep:
+    """A sweep of two trials, killed in the second, and gone on with to its end by the same command."""
+
+    argv: list[str]
+    directory: Path
+    first_results_written: int
+    """When the first trial's results were written, in nanoseconds, as seen before the kill."""
+
+
+@pytest.fixture(scope="module")
+def killed_sweep(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> KilledSweep:
+    tmp_path = tmp_path_factory.mktemp("killed")
+    words = local_argv(mini_file, tmp_path, written(tmp_path, RATES), "--federated.num_rounds=6")
+    sweep = get_context("fork").Process(target=run, args=(main, words))
+    sweep.start()
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("sweep/trials/001*/checkpoint/last.safetensors")):
+        assert time.monotonic() < deadline
+        assert sweep.is_alive()
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.join()
+    first = next(tmp_path.glob("sweep/trials/000*/results.json")).stat().st_mtime_ns
+    time.sleep(1)
+    assert run(main, words) == 0
+    return KilledSweep(words, tmp_path / "sweep", first)
+
+
+@pytest.mark.xdist_group("killed sweep")
+def test_a_sweep_killed_outright_goes_on(killed_sweep: KilledSweep) -> None:
+    """SIGKILL in the second trial: its process dies with the sweep, and goes on from its checkpoint after."""
+    sweep = killed_sweep.directory
+    assert (
+        next(sweep.glob("trials/000*/results.json")).stat().st_mtime_ns == killed_sweep.first_results_written
+    )
+    assert "resuming at round" in (sweep / "logs" / "001.log").read_text()
+    lines = next(sweep.glob("trials/001*/metrics.jsonl")).read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == list(range(7))
+
+
+@pytest.mark.xdist_group("killed sweep")
 def test_each_trial_is_a_plain_run_of_what_was_asked_for(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    killed_sweep: KilledSweep, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Predecessors 14, and: the same command again runs nothing twice."""
-    argv = local_argv(mini_file, tmp_path, written(tmp_path, RATES))
-    assert run(main, argv) == 0
-    sweep = tmp_path / "sweep"
+    sweep = killed_sweep.directory
     state = json.loads((sweep / "sweep.json").read_text())
     models = {}
     for trial, rate in zip(state["trials"], [0.01, 0.3], strict=True):
@@ -111,7 +160,7 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
     assert b"</svg>" in (sweep / "plots" / "parallel_coordinates.svg").read_bytes()
     before = (sweep / "table.csv").read_bytes()
     capsys.readouterr()
-    assert run(main, argv) == 0
+    assert run(main, killed_sweep.argv) == 0
     assert (sweep / "table.csv").read_bytes() == before
     assert "starts" not in capsys.readouterr().out
 
@@ -131,30 +180,8 @@ def test_a_sweep_without_a_file_draws_the_mini_set_first(
     assert drawn == [None, Path("mini")]
 
 
-def test_a_sweep_killed_outright_goes_on(mini_file: Path, tmp_path: Path) -> None:
-    """SIGKILL in the second trial: its process dies with the sweep, and goes on from its checkpoint after."""
-    words = local_argv(mini_file, tmp_path, written(tmp_path, RATES), "--federated.num_rounds=6")
-    argv = [sys.executable, "-m", "benchmarks.sweep", *words]
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("sweep/trials/001*/checkpoint/last.safetensors")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    first = next(tmp_path.glob("sweep/trials/000*/results.json")).stat().st_mtime_ns
-    time.sleep(1)
-    assert run(main, words) == 0
-    assert next(tmp_path.glob("sweep/trials/000*/results.json")).stat().st_mtime_ns == first
-    log = (tmp_path / "sweep" / "logs" / "001.log").read_text()
-    assert "resuming at round" in log
-    lines = next(tmp_path.glob("sweep/trials/001*/metrics.jsonl")).read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == list(range(7))
-
-
 def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., LocalSweep]) -> None:
-    sweep = doubled(FOUR, pause=0.1, workers=2, devices=["cpu:0", "cpu:1"])
+    sweep = doubled(FOUR, together=2, workers=2, devices=["cpu:0", "cpu:1"])
     sweep.run()
     devices = starts(sweep)
     assert sorted(device for trial in devices for device in trial) == ["cpu:0"] * 2 + ["cpu:1"] * 2
@@ -210,11 +237,11 @@ def test_a_failed_trial_is_told_of_and_tried_once_more(
 def test_hyperband_stops_the_hopeless_and_leaves_the_best(doubled: Callable[..., LocalSweep]) -> None:
     """Side by side, all four have had two values when the first has eight: only the best may end."""
     rule = {"type": "hyperband", "min_iter": 2, "eta": 4}
-    sweep = doubled(FOUR, pause=0.25, workers=4, early_terminate=rule)
+    sweep = doubled(FOUR, pause=0.25, together=4, workers=4, early_terminate=rule)
     rows = sweep.run()
     assert rows[3].status == "finished"
     assert {row.status for row in rows[:3]} == {"stopped"}
-    again = doubled(FOUR, pause=0.25, workers=4, early_terminate=rule)
+    again = doubled(FOUR, pause=0.25, together=4, workers=4, early_terminate=rule)
     assert [row.status for row in again.run()] == [row.status for row in rows]
     assert [len(devices) for devices in starts(again)] == [1, 1, 1, 1]
 
@@ -319,11 +346,8 @@ def test_wandbs_own_agent_runs_what_was_asked_for(
     fixed = [f"--data_path={mini_file}", "--run_dir=sweep/{digest}", *SHORT, "--federated.num_rounds=1"]
     fixed.append("--runtime.threads=1")
     command = [*COMMAND[:-1], *fixed, "--runtime.track=wandb", "--runtime.progress=false", "${args}"]
-    order = [("r1", 0.01), ("r2", 0.3)]
-    answers = [
-        [{"type": "run", "run_id": name, "program": "", "args": {"local.learning_rate": {"value": rate}}}]
-        for name, rate in order
-    ]
+    args = {"local.learning_rate": {"value": 0.3}}
+    answers = [[{"type": "run", "run_id": "r1", "program": "", "args": args}]]
     monkeypatch.setattr(
         wandb_sweeps, "_sweep_with_runs", lambda *_: {"config": yaml.safe_dump({"command": command})}
     )
@@ -342,16 +366,12 @@ def test_wandbs_own_agent_runs_what_was_asked_for(
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     monkeypatch.chdir(tmp_path)
-    Agent(None, queue.Queue(), sweep_id="sweep1", count=2).run()  # type: ignore[no-untyped-call]
-    seen = {}
-    for name, rate in order:
-        words = ["--config=fl-r-17", *fixed, *command_words({"local.learning_rate": rate})]
-        directory = tmp_path / "sweep" / short_digest(parse(words).config)
-        assert yaml.safe_load((directory / "config.yaml").read_text())["local"]["learning_rate"] == rate
-        seen[name] = json.loads((directory / "results.json").read_text())["model_sha256"]
-    assert seen["r1"] != seen["r2"]
-    ids = {path.stem for path in tmp_path.glob("sweep/*/wandb/offline-run-*/*.wandb")}
-    assert {"run-r1", "run-r2"} <= ids
+    Agent(None, queue.Queue(), sweep_id="sweep1", count=1).run()  # type: ignore[no-untyped-call]
+    words = ["--config=fl-r-17", *fixed, *command_words({"local.learning_rate": 0.3})]
+    directory = tmp_path / "sweep" / short_digest(parse(words).config)
+    assert yaml.safe_load((directory / "config.yaml").read_text())["local"]["learning_rate"] == 0.3
+    assert json.loads((directory / "results.json").read_text())["model_sha256"]
+    assert [path.stem for path in tmp_path.glob("sweep/*/wandb/offline-run-*/*.wandb")] == ["run-r1"]
 
 
 def some_rows() -> list[Row]:

@@ -22,6 +22,7 @@ from dataset.command_line import run
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import load
 from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
+from pfl_ext.engine.cpu_layers import arithmetic
 from pfl_ext.metrics import COLUMNS
 from tests.benchmarks.conftest import SMALL, Train
 
@@ -185,7 +186,9 @@ def test_how_a_run_is_carried_out_does_not_change_it(train: Train) -> None:
 
 
 @pytest.mark.parametrize("config", ["fl-r-17", "c-r-17"])
-def test_compiled_layers_learn_what_torchs_learn(config: str, train: Train) -> None:
+def test_compiled_layers_learn_what_torchs_learn(
+    config: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiled = train(f"--config={config}", name="compiled")
     torchs = train(f"--config={config}", "--runtime.cpu_kernels=false", name="torchs")
     half = train(f"--config={config}", "--runtime.precision=bf16", name="half")
@@ -197,7 +200,10 @@ def test_compiled_layers_learn_what_torchs_learn(config: str, train: Train) -> N
     if kernels is not None:
         assert results(compiled)["model_sha256"] != results(torchs)["model_sha256"]
         same = results(half)["model_sha256"] == results(compiled)["model_sha256"]
-        assert same == (not kernels.tiles and not kernels.has_halves)
+        assert same == (kernels.at(torch.bfloat16)[1] is None)
+    assert f"bf16 is computed as: {results(half)['arithmetic']}\n" in capsys.readouterr().out
+    assert results(half)["arithmetic"] == arithmetic(kernels, torch.bfloat16)
+    assert results(torchs)["arithmetic"] == "float32, torch's layers"
     for ours, theirs in zip(lines(half), lines(torchs), strict=True):
         for name in ours.keys() & {"loss", "train_loss"}:
             assert ours[name] == pytest.approx(theirs[name], rel=0.03)

@@ -65,7 +65,6 @@ def notes(directory: Path, name: str, workers: int) -> list[Any]:
     return [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(workers)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_any_number_of_workers_computes_the_same(
@@ -151,7 +150,6 @@ def running(request: pytest.FixtureRequest, mini_file: Path, tmp_path: Path) -> 
         job.process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("running", LAUNCHERS, indirect=True)
 def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(

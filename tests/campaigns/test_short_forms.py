@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
 
@@ -28,7 +26,6 @@ def test_killed_runs_equal_the_run_never_killed() -> None:
     assert sum(int(phase.rpartition(" ")[2]) for phase in phases.split(", ")) == 5
 
 
-@pytest.mark.slow
 def test_killed_runs_of_two_workers_equal_the_run_never_killed() -> None:
     said = campaign("kill_workers", "--kills=1", "--rounds=4", "--kind=fl")
     assert said.startswith("fl, 2 workers: 1 kills over ")

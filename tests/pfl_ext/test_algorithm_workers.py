@@ -27,7 +27,6 @@ def of_worker(told: Path, name: str, engine: bool, rank: int) -> tuple[dict[str,
     return update, float(update.pop("weight"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("name", list(cases()))
 def test_two_workers_give_the_server_what_one_does(told: Path, name: str, engine: bool) -> None:

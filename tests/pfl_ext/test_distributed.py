@@ -29,7 +29,6 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sums_words_and_agreement_between_three_workers(launcher: str) -> None:
     assert "ALL WELL with 3 workers" in run(command(launcher, 3, *SCRIPT, "3"))
@@ -41,7 +40,6 @@ def free_port(host: str) -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.slow
 def test_two_machines_meet_by_the_documented_torchrun_command() -> None:
     """Two addresses of this machine stand for two: one torchrun on each, meeting at the first's port."""
     endpoint = f"127.0.0.2:{free_port('127.0.0.2')}"

@@ -564,18 +564,23 @@ def test_the_same_round_is_bitwise_the_same_again() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("processor", ["tiles", "halves", "neither"])
+@pytest.mark.parametrize("processor", ["tiles", "halves", "bfloat16", "neither"])
 def test_bf16_is_done_as_the_processor_does_it_fastest(
     processor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if processor == "halves" and (KERNELS is None or not KERNELS.has_halves):
         pytest.skip("this processor does no arithmetic with half floats")
     monkeypatch.setattr(CpuKernels, "tiles", processor == "tiles")
+    monkeypatch.setattr(CpuKernels, "multiplies_bfloat16", processor != "neither")
     if processor != "halves":
         monkeypatch.setattr(CpuKernels, "has_halves", False)
     setting = Setting([1, 6, 9], backbone=wide_backbone)
     exact = setting.run(True)[0]
     setting.amp = torch.bfloat16
+    assert engine().arithmetic(None) == "float32, compiled layers"
+    kind, layers = engine().arithmetic(torch.bfloat16).split(", ")[:2]
+    assert kind == ("float32" if processor == "neither" else "bfloat16")
+    assert layers == ("compiled layers" if processor in ("halves", "neither") else "torch's layers")
     assert (distance(setting.run(True)[0], exact) > 1e-4) == (processor != "neither")
     setting.backbone = small_backbone  # nothing in it is compiled
     without = setting.run(True)[0]
