@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.recorder import CONTROLS, Recorder
 from benchmarks.secret import Secret
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import AnyRun, Tree, digest
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import TRAIN_LOSS, CentrallyEvaluatedBackend
 from pfl_ext.distributed import current, is_main, worker_seconds
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
@@ -259,6 +260,9 @@ class RoundCallback(TrainingProcessCallback):
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in self._members()), default=0),
         }
+        loss = values[str(TRAIN_LOSS)]
+        if line["images"] and math.isfinite(loss):
+            line["train_loss"] = round(loss, 6)
         if seconds := worker_seconds():
             line["worker_seconds"] = [round(s, 4) for s in seconds]
         if self._recorder.ledger is not None:

@@ -20,8 +20,9 @@ from pfl.aggregate.simulate import (
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.common_types import Population
 from pfl.context import CentralContext
+from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
-from pfl.metrics import Metrics, Weighted
+from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
@@ -37,6 +38,8 @@ from pfl_ext.privacy import TALLY, NoisyMean, PrivateMean
 from pfl_ext.randomness import seed32
 from pfl_ext.scaffold import CHANGE, Scaffold, renewal
 
+TRAIN_LOSS = StringMetricName("training loss")
+"""The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
@@ -138,10 +141,19 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 trained = self._train_cohort(self._engine, how, context, form, scaffold)
                 return self._finish(context, *trained)
             algorithm = _OneByOne(self._engine, how, form)
-        gathered: tuple[Any, Metrics] = await super().async_gather_results(
-            model, algorithm, central_context=context
-        )
-        return gathered
+        module = model.pytorch_model
+        noted = module.noted = list[tuple[torch.Tensor, int]]()
+        stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
+        module.noted = None
+        if isinstance(algorithm, _OneByOne):
+            assert self._engine is not None
+            total, number = self._engine.take_losses()
+        else:
+            total, number = sum(float(loss) * size for loss, size in noted), sum(size for _, size in noted)
+        losses = Metrics([(TRAIN_LOSS, Weighted(total, number))])
+        if get_ops().distributed.world_size > 1:
+            losses = ops.all_reduce_metrics(losses)
+        return stats, metrics | losses
 
     def _check_scaffold(self, cohort: IntArray) -> None:
         """Refuse what would make SCAFFOLD's control variates something else."""
@@ -215,6 +227,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         metrics[get_num_devices_weight_name(population)] = done.num_users
         metrics[get_num_datapoints_weight_name(population)] = Weighted(done.num_images, done.num_users)
         metrics[get_total_weight_name(population)] = Weighted(done.num_users, done.num_users)
+        metrics[TRAIN_LOSS] = Weighted(*engine.take_losses())
         return stats, metrics
 
     def _finish(

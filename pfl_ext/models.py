@@ -354,6 +354,7 @@ class ImageClassifier(nn.Module):
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
+        self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
         self.input_size = input_size
         self.exact_crops = exact_crops
@@ -392,7 +393,10 @@ class ImageClassifier(nn.Module):
 
     def loss(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> Tensor:
         """The objective's loss of a batch; ``targets`` ``[B, K]``."""
-        return self.objective.loss(self(images, boxes), targets)
+        loss = self.objective.loss(self(images, boxes), targets)
+        if self.noted is not None:
+            self.noted.append((loss.detach(), len(images)))
+        return loss
 
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> dict[str, MetricValue]:

@@ -185,7 +185,9 @@ def gradient_at(model: PyTorchModel, batches: Iterable[Any], num_images: int) ->
     for batch in batches:
         ready = model._prepare_batch(batch)
         with model.amp_context or contextlib.nullcontext():
-            loss = model.pytorch_model.loss(*ready)
+            noted, model.pytorch_model.noted = getattr(model.pytorch_model, "noted", None), None
+            loss = model.pytorch_model.loss(*ready)  # of no step
+            model.pytorch_model.noted = noted
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, gradient in zip(total, found):
             total[name].add_(gradient, alpha=len(ready[0]) / num_images)

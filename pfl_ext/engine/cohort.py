@@ -421,6 +421,16 @@ class CohortEngine:
     def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return settled(batches, self._central.objective, self._layout.device)
 
+    def take_losses(self) -> tuple[float, int]:
+        """The sum of the losses of all images since this was last asked for, and how many images they were.
+
+        Each image counts in every step that it was in, at the weights of that step.
+        """
+        total, number = torch.stack([lane.sums.losses for lane in self.lanes]).sum(0).tolist()
+        for lane in self.lanes:
+            lane.sums.losses.zero_()
+        return total, int(number)
+
     def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""
         how = self._prepare(how)

@@ -43,7 +43,7 @@ class Lane:
         for parameter, view in zip(trained(self._module), self._weights):
             parameter.data = view
         vector = layout.zeros(accumulate)
-        self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [])
+        self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], _no_losses(layout))
         self.net = TapedNetwork(central.backbone, central.objective)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -52,7 +52,8 @@ class Lane:
 
     def _written(self) -> list[Tensor]:
         """What a step writes to."""
-        return [self._local] if self._velocity is None else [self._local, self._velocity]
+        written = [self._local, self.sums.losses]
+        return written if self._velocity is None else [*written, self._velocity]
 
     def _prepare(self, how: LocalTraining) -> None:
         if how.momentum and self._velocity is None:
@@ -65,6 +66,7 @@ class Lane:
         """Before a round."""
         self.sums.vector.zero_()
         self.sums.tally.clear()
+        self.sums.losses.zero_()
         self.changes = None
 
     @contextlib.contextmanager
@@ -111,12 +113,18 @@ class Lane:
             torch._foreach_add_(total, self._gradients(self._central, there, how), alpha=part)
         return dict(zip(self.layout.names, total))
 
-    def _gradients(self, module: ImageClassifier, batch: Batch, how: LocalTraining) -> list[Tensor]:
+    def _gradients(
+        self, module: ImageClassifier, batch: Batch, how: LocalTraining, tally: bool = False
+    ) -> list[Tensor]:
         with torch.enable_grad():
             with how.autocast(self.layout.device):
                 logits = module(batch.images, batch.boxes)
             losses = module.objective.image_losses(logits, batch.targets)
-            return list(torch.autograd.grad((losses * batch.shares).sum(), trained(module)))
+            loss = (losses * batch.shares).sum()
+            if tally:
+                number = (batch.shares > 0).sum()
+                self.sums.losses += torch.stack([loss.detach().double() * number, number.double()])
+            return list(torch.autograd.grad(loss, trained(module)))
 
     def rehearse(self, how: LocalTraining, sample: Batch, alone: bool) -> None:
         """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
@@ -136,7 +144,7 @@ class Lane:
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
         module = self._central if first else self._module
-        gradients = self._gradients(module, batch, how)
+        gradients = self._gradients(module, batch, how, tally=True)
         with torch.no_grad():
             if how.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
@@ -203,6 +211,10 @@ class Lane:
         """The update of the user just trained, by name; views that the next user overwrites."""
         self._local.sub_(self._start)
         return dict(zip(self.layout.names, self._weights))
+
+
+def _no_losses(layout: Layout) -> Tensor:
+    return torch.zeros(2, dtype=torch.float64, device=layout.device)
 
 
 def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -9,7 +9,7 @@ Shape letters: U users, B images, V variables, P parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -38,6 +38,8 @@ class Sums:
     vector: Tensor  # [P]
     views: dict[str, Tensor]
     tally: list[Tensor]  # each [n]
+    losses: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """``[2]``: the sum of the losses of all images, each at the step that it was in, and their number."""
 
 
 def train_one_step(
@@ -61,7 +63,7 @@ def train_one_step(
     users = Users(tuple(starts), device)
     adding = _Adding(how, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
     at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
-    net.run(
+    losses = net.run(
         model.prepare(images, boxes),
         targets,
         users,
@@ -69,6 +71,9 @@ def train_one_step(
         adding.add if at_once else adding.keep,
         how.autocast(device),
     )
+    of_batch = torch.tensor(sizes, dtype=shares.dtype).repeat_interleave(torch.tensor(sizes))
+    sums.losses[0] += (losses * shares * sent(of_batch, device)).sum()
+    sums.losses[1] += len(images)
     if not at_once:
         adding.add_kept()
 

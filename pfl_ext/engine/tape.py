@@ -201,8 +201,10 @@ class TapedNetwork:
         shares: Tensor,
         on_gradient: Callable[[str, Gradient], None],
         autocast: Any,
-    ) -> None:
+    ) -> Tensor:
         """The gradients of ``sum_i shares[i] loss_i``, one variable after another, to ``on_gradient``.
+
+        Returns the losses ``[B]``.
 
         ``x`` ``[B, 3, S, S]``; ``targets`` ``[B, K]`` and ``shares`` ``[B]`` float32, settled for each
         user's batch by itself; ``loss_i`` is the objective's of image i.
@@ -212,7 +214,9 @@ class TapedNetwork:
             with torch.enable_grad(), autocast:
                 logits = self.backbone(x)
             with torch.enable_grad():
-                total = (self._objective.image_losses(logits, targets) * shares).sum()
+                losses = self._objective.image_losses(logits, targets)
+                total = (losses * shares).sum()
             torch.autograd.backward([total])
+            return losses.detach()
         finally:
             self.tape = None

@@ -344,3 +344,19 @@ def test_the_command_exits_with_2_in_a_process_of_its_own(tmp_path: Path) -> Non
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: --config fl-r-71: no such file and no shipped config")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--federated.algorithm=scaffold", "--federated.scaffold_option=I"]],
+    ids=["fedavg", "scaffold"],
+)
+def test_each_round_has_its_training_loss_whoever_trains(argv: list[str], train: Train) -> None:
+    """The mean over the images of the loss at the step that each was in."""
+    light = ("--model.arch=cifar_cnn", *argv)
+    fast, stock = (
+        [line["train_loss"] for line in lines(train(*light, f"--runtime.engine={name}", name=name))[:-1]]
+        for name in ("fast", "stock")
+    )
+    assert fast == pytest.approx(stock, rel=1e-3)
+    assert 0 < fast[2] < fast[0]
