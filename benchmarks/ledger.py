@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.privacy_statement import (
+    SUBTRACTABLE,
     ProtectedUnit,
     central_paragraph,
     describe_epsilon,
@@ -192,15 +193,16 @@ class CentralLedger(Ledger):
 
     def _five_runs(self) -> str:
         system = self.calibration.simulated
-        own = describe_epsilon(system.epsilon_after(5 * self.calibration.num_rounds))
+        own = describe_epsilon(system.epsilon_of_runs(5, self.calibration.num_rounds))
         return own + (" for the simulated system" if self.calibration.is_simulation else "")
 
     def _content(self, rounds: int) -> Tree:
         made = self.calibration
-        warning = weak_delta(made.executed.delta, made.executed.population, self.unit.noun)
+        warning = weak_delta(made.simulated.delta, made.simulated.population, self.unit.noun)
         return {
             "kind": "central",
             **made.to_json(rounds, self.unit.noun),
+            **({"claim": SUBTRACTABLE} if self.secret.is_public else {}),
             **({"warning": warning} if warning else {}),
             "not_covered": not_covered(self._run_config, self.unit, self.secret.is_public, self._five_runs()),
         }
@@ -267,6 +269,7 @@ class LocalLedger(Ledger):
             "claim": "each update is private before it leaves its device, against the server too; the "
             f"epsilon of a {noun} adds up over the rounds in which it takes part, and sampling takes nothing "
             "off it",
+            **({"claim": SUBTRACTABLE} if self.secret.is_public else {}),
             "num_rounds": self._federated.num_rounds,
             "rounds_done": rounds,
             "delta": self.config.delta,

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context
 from importlib.metadata import version
 
 from benchmarks.sections import TrainingConfig
 from benchmarks.settings import dotted
 from pfl_ext.privacy_accounting import Calibration, System
+from pfl_ext.privacy_banded import BandedFactor
 from pfl_ext.privacy_local import LocalPrivacyConfig
 
 WEAK_DELTA = 1e-4
 """A delta above this is warned of: with that probability the guarantee may fail as a whole."""
+
+SUBTRACTABLE = (
+    "this run has no protection: its noise is drawn from the run's seed, and whoever has the config can "
+    "subtract it; the figures are those of the algorithm with secret noise"
+)
+"""What is claimed of a run whose noise comes from its public seed."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,16 @@ USERS = ProtectedUnit()
 """The data's own users."""
 
 
+def rounded_up(value: float) -> str:
+    """Three digits of an upper bound, never below it."""
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(repr(float(value)))):g}"
+
+
 def describe_epsilon(value: float | str | None) -> str:
     """An epsilon in words; of a JSON file too, where none (older files) and ``infinite`` stand for it."""
     if value is None or isinstance(value, str) or value == float("inf"):
         return "no meaningful epsilon (given as infinite)"
-    return f"epsilon = {value:.3g}"
+    return f"epsilon = {rounded_up(value)}"
 
 
 def _changed(sampler: str, noun: str) -> str:
@@ -90,20 +103,28 @@ def _clipping(made: Calibration, noun: str) -> str:
     )
 
 
-def _noise(made: Calibration, system: System) -> str:
-    band = f", correlated over {made.config.band} rounds by a banded matrix factorisation"
-    correlated = band if made.config.band > 1 else ""
-    if made.config.mechanism == "gaussian":
-        return (
-            f"Gaussian noise with a standard deviation of {system.noise_multiplier:.4g} times the bound was "
-            f"added to the sum of the updates{correlated}."
-        )
-    scale = system.cohort_size / made.simulated.cohort_size
+def _noisy_sum(made: Calibration, multiplier: float) -> str:
+    band = made.config.band
+    std = f"a standard deviation of {multiplier:.4g} times the bound"
+    if band == 1:
+        return f"Gaussian noise with {std} was added to the sum of the updates"
+    largest = multiplier * float(BandedFactor(made.num_rounds, band).noise_scales.max())
     return (
-        "Gaussian noise was added to the sum of the updates (standard deviation "
-        f"{made.value_noise_multiplier * scale:.4g} times the bound{correlated}) and to the number of "
-        f"unclipped updates (standard deviation {made.indicator_std * scale:.4g}), which together are one "
-        f"Gaussian mechanism of noise multiplier {system.noise_multiplier:.4g}."
+        f"Gaussian noise, correlated over {band} rounds by a banded matrix factorisation, was added to the "
+        f"sum of the updates; it is made from independent noise with {std} and is in one round up to "
+        f"{largest:.4g} times the bound"
+    )
+
+
+def _noise(made: Calibration, system: System) -> str:
+    scale = system.cohort_size / made.simulated.cohort_size
+    noisy_sum = _noisy_sum(made, made.value_noise_multiplier * scale)
+    if made.config.mechanism == "gaussian":
+        return f"{noisy_sum}."
+    return (
+        f"{noisy_sum}. Gaussian noise with a standard deviation of {made.indicator_std * scale:.4g} was "
+        "added to the number of unclipped updates. Both together are one Gaussian mechanism of noise "
+        f"multiplier {system.noise_multiplier:.4g}."
     )
 
 
@@ -115,7 +136,7 @@ def _origin(public: bool) -> str:
         )
     return (
         "The noise was drawn by Philox from a secret of 128 bits of the operating system's entropy, which "
-        "was deleted at the end of the run."
+        "the run deletes after its last file is written."
     )
 
 
@@ -133,7 +154,7 @@ def central_paragraph(made: Calibration, unit: ProtectedUnit, public: bool) -> s
         f"dp-accounting {version('dp-accounting')}"
     )
     own = made.epsilon_executed
-    delta = f"delta = {real.delta:.3g}"
+    delta = f"delta = {rounded_up(real.delta)}"
     sentences = []
     if not made.is_simulation:
         sentences.append(
@@ -176,7 +197,7 @@ def local_paragraph(
         public: whether the noise came from the run's seed.
     """
     noun, laplace = unit.noun, config.mechanism == "laplace"
-    once = f"epsilon = {config.epsilon:g}" + ("" if laplace else f" and delta = {config.delta:.3g}")
+    once = f"epsilon = {config.epsilon:g}" + ("" if laplace else f" and delta = {rounded_up(config.delta)}")
     return " ".join(
         [
             f"Every model update was made differentially private before it left its {noun}'s device, with "
@@ -184,7 +205,7 @@ def local_paragraph(
             f"Updates were clipped to an {'L1' if laplace else 'L2'} norm of {config.clipping_bound:g} and "
             f"noised by the {'Laplace' if laplace else 'Gaussian'} mechanism.",
             f"Over {rounds:,} rounds the {noun} who took part most often did so {most:,} times, which "
-            f"composes to {describe_epsilon(spent)} at delta = {config.delta:.3g} (privacy loss "
+            f"composes to {describe_epsilon(spent)} at delta = {rounded_up(config.delta)} (privacy loss "
             f"distributions of dp-accounting {version('dp-accounting')}).",
             "Devices were simulated: the noise of a round was drawn once, from the distribution of the sum "
             "of its updates' noises.",
@@ -221,8 +242,8 @@ def not_covered(
         "val and test: their own images are not protected, and their scores are exact",
         "the choice of the best round, which looks at val",
         f"the number of {noun}s, from which delta and the sampling probability follow: it counts as known",
-        "checkpoint/ and file times, which are not meant to be given away; a tracker notes when it got a "
-        "line",
+        "checkpoint/, file times, and the screen, which shows times and the data set: they are not meant to "
+        "be given away; a tracker notes when it got a line",
         "other runs on the same data, with other seeds or of a sweep: each spends a budget of its own"
         + (f"; five like this one compose to {five_runs}" if five_runs else ""),
         "floating-point rounding of the sums, and Philox, which is no cryptographic generator (Mironov 2012)",

@@ -40,6 +40,7 @@ from pfl_ext.privacy_banded import BandedFactor, CorrelatedNoise
 from pfl_ext.privacy_mechanisms import BOUND_RANGE, Clipped, FlatGaussianMechanism
 from pfl_ext.randomness import stream
 
+WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from anywhere in it
 TALLY = "pfl_ext.privacy/tally"  # key under which users' votes and counts are summed with their updates
 
 
@@ -266,7 +267,8 @@ class AdaptivePrivateMean(PrivateMean):
         noises = stream(self._seed(context), "dp indicator noise", context.current_central_iteration)
         noise = noises.standard_normal()
         fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
-        bound = self.clipping_bound * math.exp(-config.clip_step * (fraction - config.quantile))
+        change = -config.clip_step * (fraction - config.quantile)
+        bound = self.clipping_bound * math.exp(min(max(change, -WIDEST), WIDEST))
         self._bound.set_value(min(max(bound, BOUND_RANGE[0]), BOUND_RANGE[1]))
         return Metrics([(metric_name("noisy fraction unclipped"), Weighted.from_unweighted(fraction))])
 

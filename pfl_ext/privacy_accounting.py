@@ -8,7 +8,7 @@ those of `pfl_ext.privacy_epsilon`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
@@ -60,6 +60,16 @@ class System:
             sampler=self.sampler,
             accountant=accountant or self.accountant,
         )
+
+    def epsilon_of_runs(self, runs: int, rounds: int) -> float:
+        """What so many runs of ``rounds`` rounds each spend together, each with a secret of its own.
+
+        Every run of a circle starts its own, so a user may take part in each as often as in one.
+        """
+        if self.sampler != "cyclic":
+            return self.epsilon_after(runs * rounds)
+        noisier = replace(self, noise_multiplier=self.noise_multiplier / math.sqrt(runs))
+        return noisier.epsilon_after(rounds)
 
     def participations(self, rounds: int) -> int:
         """The most often that one user takes part; of a circle fewer than ``rounds``."""
