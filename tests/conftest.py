@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
 """Tests that use over `SLOW_SECONDS` of CPU time; ``make test FAST=1`` leaves them out."""
-SLOW_SECONDS = 2.0
+SLOW_SECONDS = 1.0
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
 

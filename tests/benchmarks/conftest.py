@@ -11,8 +11,9 @@ from dataset.flair.mini import MiniSpec, write_mini
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
 COMMON = (
+    "--model.arch=squeezenet1_1",  # 0.7 million parameters, a sixteenth of ResNet18's
+    "--model.input_size=18",
     "--data.image_size=20",
-    "--model.input_size=16",
     "--runtime.checkpoint_every=1",
     "--runtime.keep_checkpoints=true",
     "--runtime.progress=false",
@@ -20,6 +21,9 @@ COMMON = (
 SMALL = (*COMMON, "--federated.num_rounds=3", "--federated.cohort_size=4", "--evaluation.every_rounds=1")
 CENTRAL = (*COMMON, "--centralised.num_epochs=2", "--centralised.batch_size=16")
 """The same for settings that train on all images in one place."""
+
+RESNET18 = ("--model.arch=resnet18", "--model.input_size=16")
+"""Where the network of the paper matters."""
 
 Train = Callable[..., Path]
 

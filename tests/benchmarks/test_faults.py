@@ -51,9 +51,8 @@ def cut(train: Train, monkeypatch: pytest.MonkeyPatch) -> Train:
     return call
 
 
-LIGHT = ("--model.arch=squeezenet1_1", "--model.input_size=18")  # 0.7 million parameters
-SHORT = (*LIGHT, "--federated.num_rounds=1")
-LONG = (*LIGHT, "--federated.num_rounds=6", "--runtime.checkpoint_every=2")
+SHORT = ("--federated.num_rounds=1",)
+LONG = ("--federated.num_rounds=6", "--runtime.checkpoint_every=2")
 
 
 @pytest.fixture(scope="module")

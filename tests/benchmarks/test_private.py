@@ -22,7 +22,7 @@ from pfl_ext.privacy_banded import BandedFactor
 from pfl_ext.privacy_epsilon import epsilon_spent
 from pfl_ext.privacy_local import LocalPrivacyConfig
 from pfl_ext.randomness import stream
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import RESNET18, Train
 from tests.benchmarks.test_train import error_line, lines, results
 
 PRIVATE = (
@@ -78,7 +78,7 @@ def test_every_private_row_of_table_1_runs(name: str, train: Train, tmp_path: Pa
     weights = tmp_path / "imagenet.pth"
     torch.save(torchvision.models.resnet18(weights=None).state_dict(), weights)
     pretrained = [f"--weights={weights}"] if "-f-" in name else []
-    directory = train(*PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
+    directory = train(*RESNET18, *PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
     told = privacy(directory)
     assert (told["sampler"], told["config"]["mechanism"], told["rounds_done"]) == ("poisson", "adaptive", 1)
     assert told["by_round"]["refused updates"] == [0]

@@ -17,10 +17,10 @@ from benchmarks.recorder import Recorder, duration
 from benchmarks.settings import tree_digest
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
-from tests.benchmarks.test_faults import LIGHT, LONG
+from tests.benchmarks.test_faults import LONG
 from tests.benchmarks.test_train import error_line, lines, results
 
-SHORT = (*LIGHT, "--federated.num_rounds=2")
+SHORT = ("--federated.num_rounds=2",)
 KEEP = "--runtime.keep_checkpoints=true"
 
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_written_by_rounds_or_by_minutes(
         real(self, step, *rest)
 
     monkeypatch.setattr(Recorder, "save", noted)
-    four = (*LIGHT, "--federated.num_rounds=4", "--runtime.checkpoint_every=3")
+    four = ("--federated.num_rounds=4", "--runtime.checkpoint_every=3")
     train(*four, name="rounds")
     assert saved == [3, 4], "every third round, and at the end"
     saved.clear()
@@ -142,7 +142,7 @@ def test_a_long_run_says_so_after_its_first_step(
     train(*SHORT, name="short")
     assert "to go" not in capsys.readouterr().err
     monkeypatch.setattr(recorder, "LONG_S", 1e-6)
-    train(*LIGHT, "--federated.num_rounds=4", "--evaluation.every_rounds=2", name="long")
+    train("--federated.num_rounds=4", "--evaluation.every_rounds=2", name="long")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "to go" in line]
     assert "at the pace of the first round: 3 rounds of" in line
     assert "and 3 evaluations of" in line  # before rounds 2 and 4, with one to spare
@@ -173,7 +173,7 @@ def test_resuming_says_what_is_done_again(
 def test_several_rounds_that_are_done_again_are_counted(
     train: Train, dies: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = (*LIGHT, "--federated.num_rounds=6", "--runtime.checkpoint_every=10")
+    argv = ("--federated.num_rounds=6", "--runtime.checkpoint_every=10")
     dies(train, *argv, step=2)
     capsys.readouterr()
     train(*argv)

@@ -24,7 +24,7 @@ from pfl_ext.checkpoint import load
 from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
 from pfl_ext.engine.cpu_layers import arithmetic
 from pfl_ext.metrics import COLUMNS
-from tests.benchmarks.conftest import SMALL, Train
+from tests.benchmarks.conftest import RESNET18, SMALL, Train
 
 MODEL = "model.safetensors"
 GOLDEN = Path(__file__).parent / "golden_fl.json"
@@ -104,6 +104,7 @@ def test_ten_rounds_follow_the_golden_trajectory(engine: str, followed: int, tra
     The file is pfl's own loop's; rounding takes the fast engine away from it by and by.
     """
     directory = train(
+        *RESNET18,
         "--federated.num_rounds=10",
         "--local.learning_rate=0.05",
         "--runtime.checkpoint_every=10",
@@ -269,7 +270,7 @@ def test_fine_tuning_starts_from_a_local_weights_file_and_freezes_statistics(
             module.running_mean.fill_(0.01)  # type: ignore[union-attr]
             module.running_var.fill_(1.5)  # type: ignore[union-attr]
     torch.save(network.state_dict(), tmp_path / "imagenet.pth")
-    directory = train("--config=fl-f-17", f"--weights={tmp_path / 'imagenet.pth'}")
+    directory = train(*RESNET18, "--config=fl-f-17", f"--weights={tmp_path / 'imagenet.pth'}")
     saved, _ = load(directory / "model.safetensors")
     means = [tensor for name, tensor in saved.items() if name.endswith("running_mean")]
     assert len(means) == 20
@@ -312,8 +313,8 @@ def test_another_config_may_not_take_over_a_run(train: Train, capsys: pytest.Cap
         (["--weights=pyproject.toml"], "--weights is for fine-tuning"),
         (["--local.batch_sise=3"], "did you mean local.batch_size?"),
         (
-            ["--federated.algorithm=scaffold", "--federated.max_state_gb=0.1"],
-            "above federated.max_state_gb = 0.1",
+            ["--federated.algorithm=scaffold", "--federated.max_state_gb=0.01"],
+            "above federated.max_state_gb = 0.01",
         ),
         (["--model.arch=resnet19"], "resnet19"),
         (["--runtime.device=quantum"], "quantum"),

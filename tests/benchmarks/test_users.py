@@ -20,7 +20,7 @@ from dataset.flair.hdf5 import FlairFile
 from pfl_ext.checkpoint import load
 from pfl_ext.models import build_backbone, probe_checksum
 from pfl_ext.randomness import torch_stream
-from tests.benchmarks.conftest import SMALL, TINY, Train
+from tests.benchmarks.conftest import RESNET18, SMALL, TINY, Train
 
 ROUND = ("--federated.num_rounds=1",)
 PERSONAL = ("--personal.num_epochs=2", "--personal.min_images=2")
@@ -102,7 +102,7 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     )
     directory = tmp_path / "run"
     argv = ["--config=fl-f-17", f"--data_path={mini_file}", f"--weights={path}", f"--run_dir={directory}"]
-    assert run(train_main, [*argv, *SMALL, *ROUND]) == 0
+    assert run(train_main, [*argv, *SMALL, *RESNET18, *ROUND]) == 0
     results = tree(directory / "results.json")
     assert results["weights"]["sha256"] == hashlib.sha256(first).hexdigest()
     assert results["weights"]["file"] == "standin.safetensors"

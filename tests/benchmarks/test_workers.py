@@ -65,6 +65,7 @@ def notes(directory: Path, name: str, workers: int) -> list[Any]:
     return [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(workers)]
 
 
+@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_any_number_of_workers_computes_the_same(
@@ -72,7 +73,10 @@ def test_any_number_of_workers_computes_the_same(
 ) -> None:
     """Cohorts, crops and noise to the bit, parameters after ten rounds within `TOLERANCE`."""
     first, _ = alone
-    directory, output = start_runs(launcher, workers, mini_file, tmp_path / "job")
+    if (launcher, workers) == ("torchrun", 1):
+        directory, output = alone
+    else:
+        directory, output = start_runs(launcher, workers, mini_file, tmp_path / "job")
     for name in RUNS:
         told = notes(directory, name, workers)
         trained = Counter(user for worker in told for user in worker["users"])
@@ -91,7 +95,8 @@ def test_any_number_of_workers_computes_the_same(
                 if "val" in expected:
                     assert got["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-3)
     assert len(notes(directory, "pfl", 1)[0]["noise"]) == 10
-    assert notes(directory, "secret", 1)[0]["noise"] != notes(first, "secret", 1)[0]["noise"]
+    if directory != first:
+        assert notes(directory, "secret", 1)[0]["noise"] != notes(first, "secret", 1)[0]["noise"]
     assert output.count("run directory:") == len(RUNS), "one worker prints, once"
     if workers > 1:
         assert output.count("process ") == workers, "the map of workers and devices"
@@ -150,6 +155,7 @@ def running(request: pytest.FixtureRequest, mini_file: Path, tmp_path: Path) -> 
         job.process.wait()
 
 
+@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("running", LAUNCHERS, indirect=True)
 def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
