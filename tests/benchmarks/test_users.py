@@ -64,7 +64,7 @@ def test_scoring_users_does_not_change_the_model_or_its_columns(train: Train) ->
 
 
 def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
-    results = tree(train(*ROUND) / "results.json")
+    results = tree(train(*RESNET18, *ROUND) / "results.json")
     assert results["weights"] is None
     assert results["norm"] == "20 GroupNorm"
     assert results["parameters"] == results["trainable_parameters"] > 11_000_000
@@ -75,7 +75,7 @@ def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
     assert sum(group["classes"] for group in results["shots"].values()) == 17
     assert results["start_probe"] != results["model_probe"]
     for seed, same in ((0, True), (1, False)):
-        config = parse(["--config=fl-r-17", *SMALL, f"--seed={seed}"]).config
+        config = parse(["--config=fl-r-17", *SMALL, *RESNET18, f"--seed={seed}"]).config
         assert (probe_checksum(build_model(config, 17, None)) == results["start_probe"]) == same
 
 
