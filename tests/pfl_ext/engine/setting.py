@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ from pfl_ext.privacy_mechanisms import Clipping
 from pfl_ext.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
 
 SIDE, LABELS = 12, 5
+BFLOAT16 = 2.0**-9, 3.0
+"""For `rounding_of`: the unit of bfloat16, and that a layer's weights, its images and its output are rounded
+to it. The sums of its products are float32."""
 
 
 def targets_for(objective: ObjectiveName, n: int, draw: torch.Generator) -> Tensor:
@@ -100,6 +105,16 @@ def small_backbone(seed: int = 0) -> nn.Sequential:
     return net
 
 
+@torch.no_grad()
+def in_float64(backbone: nn.Module, off: float = 0.0, seed: int = 0) -> nn.Module:
+    """The network in float64, each weight multiplied by a draw from ``1 - off .. 1 + off``."""
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in backbone.double().parameters():
+        parameter.mul_(1 + off * (2 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 1))
+    backbone.register_forward_pre_hook(lambda _, images: (images[0].double(),))
+    return backbone
+
+
 @dataclass
 class Setting:
     """One round of training; what differs from these defaults is what a test is about."""
@@ -124,12 +139,15 @@ class Setting:
     weight_decay: float = 0.0
     nova: bool = False
     scaffold: tuple[Option, Correction] | None = None
+    inexact: tuple[float, int] | None = None
+    """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
     controls: Controls | None = field(default=None, init=False)
     """SCAFFOLD's, after a run."""
 
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
-        module = ImageClassifier(self.backbone(), input_size=10, exact_crops=True, objective=self.objective)
+        backbone = self.backbone() if self.inexact is None else in_float64(self.backbone(), *self.inexact)
+        module = ImageClassifier(backbone, input_size=10, exact_crops=True, objective=self.objective)
         variable = self.clipping == "variable"
         more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
 
@@ -230,6 +248,34 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     gap = sum(float((ours[n].double() - theirs[n].double()).square().sum()) for n in names)
     size = sum(float(theirs[n].double().square().sum()) for n in names)
     return float((gap / max(size, 1e-30)) ** 0.5)
+
+
+def rounding_of(setting: Setting, unit: float = 2.0**-24, roundings: float | None = None) -> float:
+    """How far two computations of a round may be apart by rounding, relative to the sum of updates.
+
+    A layer's sum of n rounded products is the exact sum for weights that are each off by ``sqrt(n) unit``,
+    whatever its order (Higham and Mary 2019: by n at most, but roundings go up as often as down). The round
+    is therefore computed in float64, exactly and from weights that are off by so much: what that changes is
+    what rounding may change. It holds how the steps magnify an error, and the ReLUs on whose other side an
+    error brings a value, as a count of roundings would not. Each of the two computations may be off by that.
+    In addition pfl subtracts the weights after training from those before, which were rounded at each step:
+    a rounding of the size of the weights, and not of the updates.
+
+    Args:
+        setting: a round that has not been computed yet; its ``amp`` is left out.
+        unit: of rounding.
+        roundings: instead of ``sqrt(n)`` of the layer with most products.
+    """
+    layers = [m for m in setting.backbone().modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    off = unit * (roundings or math.sqrt(max(layer.weight[0].numel() for layer in layers)))
+    exact, *moved = (
+        replace(setting, amp=None, more=copy.deepcopy(setting.more), inexact=inexact).run(False)
+        for inexact in ((0.0, 0), (off, 1), (off, 2))
+    )
+    apart = max(distance(updates, exact[0]) for updates, *_ in moved)
+    steps = setting.sampling.num_epochs * -(-max(setting.sizes) // setting.sampling.batch_size)
+    weights: float = norm(dict(setting.backbone().named_parameters()))
+    return 2 * apart + 2 * math.sqrt(steps) * 2.0**-24 * exact[1] * weights / max(norm(exact[0]), 1e-30)
 
 
 def norm(tensors: dict[str, Tensor]) -> float:
