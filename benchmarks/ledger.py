@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import version
@@ -23,14 +23,14 @@ from benchmarks.privacy_statement import (
     not_covered,
     weak_delta,
 )
-from benchmarks.secret import Secret
+from benchmarks.secret import Secret, statement_path
 from benchmarks.sections import PrivacySection, TrainingConfig
 from benchmarks.settings import Tree
-from pfl_ext.checkpoint import write_json
+from pfl_ext.checkpoint import read_json, write_json
 from pfl_ext.distributed import is_main
 from pfl_ext.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy import METRICS, NoisyMean, private_mean
-from pfl_ext.privacy_accounting import Calibration, finite
+from pfl_ext.privacy_accounting import Calibration, accounted_rounds, finite
 from pfl_ext.privacy_local import LocallyPrivateMean
 
 PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped")
@@ -84,7 +84,11 @@ class Ledger(ABC):
         self.secret, self.unit = secret, unit
         self.is_public = config.privacy is not None and config.privacy.release == "public"
         self._run_config = config
-        self._path = directory / "privacy.json"
+        self._path = statement_path(directory)
+        self._counted = 0
+        self._released = 0
+        if is_main() and self._path.exists() and not secret.is_public:
+            self._released = int(read_json(self._path).get("rounds_done", 0))
 
     def state(self) -> Tree:
         """What a checkpoint must hold."""
@@ -131,8 +135,15 @@ class Ledger(ABC):
         if is_main():
             print(self._summary() + research, file=sys.stderr)
 
+    def cover(self, rounds: int, history: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """See that ``privacy.json`` counts so many rounds, before anything of the last of them is written."""
+        if rounds > self._counted:
+            self.write(rounds, history())
+
     def write(self, rounds: int, history: Sequence[Mapping[str, Any]]) -> None:
-        """``privacy.json`` after so many rounds."""
+        """``privacy.json`` after so many rounds, or after more where a kill undid released ones."""
+        rounds = self._released = max(rounds, self._released)
+        self._counted = accounted_rounds(rounds, self._run_config.federated.num_rounds)
         lines = [line["privacy"] for line in history if "privacy" in line][:rounds]
         names = PUBLIC_METRICS if self.is_public else METRICS
         ended = rounds == self._run_config.federated.num_rounds
@@ -141,6 +152,7 @@ class Ledger(ABC):
             "unit": str(self.unit),
             **self._content(rounds),
             "seeded_for_research_only": self.secret.is_public,
+            **({} if self.secret.is_public else {"secret_sha256": self.secret.sha256}),
             "by_round": {name: [line.get(name) for line in lines] for name in names},
         }
         write_json(self._path, content)
@@ -259,7 +271,8 @@ class LocalLedger(Ledger):
         )
 
     def _content(self, rounds: int) -> Tree:
-        done, end = self._most(rounds), self._most_at_end
+        counted = accounted_rounds(rounds, self._federated.num_rounds)
+        done, end = self._most(counted), self._most_at_end
         noun = self.unit.noun
         return {
             "kind": "local",
@@ -272,6 +285,7 @@ class LocalLedger(Ledger):
             **({"claim": SUBTRACTABLE} if self.secret.is_public else {}),
             "num_rounds": self._federated.num_rounds,
             "rounds_done": rounds,
+            "epsilon_spent_counts_rounds": counted,
             "delta": self.config.delta,
             "noise_multiplier": self.config.noise_multiplier,
             "epsilon_of_one_participation": self.config.epsilon,

@@ -246,7 +246,9 @@ def not_covered(
         "be given away; a tracker notes when it got a line",
         "other runs on the same data, with other seeds or of a sweep: each spends a budget of its own"
         + (f"; five like this one compose to {five_runs}" if five_runs else ""),
-        "floating-point rounding of the sums, and Philox, which is no cryptographic generator (Mironov 2012)",
+        "floating-point rounding of the sums, also where rounds that a kill undid are made again with the "
+        "same noise on another device, engine, number of workers or version of the code; and Philox, which "
+        "is no cryptographic generator (Mironov 2012)",
     ]
     if config.model.pretrained:
         out.append("the images on which the pretrained weights were trained")

@@ -24,7 +24,7 @@ from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.ledger import Ledger
-from benchmarks.secret import Secret, open_secret, public_secret, secret_path
+from benchmarks.secret import Secret, open_secret, public_secret, secret_path, statement_path
 from benchmarks.settings import AnyRun, Tree, config_tree, digest, read_yaml, tree_digest
 from benchmarks.tracking import Tracking
 from dataset.signals import Held
@@ -184,7 +184,8 @@ class Recorder:
 
     def _has_begun(self) -> bool:
         """Whether a run has left a step in the directory; a directory without one is free."""
-        kept = (self.directory / "results.json", self._last, checkpoint.previous(self._last))
+        results, statement = self.directory / "results.json", statement_path(self.directory)
+        kept = (results, statement, self._last, checkpoint.previous(self._last))
         begun = any(path.exists() for path in kept) or (
             self._metrics.exists() and self._metrics.stat().st_size > 0
         )
@@ -250,7 +251,8 @@ class Recorder:
             return None
         if privacy.noise_seed == "run":
             return public_secret(self.directory, config.seed)
-        return open_secret(self.directory, self.config_sha256, self.data_sha256)
+        precision = self.run.runtime.precision
+        return open_secret(self.directory, self.config_sha256, self.data_sha256, precision)
 
     def score(self, evaluation: Callable[[PyTorchModel], Metrics], model: PyTorchModel) -> Metrics:
         """The model's scores; how long it took is remembered, for `_foretell`."""
@@ -280,6 +282,8 @@ class Recorder:
         seconds, self._round_started = now - self._round_started, now
         line: Tree = {self.unit: step, "seconds": round(seconds, 4), **values}
         scored = self._val is not None
+        if self._main and self.ledger is not None:
+            self.ledger.cover(step + 1, self.history)
         self._write_line(line)
         self._bar.update(1)
         self._steps_here += 1
@@ -445,4 +449,6 @@ class Recorder:
 
     def history(self) -> list[Tree]:
         """All lines of ``metrics.jsonl``."""
+        if not self._metrics.exists():
+            return []
         return [json.loads(line) for line in self._metrics.read_text().splitlines()]

@@ -4,11 +4,15 @@ Whoever knows it can subtract the noise, so it is drawn from the operating syste
 ``checkpoint/noise_seed`` (readable by its owner alone) while the run lasts, and is deleted after the last
 file of the run is written. Three rules keep a round from being released with two different noises:
 
-* A secret is drawn only where nothing was released yet. A directory with a checkpoint or with lines of
-  ``metrics.jsonl``, but without its secret, is refused.
-* Every checkpoint holds SHA-256 of the secret, and is refused beside another one.
+* A secret is drawn only where nothing was released yet. A directory with a checkpoint, with lines of
+  ``metrics.jsonl``, or with ``privacy.json``, but without its secret, is refused.
+* Every checkpoint holds SHA-256 of the secret, as does ``privacy.json``, which is written before the first
+  line. Both are refused beside another secret.
 * The noise is drawn from (secret, config digest, data digest, round), and the file names both digests, so
   that a copied secret meets no other data.
+
+Rounds that a kill undid are made again with the same noise, so their sums must be the same as well: the
+difference of two sums with one noise has none. The file therefore names the precision of training too.
 """
 
 from __future__ import annotations
@@ -63,34 +67,43 @@ def secret_path(directory: Path) -> Path:
     return directory / "checkpoint" / "noise_seed"
 
 
+def statement_path(directory: Path) -> Path:
+    """Where a run says what it has spent."""
+    return directory / "privacy.json"
+
+
 def public_secret(directory: Path, seed: int) -> Secret:
     """Noise from the run's seed: anybody can draw it again, and subtract it."""
     drawn = derive(seed, "secret of the run")
     return Secret(drawn, derive(drawn, "cohorts"), None, secret_path(directory))
 
 
-def open_secret(directory: Path, config_sha256: str, data_sha256: str) -> Secret:
+def open_secret(directory: Path, config_sha256: str, data_sha256: str, precision: str = "fp32") -> Secret:
     """The directory's secret, drawn if no round was released yet.
 
     Worker 0 reads the file and sends the secret to the others.
 
     Raises:
         ValueError: when the directory has rounds but no secret, or when the secret is damaged or belongs to
-            another config or other data.
+            another config, other data or other rounds, or when these were trained in another precision.
     """
     path = secret_path(directory)
     keys = (config_sha256, data_sha256)
-    text = str(from_main(_read(directory, path, keys) if is_main() else None))
+    text = str(from_main(_read(directory, path, keys, precision) if is_main() else None))
     drawn = int(text)
     return Secret(
         noise_seed=derive(drawn, "noise", *keys),
         cohort_seed=derive(drawn, "cohorts", *keys),
-        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        sha256=_sha256(text),
         path=path,
     )
 
 
-def _read(directory: Path, path: Path, keys: tuple[str, str]) -> str:
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(directory: Path, path: Path, keys: tuple[str, str], precision: str) -> str:
     released = _released(directory)
     if not path.exists():
         if released:
@@ -98,36 +111,55 @@ def _read(directory: Path, path: Path, keys: tuple[str, str]) -> str:
                 f"{path} is missing, but {directory} holds rounds that were made with it, and with a new "
                 "secret they would be released a second time: restore the file, or choose another --run_dir"
             )
-        return _draw(path, keys)
+        return _draw(path, keys, precision)
     try:
         held = json.loads(path.read_bytes())
         text, found = str(int(held["secret"])), (held["config_sha256"], held["data_sha256"])
-    except (ValueError, KeyError, TypeError):
+        trained = held.get("precision", precision)
+    except (ValueError, KeyError, TypeError, AttributeError):
         if not released:
-            return _draw(path, keys)
+            return _draw(path, keys, precision)
         raise ValueError(
             f"{path} is damaged, or of an older version: restore it, or choose another --run_dir"
         ) from None
-    if found == keys:
-        return text
     if not released:
-        return _draw(path, keys)
-    raise ValueError(
-        f"{path} belongs to a run of another config or on other data, and no secret is used twice: "
-        "choose another --run_dir"
-    )
+        return text if (*found, trained) == (*keys, precision) else _draw(path, keys, precision)
+    if found != keys:
+        raise ValueError(
+            f"{path} belongs to a run of another config or on other data, and no secret is used twice: "
+            "choose another --run_dir"
+        )
+    statement = statement_path(directory)
+    stated = checkpoint.read_json(statement).get("secret_sha256") if statement.exists() else None
+    if stated not in (None, _sha256(text)):
+        raise ValueError(
+            f"{path} is not the secret that {statement} was written with, so rounds would be released again "
+            "with other noise: restore the file, or choose another --run_dir"
+        )
+    if trained != precision:
+        raise ValueError(
+            f"{directory} holds rounds that were trained with runtime.precision {trained}, and rounds made "
+            f"again with {precision} and the same noise would show their difference without noise: set "
+            f"runtime.precision to {trained}, or choose another --run_dir"
+        )
+    return text
 
 
-def _draw(path: Path, keys: tuple[str, str]) -> str:
+def _draw(path: Path, keys: tuple[str, str], precision: str) -> str:
     text = str(secrets.randbits(128))
-    content = {"secret": text, "config_sha256": keys[0], "data_sha256": keys[1]}
+    content = {
+        "secret": text,
+        "config_sha256": keys[0],
+        "data_sha256": keys[1],
+        "precision": precision,
+    }
     checkpoint.write_bytes(path, json.dumps(content).encode(), mode=0o600)
     return text
 
 
 def _released(directory: Path) -> bool:
-    """Whether the directory holds a round: a checkpoint, or a line of metrics."""
+    """Whether the directory holds a round: a checkpoint, a line of metrics, or what was spent."""
     last, lines = directory / "checkpoint" / "last.safetensors", directory / "metrics.jsonl"
-    if last.exists() or checkpoint.previous(last).exists():
+    if any(path.exists() for path in (last, checkpoint.previous(last), statement_path(directory))):
         return True
     return lines.exists() and lines.stat().st_size > 0

@@ -33,6 +33,12 @@ Mechanism = Literal["gaussian", "adaptive"]
 ACCOUNTINGS = 20  # so often at most is what was spent computed in a run
 
 
+def accounted_rounds(rounds: int, num_rounds: int) -> int:
+    """``rounds``, rounded up to one of `ACCOUNTINGS` equal steps, so that epsilon is never too low."""
+    step = -(-num_rounds // ACCOUNTINGS)
+    return min(-(-rounds // step) * step, num_rounds)
+
+
 @dataclass(frozen=True)
 class System:
     """Private training as an accountant sees it: who could take part, how many do, how much noise."""
@@ -340,9 +346,8 @@ class Calibration:
         return self.simulated.epsilon_after(rounds)
 
     def accounted_rounds(self, rounds: int) -> int:
-        """``rounds``, rounded up to one of `ACCOUNTINGS` equal steps, so that epsilon is never too low."""
-        step = -(-self.num_rounds // ACCOUNTINGS)
-        return min(-(-rounds // step) * step, self.num_rounds)
+        """`accounted_rounds` of this run's."""
+        return accounted_rounds(rounds, self.num_rounds)
 
     def refuse_round(self, round_number: int) -> None:
         """Raise ValueError when round ``round_number`` (from 0) lies beyond the budget."""

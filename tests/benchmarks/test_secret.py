@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import experiment
+from benchmarks.flair.config import parse
+from benchmarks.ledger import CentralLedger
+from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.recorder import Recorder
 from benchmarks.secret import open_secret, public_secret, secret_path
 from pfl_ext.privacy import NoisyMean
@@ -97,10 +100,84 @@ def test_a_checkpoint_is_refused_beside_another_secret(
     held = json.loads(secret_path(killed).read_text())
     secret_path(killed).write_text(json.dumps({**held, "secret": "12345"}))
     train(*SHORT, code=2)
+    assert "is not the secret that" in last_line(capsys)
+    (killed / "privacy.json").unlink()  # the checkpoint knows as well
+    train(*SHORT, code=2)
     assert "is not the secret that the checkpoint" in last_line(capsys)
     secret_path(killed).write_text("12345")
     train(*SHORT, code=2)
     assert "damaged, or of an older version" in last_line(capsys)
+
+
+@pytest.fixture(scope="module")
+def killed_early_once(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private run that stopped with two lines of ``metrics.jsonl``, before its first checkpoint."""
+    real = Recorder.step_done
+
+    def stopped(self: Recorder, step: int, *given: Any) -> None:
+        real(self, step, *given)
+        if step == 1:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "step_done", stopped)
+        return train_into(tmp_path_factory.mktemp("runs") / "early", mini_file, *EARLY, code=130)
+
+
+EARLY = (*PRIVATE, "--runtime.checkpoint_every=100", "--federated.num_rounds=40")
+
+
+@pytest.fixture
+def killed_early(killed_early_once: Path, tmp_path: Path) -> Path:
+    """The directory of `train`, with a copy of the run that was killed early."""
+    return Path(shutil.copytree(killed_early_once, tmp_path / "run"))
+
+
+def test_what_was_spent_counts_every_line_that_was_written(killed_early: Path) -> None:
+    told = json.loads((killed_early / "privacy.json").read_text())
+    assert len(lines(killed_early)) == 2
+    assert told["epsilon_spent_counts_rounds"] == 2, "a fortieth is accounted for in steps of two"
+    assert told["simulated_system"]["epsilon_spent"] > 0
+    assert "paragraph" not in told
+
+
+def test_another_secret_is_refused_before_the_first_checkpoint_as_well(
+    killed_early: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = json.loads(secret_path(killed_early).read_text())
+    secret_path(killed_early).write_text(json.dumps({**held, "secret": "12345"}))
+    train(*EARLY, code=2)
+    assert "is not the secret that" in last_line(capsys)
+    secret_path(killed_early).unlink()
+    (killed_early / "metrics.jsonl").unlink()
+    train(*EARLY, code=2)  # privacy.json is there: rounds were released
+    assert "noise_seed is missing" in last_line(capsys)
+
+
+def test_rounds_are_not_made_again_in_another_precision_with_the_same_noise(
+    killed_early: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The difference of two sums with one noise has no noise: of a round in float32 and in bfloat16."""
+    before = secret_path(killed_early).read_bytes()
+    train(*EARLY, "--runtime.precision=bf16", code=2)
+    assert "set runtime.precision to fp32" in last_line(capsys)
+    assert secret_path(killed_early).read_bytes() == before
+
+
+def test_what_was_spent_is_not_taken_back_by_a_kill(tmp_path: Path) -> None:
+    """Rounds that a kill undid were released, and stay counted while they are made again."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    secret = open_secret(directory, "config", "data")
+    config = parse([*EARLY, "--federated.cohort_size=4"]).config
+
+    def ledger() -> CentralLedger:
+        return CentralLedger(config, 12, ProtectedUnit(), secret, directory)
+
+    ledger().write(9, [])
+    ledger().write(4, [])
+    told = json.loads((directory / "privacy.json").read_text())
+    assert (told["rounds_done"], told["epsilon_spent_counts_rounds"]) == (9, 10)
 
 
 def test_a_secret_that_a_kill_left_beside_results_is_deleted(killed: Path, train: Train) -> None:
