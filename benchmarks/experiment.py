@@ -279,9 +279,9 @@ def _write_results(
         "model_sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
         "model_probe": probe_checksum(module),
     }
-    experiment.draw(results, title, directory / "plots")
     if recorder.ledger is not None:
-        results = recorder.ledger.results(results)
+        results = recorder.ledger.results(results)  # before pictures are made of them
+    experiment.draw(results, title, directory / "plots")
     checkpoint.write_json(directory / "results.json", results)
     if recorder.ledger is not None:
         recorder.ledger.secret.close()

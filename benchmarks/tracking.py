@@ -91,6 +91,7 @@ class WandbBackend:
         import wandb  # not at the top: it takes a second, and most runs do without
 
         self._wandb, self._artifact, runtime = wandb, run.runtime.artifact, run.runtime
+        public = run.config.privacy is not None and run.config.privacy.release == "public"
         quiet: Tree = {"silent": True, "show_errors": False, "show_warnings": False}
         wandb.setup(settings=wandb.Settings(**quiet))
         self._run = wandb.init(
@@ -108,6 +109,7 @@ class WandbBackend:
                 console="off",
                 save_code=False,
                 x_save_requirements=False,
+                x_disable_stats=public,  # the machine's load depends on the cohorts and their images
                 init_timeout=INIT_SECONDS,
                 finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,

@@ -195,7 +195,9 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
     made = variant(config)
     out = []
     if not data:
-        out.append("the data file cannot be opened, so it is not known whether it is FLAIR")
+        released = config.privacy is not None and config.privacy.release == "public"
+        why = "a public release does not describe the data" if released else "the data file cannot be opened"
+        out.append(f"{why}, so it is not known whether it is FLAIR")
     elif not is_flair(data):
         out.append("the data set is not FLAIR")
         labels = len(results["per_class_ap"])

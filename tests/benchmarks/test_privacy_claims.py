@@ -86,7 +86,9 @@ WIDE = (*SHORT, "--privacy.mechanism=gaussian", "--privacy.noise_population=none
 
 def test_no_guarantee_is_claimed_of_noise_that_anybody_can_subtract(tmp_path: Path) -> None:
     assert "no protection" in written(tmp_path, *WIDE)["claim"]
-    assert written(tmp_path / "secret", *WIDE, secret=True)["claim"].startswith("as_executed is the guarantee")
+    assert written(tmp_path / "secret", *WIDE, secret=True)["claim"].startswith(
+        "as_executed is the guarantee"
+    )
 
 
 def test_a_finished_paragraph_does_not_say_that_the_secret_is_gone_while_it_lies_there(

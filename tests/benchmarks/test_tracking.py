@@ -19,10 +19,13 @@ from tensorboardX.proto.event_pb2 import Event
 from wandb.proto import wandb_internal_pb2
 
 from benchmarks import recorder, tracking
+from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import Run, parse
+from benchmarks.ledger import PUBLIC_RESULTS
 from benchmarks.settings import Tree
 from benchmarks.tracking import Tracking, flat, has_wandb_key
 from tests.benchmarks.conftest import Train
+from tests.benchmarks.test_private import REAL
 
 KEY = "deadbeef" * 5  # wandb takes 40 characters for a key
 LINES: list[Tree] = [
@@ -98,6 +101,26 @@ def wanted(directory: Path, backend: str, *argv: str) -> Run:
 
 def lines_of(directory: Path) -> list[Tree]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_public_release_shows_trackers_and_pictures_nothing_of_the_training_images(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No counts for a picture to be made of, and no load of the machine, which depends on the cohorts."""
+    drawn: list[set[str]] = []
+    real = flair_results.draw
+
+    def watched(config: Any, results: Tree, title: str, folder: Path) -> None:
+        drawn.append(set(results))
+        real(config, results, title, folder)
+
+    monkeypatch.setattr(flair_results, "draw", watched)
+    directory = train(*REAL, "--privacy.release=public", "--runtime.track=wandb", "--federated.num_rounds=2")
+    assert drawn
+    assert drawn[0] <= set(PUBLIC_RESULTS)
+    kinds = {record.WhichOneof("record_type") for record in wandb_records(directory)}
+    assert "history" in kinds
+    assert "stats" not in kinds
 
 
 def test_numbers_are_flattened_and_the_rest_left_out() -> None:
