@@ -30,7 +30,10 @@ from tests.card import card
 )
 def test_a_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
     arch, *argv = words.split()
-    common = ("--local.batch_size=4", "--runtime.lanes=1")
+    stock = "--runtime.engine=stock" in argv
+    federated = "--config=c-r-17" not in argv
+    common = ["--local.batch_size=4"] if federated else []
+    common += ["--runtime.lanes=1"] if federated and not stock else []
 
     def scores(name: str, *more: str) -> dict[str, Any]:
         found = json.loads(
@@ -38,7 +41,7 @@ def test_a_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
         )
         return {split: found[split] for split in ("val", "test")}
 
-    theirs = scores("cpu", "--runtime.cpu_kernels=false")
+    theirs = scores("cpu", *([] if stock else ["--runtime.cpu_kernels=false"]))
     with card():
         ours = scores("card", "--runtime.device=cuda")
     for split in ("val", "test"):

@@ -211,6 +211,7 @@ TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.")
 NOT_OF_THE_SUM = (
     "privacy.accountant",
     "privacy.noise",
+    "privacy.release",
     "runtime.track",
     "runtime.artifact",
     "runtime.progress",
