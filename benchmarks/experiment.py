@@ -155,7 +155,7 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
         experiment = opened(file)
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
-        recorder.followed = experiment.followed
+        recorder.followed, recorder.content_sha256 = experiment.followed, file.content_sha256
         results = recorder.finished()
         if results is None:
             module = _refused_or_built(run, experiment)

@@ -143,6 +143,8 @@ class Recorder:
         self.held = Held()
         self.ended = False
         self.data_sha256 = data_sha256
+        self.content_sha256: Callable[[], str] | None = None
+        """Of every byte that a private run learns from, where ``data_sha256`` leaves out pixels."""
         self.tracking: Tracking | None = None
         self._val: dict[str, float] | None = None
         self._last = directory / "checkpoint" / "last.safetensors"
@@ -252,7 +254,8 @@ class Recorder:
         if privacy.noise_seed == "run":
             return public_secret(self.directory, config.seed)
         precision = self.run.runtime.precision
-        return open_secret(self.directory, self.config_sha256, self.data_sha256, precision)
+        data = self.data_sha256 if self.content_sha256 is None else self.content_sha256()
+        return open_secret(self.directory, self.config_sha256, data, precision)
 
     def score(self, evaluation: Callable[[PyTorchModel], Metrics], model: PyTorchModel) -> Metrics:
         """The model's scores; how long it took is remembered, for `_foretell`."""

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from pfl_ext.privacy_epsilon import (
+    LEAST_DELTA,
     PAPER_ORDERS,
     RELATIONS,
     Accountant,
@@ -233,6 +234,12 @@ class PrivacyConfig:
             raise ValueError(
                 f"privacy.delta is {delta:g}, not below one in {population} users, which lets a mechanism "
                 "publish a user outright: lower it"
+            )
+        if delta < LEAST_DELTA and self.accountant == "pld":
+            raise ValueError(
+                f"privacy.delta is {delta:g}, below {LEAST_DELTA:g}, which PLD accounting cannot tell from "
+                "its rounding, so that it would ask for far too much noise: raise it, or set "
+                "privacy.accountant to rdp"
             )
         multiplier = self._multiplier(noise_population, noise_cohort, num_rounds, delta)
 

@@ -46,6 +46,9 @@ from pfl_ext.privacy_mechanisms import (
 )
 from pfl_ext.randomness import derive, stream
 
+LARGEST_EPSILON = 1e5  # no accounting computes with more, and there is no privacy long before
+LEAST_MULTIPLIER = 2e-3  # of noise; dp-accounting finds no epsilon for less Laplace noise, or overflows
+
 
 def laplace_sum(seed: int, size: int, users: int, threads: int = 1) -> Tensor:
     """``[size]`` float32, each the sum of ``users`` independent Laplace variables of scale 1.
@@ -126,8 +129,11 @@ class LocalPrivacyConfig:
     composed, of either."""
 
     def __post_init__(self) -> None:
-        if not (self.epsilon > 0 and math.isfinite(self.epsilon)):
-            raise ValueError(f"local_privacy.epsilon is {self.epsilon}: it must be positive and finite")
+        if not 0 < self.epsilon <= LARGEST_EPSILON:
+            raise ValueError(
+                f"local_privacy.epsilon is {self.epsilon}: it must be positive and at most "
+                f"{LARGEST_EPSILON:g}"
+            )
         if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
             raise ValueError(
                 f"local_privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}"
@@ -160,6 +166,8 @@ class LocalPrivacyConfig:
 def _composed(mechanism: str, multiplier: float, participations: int, delta: float) -> float:
     if participations == 0:
         return 0.0
+    if multiplier < LEAST_MULTIPLIER:
+        return math.inf
     events = {"laplace": dp_accounting.LaplaceDpEvent, "gaussian": dp_accounting.GaussianDpEvent}
     ledger = PLDAccountant(value_discretization_interval=1e-4 * max(1.0, multiplier**-2))
     return float(ledger.compose(events[mechanism](multiplier), participations).get_epsilon(delta))

@@ -113,6 +113,13 @@ class FlairFile:
                 digest.update(labels.indptr.tobytes() + labels.indices.tobytes())
         return digest.hexdigest()
 
+    def content_sha256(self) -> str:
+        """SHA-256 of the content; of a file of another make, of all its bytes: it is read once."""
+        if isinstance(self._reader, NativeReader):
+            return self._reader.content_sha256
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
         """Label name -> column of a taxonomy, alphabetical."""
         if taxonomy not in TAXONOMIES:

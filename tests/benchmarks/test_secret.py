@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 
 from benchmarks import experiment
@@ -16,10 +17,12 @@ from benchmarks.ledger import CentralLedger
 from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.recorder import Recorder
 from benchmarks.secret import open_secret, public_secret, secret_path
+from dataset.flair.hdf5 import FlairFile
 from pfl_ext.privacy import NoisyMean
 from tests.benchmarks.conftest import Train, train_into
 from tests.benchmarks.test_private import PRIVATE
 from tests.benchmarks.test_train import lines, results
+from tests.dataset.drawn import records, write_predecessor
 
 SHORT = (*PRIVATE, "--runtime.checkpoint_every=2", "--federated.num_rounds=3")
 
@@ -217,3 +220,23 @@ def test_the_runs_seed_is_no_secret(tmp_path: Path) -> None:
     assert public_secret(tmp_path, 3).is_public
     assert public_secret(tmp_path, 3) == public_secret(tmp_path, 3)
     assert not secret_path(tmp_path).exists()
+
+
+def test_no_noise_is_used_again_where_only_pixels_differ(
+    tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of another make are told apart by size and labels elsewhere; noise needs every byte of them."""
+    data = write_predecessor(tmp_path / "f.h5", records(), "pfl", True)
+    argv = (*SHORT, "--privacy.noise_cohort_size=none", f"--data_path={data}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        train(*argv, code=130)
+    with FlairFile(data) as before:
+        known = before.fingerprint
+    with h5py.File(data, "r+") as file:
+        images = next(iter(file["train"].values()))["images"]
+        images[...] = 255 - images[()]
+    with FlairFile(data) as after:
+        assert after.fingerprint == known
+    train(*argv, code=2)
+    assert "on other data, and no secret is used twice" in last_line(capsys)

@@ -151,3 +151,11 @@ def test_a_local_run_resumes_releases_no_round_twice_and_ends() -> None:
     assert torch.equal(release(resumed, updates, 2)[0], means[2])
     with pytest.raises(ValueError, match="beyond the 3 rounds"):
         release(resumed, updates, 3)
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+@pytest.mark.parametrize("epsilon", [1e3, 1e4, 1e5])
+def test_an_epsilon_without_privacy_has_an_account_nonetheless(mechanism: Any, epsilon: float) -> None:
+    config = LocalPrivacyConfig(mechanism, epsilon=epsilon, delta=1e-3)
+    assert config.epsilon_after(2, 1e-3) >= config.epsilon_after(1, 1e-3) >= epsilon
+    assert config.epsilon_after(0, 1e-3) == 0
