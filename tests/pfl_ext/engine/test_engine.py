@@ -78,9 +78,18 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
     assert our_weight == weight
-    assert distance(ours, theirs) <= rounding_of(setting)
-    told = {str(name): str(value) for name, value in our_metrics}
-    assert {k: told[k] for k in told if "learning" not in k} == {str(n): str(v) for n, v in metrics}
+    rounding = rounding_of(setting)
+    assert distance(ours, theirs) <= rounding
+    told = {str(name): value for name, value in our_metrics if "learning" not in str(name)}
+    expected = {str(name): value for name, value in metrics}
+    assert told.keys() == expected.keys()
+    for name, value in expected.items():
+        if name != "training loss":
+            assert str(told[name]) == str(value), name
+        else:  # five layers err by the root of their 72 terms or fewer, and the trained weights by the above
+            margin = 2 * 5 * 9 * 2**-24 + rounding
+            assert told[name].overall_value == pytest.approx(value.overall_value, rel=margin)
+            assert told[name].weight == value.weight
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
