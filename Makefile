@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 
 help: ## this list
@@ -91,9 +91,12 @@ flair-sweep: workers-given $(READY) ## search: SWEEP=learning-rates | cohort | c
 
 # Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
+dataset-given:
+	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks) ;; \
+	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist or landmarks" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
 
-vision-data: $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
+vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 vision-fl: $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F

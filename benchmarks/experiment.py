@@ -157,12 +157,15 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
         recorder.followed, recorder.content_sha256 = experiment.followed, file.content_sha256
         results = recorder.finished()
+        had_ended = results is not None
         if results is None:
             module = _refused_or_built(run, experiment)
             with sole_owner(directory):
                 results = recorder.finished() or _train(run, experiment, recorder, module, file, data_path)
                 recorder.tidy()
     if results is not None and is_main():
+        if had_ended:
+            print(f"this run had ended before; its results, from {directory}:")
         by = config.evaluation.best_by
         chosen = "is the last" if by == "last" else f"was best on val by {by}"
         print(

@@ -121,6 +121,10 @@ class Ledger(ABC):
     def _summary(self) -> str:
         """What is promised, in one line."""
 
+    def _warning(self) -> str | None:
+        """What is weak about it, if anything is."""
+        return None
+
     @abstractmethod
     def _content(self, rounds: int) -> Tree:
         """What ``privacy.json`` says of the guarantee after so many rounds."""
@@ -134,6 +138,8 @@ class Ledger(ABC):
         research = "; noise from the run's seed: for research only" if self.secret.is_public else ""
         if is_main():
             print(self._summary() + research, file=sys.stderr)
+            if warning := self._warning():
+                print(f"WARNING: {warning}", file=sys.stderr)
 
     def cover(self, rounds: int, history: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """See that ``privacy.json`` counts so many rounds, before anything of the last of them is written."""
@@ -200,8 +206,11 @@ class CentralLedger(Ledger):
                 f"{describe_epsilon(made.epsilon_executed)}; set privacy.noise_cohort_size and "
                 "privacy.noise_population to none for a guarantee of this run"
             )
-        warning = weak_delta(system.delta, system.population, noun)
-        return text + (f"; WARNING: {warning}" if warning else "")
+        return text
+
+    def _warning(self) -> str | None:
+        system = self.calibration.simulated
+        return weak_delta(system.delta, system.population, self.unit.noun)
 
     def _five_runs(self) -> str:
         system = self.calibration.simulated
@@ -210,7 +219,7 @@ class CentralLedger(Ledger):
 
     def _content(self, rounds: int) -> Tree:
         made = self.calibration
-        warning = weak_delta(made.simulated.delta, made.simulated.population, self.unit.noun)
+        warning = self._warning()
         return {
             "kind": "central",
             **made.to_json(rounds, self.unit.noun),

@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -510,15 +511,18 @@ class Benchmark(Generic[C_co]):
 
     def usage(self) -> str:
         """Every key with its default, for ``--help``."""
-        macros = f"  --recipe {'|'.join(self.recipes)}" if self.recipes else " "
+        recipes = f"  --recipe A or A+B        sets of switches: {', '.join(self.recipes)}"
         lines = [
-            f"  --config NAME_OR_YAML    a shipped config: {', '.join(self.settings)}",
+            f"  --config NAME_OR_YAML    a YAML file, or a shipped config: {', '.join(self.settings)}",
             "  --data_path FILE         an HDF5 file that this benchmark's download_preprocess made",
             "  --run_dir DIR            where the run's files go; {digest} in it stands for the config",
             "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
             "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
-            f"{macros}  --scale {'|'.join(self.scales)}   sets of switches, see config.py and configs/scales",
+            *([recipes] if self.recipes else []),
+            f"  --scale {'|'.join(self.scales):<17}laid over a config for little data on a CPU",
         ]
+        indent = " " * 27
+        lines = [textwrap.fill(line, 112, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
 
         own = dotted(self.protocol)
 

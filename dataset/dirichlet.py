@@ -125,12 +125,12 @@ def meaning(partition: str | None, num_classes: int) -> str:
         return ""
     if found[1] == "per-class":
         return (
-            f"alpha {alpha:g} is per class, as in Flower, FedML and pfl; in total over the {num_classes} "
-            f"classes, as in Hsu, Qi and Brown, it is {alpha * num_classes:g}"
+            f"alpha {alpha:g} is per class (as in Flower, FedML, pfl); the total over the {num_classes} "
+            f"classes (as in Hsu, Qi, Brown) is {alpha * num_classes:g}"
         )
     return (
-        f"alpha {alpha:g} is the total over the {num_classes} classes, as in Hsu, Qi and Brown; per class, "
-        f"as in Flower, FedML and pfl, it is {alpha / num_classes:g}"
+        f"alpha {alpha:g} is the total over the {num_classes} classes (as in Hsu, Qi, Brown); per class "
+        f"(as in Flower, FedML, pfl) it is {alpha / num_classes:g}"
     )
 
 

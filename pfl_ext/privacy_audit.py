@@ -1,6 +1,6 @@
 """An audit of private training, and of the audit itself: ``python -m pfl_ext.privacy_audit``.
 
-The command prints which of the defects below are convicted at which claims of epsilon, with the lower bound
+The command prints which known defects are convicted at which claims of epsilon, with the lower bound
 of epsilon that was found. A defect is a mistake that private training could make, put on purpose into the
 functions that production calls; without one, nothing may be convicted. See `pfl_ext.privacy_bounds` for what
 is proved, and `pfl_ext.privacy_canaries` for how.
@@ -9,13 +9,14 @@ is proved, and `pfl_ext.privacy_canaries` for how.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -288,13 +289,39 @@ def table(sampler: Sampler, claims: Sequence[float], names: str = "") -> str:
     return "\n".join(lines)
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m pfl_ext.privacy_audit", description=__doc__)
-    parser.add_argument("--samplers", nargs="+", choices=list(SHARES), default=list(SHARES))
-    parser.add_argument("--claims", nargs="+", type=float, default=list(CLAIMS), metavar="EPSILON")
-    parser.add_argument("--defect", default="", metavar="WORDS", help="only those whose name has these words")
+    parser = _OneLineParser(prog="python -m pfl_ext.privacy_audit", description=__doc__)
+    parser.add_argument(
+        "--samplers",
+        nargs="+",
+        choices=list(SHARES),
+        default=list(SHARES),
+        help="default: all; a table for each",
+    )
+    parser.add_argument(
+        "--claims",
+        nargs="+",
+        type=float,
+        default=list(CLAIMS),
+        metavar="EPSILON",
+        help=f"default: {' '.join(f'{claim:g}' for claim in CLAIMS)}; a column for each",
+    )
+    parser.add_argument(
+        "--defect", default="", metavar="WORDS", help="only defects whose name has these words; default: all"
+    )
     options = parser.parse_args(arguments)
+    if not all(0 < claim < math.inf for claim in options.claims):
+        parser.error("argument --claims: give numbers above 0")
+    names = [defect.name for defect in DEFECTS if not {*options.samplers}.isdisjoint(defect.samplers)]
+    if not any(options.defect in name for name in names):
+        known = "; ".join(dict.fromkeys(names))
+        parser.error(f"argument --defect: no name has the words {options.defect!r}; choose from {known}")
     start = time.time()
     size = Directions(COLUMNS).size
     print(

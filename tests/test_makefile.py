@@ -66,6 +66,14 @@ def test_a_given_data_file_that_does_not_exist_ends_in_one_line(tmp_path: Path) 
     assert ended.stdout == ""
 
 
+def test_a_data_set_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """It ended with Python's message on a module that is missing."""
+    ended = make(tmp_path, "vision-data", "DATASET=cifar11")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: DATASET is 'cifar11': choose cifar10, ")
+    assert not (tmp_path / "asked").exists()
+
+
 @pytest.mark.parametrize("target", ["flair-fl", "flair-pfl", "flair-sweep", "vision-fl", "vision-sweep"])
 @pytest.mark.parametrize("given", ["NP=abc", "NP=0", "NP=-2", "NP=1.5", "NP=", "NNODES=two", "LAUNCHER=mpi"])
 def test_a_wrong_number_of_workers_is_refused_before_anything_starts(

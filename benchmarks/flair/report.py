@@ -142,7 +142,7 @@ def markdown(report: Report) -> str:
         absent = dict.fromkeys(
             classes_without_positives(run.results or {}) for row in rows for run in row.runs
         )
-        lines += [text + line for text in absent if text for line in (".", "")]
+        lines += [line for text in absent if text for line in (f"{text}.", "")]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
         if missing:

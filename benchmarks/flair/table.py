@@ -224,8 +224,9 @@ def classes_without_positives(results: Tree) -> str:
         return ""
     number = len(results["prevalence"])
     names = ", ".join(absent[:5]) + (", ..." if absent[5:] else "")
+    have, count = ("has", "counts") if len(absent) == 1 else ("have", "count")
     return (
-        f"{len(absent):,} of {number:,} classes have no positive on test ({names}) and count 0: "
+        f"{len(absent):,} of {number:,} classes {have} no positive on test ({names}) and {count} 0: "
         f"C-AP, C-P, C-R and C-F1 are at most {100 * (number - len(absent)) / number:.1f}"
     )
 

@@ -107,11 +107,19 @@ def read_run(directory: Path) -> FinishedRun:
         raise ValueError(f"{directory} has not ended")
     try:
         results = read_json(directory / "results.json")
-        if "accuracy" not in results["test"]:
-            raise ValueError("it is of another benchmark")
+        is_another = "accuracy" not in results["test"]
+    except DAMAGE as fault:
+        raise _unreadable(directory, fault) from None
+    if is_another:
+        raise ValueError(f"{directory} is a run of another benchmark")
+    try:
         config = config_tree(VISION.read(read_yaml(directory / "config.yaml"), "config.yaml"))
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         return FinishedRun(directory, config, results, read_curve(lines))
     except DAMAGE as fault:
-        text = " ".join(str(fault).split())
-        raise ValueError(f"{directory} cannot be read: {type(fault).__name__}: {text}") from None
+        raise _unreadable(directory, fault) from None
+
+
+def _unreadable(directory: Path, fault: BaseException) -> ValueError:
+    text = " ".join(str(fault).split())
+    return ValueError(f"{directory} cannot be read: {type(fault).__name__}: {text}")

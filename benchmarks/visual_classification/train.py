@@ -1,7 +1,6 @@
 """Train and evaluate one setting of federated visual classification.
 
-    python -m benchmarks.visual_classification.train --config cifar10-fedavgm --data_path data/cifar10.hdf5 \
-        --data.partition alpha-0.10
+    python -m benchmarks.visual_classification.train --config cifar10-fedavgm --data.partition alpha-0.10
 
 A file of single-label images by user: those of dataset.cifar10, cifar100, inaturalist and landmarks, or a
 FLAIR file, of which the images with exactly one label take part. Without one, the embedded mini data set is

@@ -119,7 +119,7 @@ CALLS = [
     ("vision", "nowhere", "nowhere is no directory"),
     ("vision", "empty", "empty holds no run"),
     ("vision", "half", "half has not ended"),
-    ("vision", "whole", "it is of another benchmark"),
+    ("vision", "whole", "whole is a run of another benchmark"),
     ("vision", "vision_cut", "vision_cut cannot be read"),
     ("vision", "vision --rounds=a", "--rounds is 'a': give whole numbers"),
     ("vision", "vision --batches=", "--batches is ''"),

@@ -68,7 +68,7 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
     assert f"by RDP, a looser check, {told['simulated_system']['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
     assert "set privacy.noise_cohort_size and privacy.noise_population to none" in summary
-    assert "WARNING: delta is 0.01, which is large" in summary
+    assert "\nWARNING: delta is 0.01, which is large" in summary
     assert told["as_executed"]["epsilon_at_end"] == told["as_executed"]["mu_gdp"] == "infinite"
     assert "research only" not in summary
 

@@ -143,11 +143,12 @@ def test_classes_without_a_positive_on_test_are_named_with_the_ceiling_that_they
     targets = np.array([[1, 0, 0], [0, 1, 0]], np.bool_)
     perfect = summarise(scores, targets)
     told = (
-        "1 of 3 classes have no positive on test (fire) and count 0: C-AP, C-P, C-R and C-F1 are at most 66.7"
+        "1 of 3 classes has no positive on test (fire) and counts 0: C-AP, C-P, C-R and C-F1 are at most 66.7"
     )
     assert {round(perfect[name], 1) for name in ("C-AP", "C-P", "C-R", "C-F1")} == {66.7}
     directory = make_run(tmp_path / "a", prevalence={"animal": 0.5, "food": 0.5, "fire": 0.0})
-    assert told in markdown(collect([tmp_path]))
+    assert markdown(collect([tmp_path])).splitlines().count(f"{told}.") == 1
+    assert markdown(collect([tmp_path])).count(told) == 1
     results = json.loads((directory / "results.json").read_text())
     show(parse([]).config, {**results, "last": {"test": results["test"]}})
     assert told in capsys.readouterr().out

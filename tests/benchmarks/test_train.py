@@ -289,6 +289,7 @@ def test_a_finished_run_is_shown_again_and_not_repeated(
     assert (directory / "results.json").read_bytes() == before
     shown = capsys.readouterr().out
     assert "training FL-R-17" not in shown
+    assert f"this run had ended before; its results, from {directory}:" in shown
     assert "test, best model" in shown
 
 

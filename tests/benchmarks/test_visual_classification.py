@@ -225,8 +225,8 @@ def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
     "name, told",
     [
         ("alpha-0.30", "alpha 0.3 is the total over the 10 classes"),
-        ("dirichlet-total-0.3-seed-0", "per class, as in Flower, FedML and pfl, it is 0.03"),
-        ("dirichlet-per-class-0.03-seed-0", "alpha 0.03 is per class, as in Flower, FedML and pfl"),
+        ("dirichlet-total-0.3-seed-0", "per class (as in Flower, FedML, pfl) it is 0.03"),
+        ("dirichlet-per-class-0.03-seed-0", "alpha 0.03 is per class (as in Flower, FedML, pfl)"),
         ("users", ""),
     ],
 )

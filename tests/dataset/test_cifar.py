@@ -118,8 +118,8 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
     assert run(partition_statistics.main, [str(path)]) == 0
     compared = capsys.readouterr().out
     for text in (made, described, compared):
-        assert "alpha 0.3 is per class, as in Flower, FedML and pfl; in total over the 10 classes" in text
-        assert "alpha 0.3 is the total over the 10 classes, as in Hsu, Qi and Brown; per class" in text
+        assert "alpha 0.3 is per class (as in Flower, FedML, pfl); the total over the 10 classes" in text
+        assert "alpha 0.3 is the total over the 10 classes (as in Hsu, Qi, Brown); per class" in text
     assert make(CIFAR10, tmp_path / "old.hdf5", *source, *size, "--alphas", "0.3") == 0
     assert capsys.readouterr().err.startswith(
         "--alphas is the old name of --dirichlet_total: alpha is the sum"

@@ -193,3 +193,28 @@ def test_two_workers_with_the_engine_release_what_one_releases(by_worker: dict[s
 def test_the_command_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--samplers", "cyclic", "--claims", "1", "--defect", "same noise"])
     assert "| the same noise every round | **yes**, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["--defect", "no such thing"],
+            "has the words 'no such thing'; choose from none; noise divided",
+        ),
+        (["--samplers", "fixed", "--defect", "votes"], "no name has the words 'votes'"),
+        (["--claims", "0"], "argument --claims: give numbers above 0"),
+        (["--samplers", "nope"], "invalid choice: 'nope'"),
+    ],
+)
+def test_a_bad_call_of_the_audit_is_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
