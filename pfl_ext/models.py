@@ -395,7 +395,7 @@ class ImageClassifier(nn.Module):
         """The objective's loss of a batch; ``targets`` ``[B, K]``."""
         loss = self.objective.loss(self(images, boxes), targets)
         if self.noted is not None:
-            self.noted.append((loss.detach(), len(images)))
+            self.noted.append((loss.detach().clone(), len(images)))  # pfl adds to its loss in place
         return loss
 
     @torch.no_grad()

@@ -73,7 +73,9 @@ def test_a_card_trains_privately_as_a_cpu_does(clipping: Clipping, fuse: bool) -
 
 
 @pytest.mark.parametrize(("more", "fuse"), [(False, False), (False, True), (True, False)])
-def test_nothing_waits_for_the_card_but_the_end_of_a_private_round(more: bool, fuse: bool) -> None:
+def test_nothing_waits_for_the_card_but_the_end_of_a_round(more: bool, fuse: bool) -> None:
+    """There the training loss is read, and of a private round its tally and its metrics."""
+
     def waits(rounds: int, sizes: list[int]) -> Counter[str]:
         setting = Setting(
             sizes, rounds=rounds, by_images=not more, more=[private(len(SIZES))] if more else []
@@ -82,7 +84,7 @@ def test_nothing_waits_for_the_card_but_the_end_of_a_private_round(more: bool, f
 
     a_round = [waits(3, sizes) - waits(2, sizes) for sizes in (SIZES, [9, 2, 9, 9, 1, 9, 3, 3])]
     assert a_round[0] == a_round[1]
-    assert sum(a_round[0].values()) <= (4 if more else 0)
+    assert sum(a_round[0].values()) <= (5 if more else 1)
 
 
 def test_a_card_whose_memory_runs_out_trains_smaller_groups_to_the_same_result(
