@@ -198,7 +198,7 @@ def test_a_silent_worker_is_named_by_the_next_in_the_ring(
         kennel.silence()
         assert wait(lambda: bool(kennel.exit_codes))
     assert kennel.store.get("fault").decode() == "worker 1 has not been heard of for 1 s"
-    assert capfd.readouterr().err.startswith("error: worker 1 has not been heard of for 1 s; ")
+    assert capfd.readouterr().err.startswith("\nerror: worker 1 has not been heard of for 1 s; ")
     assert kennel.exit_codes == [2]
 
 
