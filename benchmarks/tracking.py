@@ -165,7 +165,8 @@ class TensorBoardBackend:
         from tensorboardX import SummaryWriter
 
         self.id = known_id or secrets.token_hex(4)
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        unique = f".{time.time_ns()}"  # its names are of seconds: a run that goes on at once has another file
+        self._writer = SummaryWriter(str(directory / "tensorboard"), filename_suffix=unique)
         self.where = f"tensorboard --logdir {directory / 'tensorboard'}"
         self.last = math.inf
         if known_id is None:

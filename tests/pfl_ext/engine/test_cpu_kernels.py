@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import stat
 import subprocess
 import sys
@@ -780,7 +781,10 @@ def test_without_memory_a_layer_says_so_and_the_process_lives(count: str) -> Non
     if not Path("/proc/self/statm").exists():
         pytest.skip("there is no size of a process to read here")
     script = WITHOUT_MEMORY.replace("THREADS", count)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # else a thread has room that was reserved before
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "there is no memory to train on: use fewer --runtime.lanes\n"
 
