@@ -131,17 +131,21 @@ def test_per_class_every_class_has_the_same_parameter_whatever_its_size() -> Non
 @pytest.mark.parametrize(
     "name, classes, said",
     [
-        ("alpha-0.30", 10, r"^alpha 0\.3 is the total over the 10 classes, .* per class, .* it is 0\.03$"),
-        ("dirichlet-0.3-seed-7", 10, r"^alpha 0\.3 is the total over the 10 classes, .* it is 0\.03$"),
+        ("alpha-0.30", 10, r"^alpha 0\.3 is the total over the 10 classes .*; per class .* it is 0\.03$"),
+        (
+            "dirichlet-0.3-seed-7",
+            10,
+            r"^alpha 0\.3 is the total over the 10 classes .*; per class .* it is 0\.03$",
+        ),
         (
             "dirichlet-total-1e-05-seed-0",
             100,
-            r"^alpha 1e-05 is the total over the 100 classes, .* is 1e-07$",
+            r"^alpha 1e-05 is the total over the 100 classes .*; per class .* is 1e-07$",
         ),
         (
             "dirichlet-per-class-0.03-seed-0",
             10,
-            r"^alpha 0\.03 is per class, .* in total over the 10 .* is 0\.3$",
+            r"^alpha 0\.03 is per class .* over the 10 .* is 0\.3$",
         ),
         ("user-120k", 10, "^$"),
         ("alpha-beta", 10, "^$"),
