@@ -38,20 +38,34 @@ PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fracti
 noise is in the budget, and the bound follows from it."""
 PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
 """What a line of metrics.jsonl holds in public mode, besides its number."""
-PUBLIC_RESULTS = (
-    *("setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step"),
-    *(
-        "per_class_ap",
-        "per_class_accuracy",
-        "prevalence",
-        "weights",
-        "parameters",
-        "trainable_parameters",
-        "norm",
-        "start_probe",
-    ),
-    *("hardware", "commit", "torch", "config_sha256", "model_sha256", "model_probe", "precision", "per_user"),
-)
+PUBLIC_RESULTS = [
+    "setting",
+    "dataset",
+    "seed",
+    "rounds",
+    "unit",
+    "val",
+    "test",
+    "tracked",
+    "last",
+    "best_step",
+    "per_class_ap",
+    "per_class_accuracy",
+    "prevalence",
+    "per_user",
+    "weights",
+    "parameters",
+    "trainable_parameters",
+    "norm",
+    "start_probe",
+    "hardware",
+    "arithmetic",
+    "commit",
+    "torch",
+    "config_sha256",
+    "model_sha256",
+    "model_probe",
+]
 """What results.json holds in public mode: the model, and what it scores on users who did not train it."""
 
 
@@ -85,7 +99,7 @@ class Ledger(ABC):
         self.is_public = config.privacy is not None and config.privacy.release == "public"
         self._run_config = config
         self._path = statement_path(directory)
-        self._counted = 0
+        self._counted = 0  # rounds that the file counts
         self._released = 0
         if is_main() and self._path.exists() and not secret.is_public:
             self._released = int(read_json(self._path).get("rounds_done", 0))
@@ -247,7 +261,7 @@ class LocalLedger(Ledger):
         assert config.local_privacy is not None
         super().__init__(config, unit, secret, directory)
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
-        self._counts, self._counted = np.zeros(len(users.partition.user_ids), np.int64), 0
+        self._counts, self._drawn = np.zeros(len(users.partition.user_ids), np.int64), 0
         self.mechanism = LocallyPrivateMean(
             self.config,
             self._federated.num_rounds,
@@ -259,11 +273,11 @@ class LocalLedger(Ledger):
 
     def _most(self, rounds: int) -> int:
         """Participations of the user who takes part most in the first rounds."""
-        if rounds < self._counted:
-            self._counts, self._counted = np.zeros_like(self._counts), 0
-        for round_number in range(self._counted, rounds):
+        if rounds < self._drawn:
+            self._counts, self._drawn = np.zeros_like(self._counts), 0
+        for round_number in range(self._drawn, rounds):
             self._counts[self._users.cohort(self._federated.cohort_size, round_number)] += 1
-        self._counted = rounds
+        self._drawn = rounds
         return int(self._counts.max())
 
     def _epsilon(self, participations: int) -> float:

@@ -337,3 +337,23 @@ def test_the_scale_for_own_data_simulates_nothing() -> None:
     assert not made.is_simulation
     assert made.epsilon_executed <= 2
     assert made.value_noise_multiplier < 1.1 * made.simulated.noise_multiplier
+
+
+def test_a_local_run_that_is_stopped_early_has_stated_what_was_spent(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first checkpoint, and by the rounds that were made, not by all that were planned."""
+    real = recorder.Recorder.step_done
+
+    def die(self: Any, step: int, *rest: Any) -> None:
+        real(self, step, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.Recorder, "step_done", die)
+        directory = train(*LOCAL, "--federated.num_rounds=30", "--runtime.checkpoint_every=30", code=130)
+    told = privacy(directory)
+    assert told["rounds_done"] == 1
+    assert told["participations_at_most"]["so_far"] <= told["epsilon_spent_counts_rounds"] < 30
+    assert told["participations_at_most"]["so_far"] < told["participations_at_most"]["at_end"]
+    assert told["epsilon_spent"] < told["epsilon_at_end"]
