@@ -24,6 +24,7 @@ from benchmarks.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.federated import check_federated, train_federated
 from benchmarks.privacy_statement import ProtectedUnit
 from benchmarks.recorder import Recorder, columns
+from benchmarks.secret import statement_path
 from benchmarks.sections import Runtime, TrainingConfig
 from benchmarks.settings import AnyRun, Tree, short_digest
 from benchmarks.tracking import tracking
@@ -175,8 +176,9 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
             + f"on {results['hardware']}"
         )
         experiment.show(results)
-        if config.privacy or config.local_privacy:
-            print(f"\n{checkpoint.read_json(directory / 'privacy.json').get('paragraph', '')}\n")
+        statement = statement_path(directory)
+        if statement.exists() and (paragraph := checkpoint.read_json(statement).get("paragraph")):
+            print(f"\n{paragraph}\n")
         print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
 
 

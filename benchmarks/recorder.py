@@ -24,7 +24,7 @@ from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.ledger import Ledger
-from benchmarks.secret import Secret, open_secret, public_secret, secret_path, statement_path
+from benchmarks.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from benchmarks.settings import AnyRun, Tree, config_tree, digest, read_yaml, tree_digest
 from benchmarks.tracking import Tracking
 from dataset.signals import Held
@@ -186,11 +186,7 @@ class Recorder:
 
     def _has_begun(self) -> bool:
         """Whether a run has left a step in the directory; a directory without one is free."""
-        results, statement = self.directory / "results.json", statement_path(self.directory)
-        kept = (results, statement, self._last, checkpoint.previous(self._last))
-        begun = any(path.exists() for path in kept) or (
-            self._metrics.exists() and self._metrics.stat().st_size > 0
-        )
+        begun = (self.directory / "results.json").exists() or has_rounds(self.directory)
         return begun and (self.directory / "config.yaml").exists()
 
     def begin(self) -> None:

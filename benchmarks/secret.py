@@ -104,7 +104,7 @@ def _sha256(text: str) -> str:
 
 
 def _read(directory: Path, path: Path, keys: tuple[str, str], precision: str) -> str:
-    released = _released(directory)
+    released = has_rounds(directory)
     if not path.exists():
         if released:
             raise ValueError(
@@ -157,7 +157,7 @@ def _draw(path: Path, keys: tuple[str, str], precision: str) -> str:
     return text
 
 
-def _released(directory: Path) -> bool:
+def has_rounds(directory: Path) -> bool:
     """Whether the directory holds a round: a checkpoint, a line of metrics, or what was spent."""
     last, lines = directory / "checkpoint" / "last.safetensors", directory / "metrics.jsonl"
     if any(path.exists() for path in (last, checkpoint.previous(last), statement_path(directory))):

@@ -96,7 +96,7 @@ def read_yaml(path: Path) -> Tree:
 
 
 def _explain(fault: Any, kind: type[Any]) -> str:
-    """One fault of pydantic's, in one line that names the key and the mend."""
+    """One fault of pydantic's, in one line that names the key and what to do."""
     name = ".".join(map(str, fault["loc"]))
     if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
         return f"{name} is missing"
@@ -148,7 +148,7 @@ def _check_scaffold(federated: FederatedConfig) -> None:
 def check_training(config: TrainingConfig) -> None:
     """Refuse combinations that no run of any benchmark could mean.
 
-    :raises ValueError: one line that names the key and the mend.
+    :raises ValueError: one line that names the key and what to do.
     """
     if config.model.input_size > config.data.image_size:
         raise ValueError(

@@ -58,15 +58,18 @@ class System:
 
     def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:
         """What ``rounds`` rounds spend, by this system's accountant or another; infinite when hopeless."""
-        return epsilon_spent(
-            self.noise_multiplier,
-            population=self.population,
-            cohort_size=self.cohort_size,
-            rounds=rounds,
-            delta=self.delta,
-            sampler=self.sampler,
-            accountant=accountant or self.accountant,
-        )
+        return epsilon_spent(self.noise_multiplier, **self._facts(rounds, accountant))
+
+    def _facts(self, rounds: int, accountant: Accountant | None = None) -> dict[str, Any]:
+        """What `pfl_ext.privacy_epsilon` asks for besides the noise."""
+        return {
+            "population": self.population,
+            "cohort_size": self.cohort_size,
+            "rounds": rounds,
+            "delta": self.delta,
+            "sampler": self.sampler,
+            "accountant": accountant or self.accountant,
+        }
 
     def epsilon_of_runs(self, runs: int, rounds: int) -> float:
         """What so many runs of ``rounds`` rounds each spend together, each with a secret of its own.
@@ -86,15 +89,7 @@ class System:
 
     def profile(self, rounds: int) -> PrivacyProfile:
         """Delta at some epsilons and mu-GDP after ``rounds`` rounds."""
-        return privacy_profile(
-            self.noise_multiplier,
-            population=self.population,
-            cohort_size=self.cohort_size,
-            rounds=rounds,
-            delta=self.delta,
-            sampler=self.sampler,
-            accountant=self.accountant,
-        )
+        return privacy_profile(self.noise_multiplier, **self._facts(rounds))
 
     def to_json(self, rounds: int, num_rounds: int) -> dict[str, Any]:
         """Its facts, and what it spends after ``rounds`` and at the end; without a bound: ``"infinite"``."""
