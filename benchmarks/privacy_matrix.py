@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.sections import Runtime, TrainingConfig
+from benchmarks.sections import Runtime, TrainingConfig, dotted
 from dataset.command_line import run as run_command
 
 Values = tuple[Any, ...] | None  # None: any value
@@ -136,19 +136,6 @@ TABLE: Mapping[str, Rule] = {
 """By dotted key. A key that is missing here is refused in every private run."""
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a tree by dotted key; a section also stands under its own name."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            if key in ("privacy", "local_privacy"):
-                out[prefix + key] = value
-            out |= leaves(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
-    return out
-
-
 def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     """Refuse a private run with an option whose value the table does not allow.
 
@@ -167,7 +154,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
             "privacy.release public needs secret noise, and the run's seed is none: set privacy.noise_seed "
             "to entropy"
         )
-    for key, value in leaves({**asdict(config), "runtime": asdict(runtime)}).items():
+    for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
         rule = TABLE.get(key)
         if rule is None:
             raise ValueError(

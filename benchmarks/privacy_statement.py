@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from importlib.metadata import version
 
-from benchmarks.sections import TrainingConfig
-from benchmarks.settings import dotted
+from benchmarks.sections import TrainingConfig, dotted
 from pfl_ext.privacy_accounting import Calibration, System
 from pfl_ext.privacy_banded import BandedFactor
 from pfl_ext.privacy_local import LocalPrivacyConfig

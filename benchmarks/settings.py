@@ -33,6 +33,7 @@ from benchmarks.sections import (
     PrivacySection,
     Runtime,
     TrainingConfig,
+    dotted,
 )
 from benchmarks.weights import weights_sha256
 
@@ -49,15 +50,6 @@ def merge(base: Tree, over: Tree) -> Tree:
         out[key] = (
             merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
         )
-    return out
-
-
-def dotted(tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The leaves of a tree by their dotted keys."""
-    out: Tree = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping)
-        out |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return out
 
 
@@ -414,14 +406,14 @@ class Benchmark(Generic[C_co]):
     def _typed(self, given: Mapping[str, str]) -> Tree:
         """The tree of dotted keys."""
         tree: Tree = {}
-        for dotted, text in given.items():
+        for key, text in given.items():
             node = tree
-            *sections, leaf = dotted.split(".")
+            *sections, leaf = key.split(".")
             for section in sections:
                 node = node.setdefault(section, {})
                 if not isinstance(node, dict):
-                    raise ValueError(f"--{dotted}: --{section} was given a value of its own")
-            absent = text.lower() in ("none", "null") and not self._is_choice(dotted, text)
+                    raise ValueError(f"--{key}: --{section} was given a value of its own")
+            absent = text.lower() in ("none", "null") and not self._is_choice(key, text)
             node[leaf] = None if absent else text
         return tree
 

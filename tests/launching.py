@@ -37,20 +37,20 @@ def command(launcher: str, workers: int, *words: str) -> list[str]:
     return [str(BIN / "horovodrun"), "--gloo", "-np", str(workers), sys.executable, *words]
 
 
-def environment() -> dict[str, str]:
-    """Without what pytest or an outer launcher left; one thread a worker."""
+def environment(**more: str) -> dict[str, str]:
+    """Without what pytest or an outer launcher left; one thread a worker; with some ``more`` variables."""
     own = ("PYTEST_", "HOROVOD_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PFL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return {**kept, **paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, **paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
 
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
+def start(words: Sequence[str], **more: str) -> subprocess.Popen[str]:
     """A process of its own group, with its output in one pipe."""
     return subprocess.Popen(
         words,
         cwd=ROOT,
-        env=environment(),
+        env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -67,9 +67,9 @@ def finish(process: subprocess.Popen[str], seconds: float = 550) -> str:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(words: Sequence[str], code: int = 0) -> str:
-    """The output of a command that must end with this code."""
-    process = start(words)
+def run(words: Sequence[str], code: int = 0, **more: str) -> str:
+    """The output of a command that must end with this code; ``more``: environment variables."""
+    process = start(words, **more)
     output = finish(process)
     assert process.returncode == code, output
     return output

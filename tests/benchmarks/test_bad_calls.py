@@ -6,7 +6,6 @@ the end in the same directory.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,8 +21,9 @@ from benchmarks.visual_classification import bench as vision_bench
 from benchmarks.visual_classification import train as vision
 from dataset.command_line import run
 from dataset.flair.mini import write_mini
+from tests.bad_calls import check_refused
 from tests.benchmarks.conftest import TINY
-from tests.launching import ROOT, environment
+from tests.launching import run as launch
 
 MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "flair": flair.main,
@@ -143,11 +143,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tree(folder: Path) -> set[str]:
-    """Every path."""
-    return {str(path) for path in folder.rglob("*")}
-
-
 @pytest.mark.parametrize(("command", "words", "said"), BAD)
 def test_a_bad_call_is_one_line_and_leaves_nothing(
     place: Path,
@@ -158,13 +153,7 @@ def test_a_bad_call_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place)
-    before = tree(place)
-    assert run(MAIN[command], words.split()) == 2
-    printed = capfd.readouterr()
-    assert printed.err.startswith("error: "), printed.err
-    assert printed.err.count("\n") == 1, printed.err
-    assert said in printed.err
-    assert tree(place) == before
+    check_refused(MAIN[command], words, said, place, capfd)
 
 
 def test_the_corrected_calls_work_where_the_bad_ones_were_made(
@@ -179,15 +168,5 @@ def test_the_corrected_calls_work_where_the_bad_ones_were_made(
 def test_the_line_is_the_last_where_screen_and_errors_go_to_one_place(place: Path, words: str) -> None:
     command = [sys.executable, "-m", "benchmarks.flair.train", f"--data_path={place / 'good.hdf5'}", words]
     command += [f"--run_dir={place / 'other'}", "--model.input_size=16", "--data.image_size=20"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1].startswith("error: ")
+    assert launch(command, code=2).splitlines()[-1].startswith("error: ")
     assert not (place / "other").exists()

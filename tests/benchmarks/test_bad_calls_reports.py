@@ -12,7 +12,7 @@ import yaml
 from benchmarks import sweep
 from benchmarks.flair import figures, overview, per_user, private_figure, report, standin, table1
 from benchmarks.visual_classification import report as vision_report
-from dataset.command_line import run
+from tests.bad_calls import check_refused
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.test_sweep_space import written
 from tests.benchmarks.test_visual_classification import made_run
@@ -158,22 +158,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-def contents(top: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("command, words, told", CALLS, ids=[f"{call[0]} {call[1]}" for call in CALLS])
+@pytest.mark.parametrize("command, words, said", CALLS, ids=[f"{call[0]} {call[1]}" for call in CALLS])
 def test_a_bad_call_ends_in_one_line_and_leaves_nothing(
-    command: str, words: str, told: str, folder: Path,
+    command: str, words: str, said: str, folder: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
     monkeypatch.setattr("benchmarks.flair.train.draw_mini", lambda *_: None)
     monkeypatch.setattr(table1, "make_runs", lambda *_: pytest.fail("a run was started"))
-    before = contents(folder)
-    assert run(COMMANDS[command], words.split()) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert told in lines[0]
-    assert contents(folder) == before
+    check_refused(COMMANDS[command], words, said, folder, capsys)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.experiment import build_model
 from benchmarks.federated import objective_of, train_federated
 from benchmarks.flair.config import FLAIR
-from benchmarks.privacy_matrix import TABLE, leaves, markdown
+from benchmarks.privacy_matrix import TABLE, markdown
 from benchmarks.recorder import Recorder
 from benchmarks.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 from benchmarks.settings import AnyRun, Run
@@ -143,15 +143,6 @@ def test_the_printed_table_has_a_line_for_each_row() -> None:
     assert all(line.count("|") == 5 for line in lines)
     (line,) = [line for line in lines if "`federated.reweight`" in line]
     assert line.startswith("| `federated.reweight` | none | none | FedIR's weights hold")
-
-
-def test_leaves_are_dotted_and_name_a_section_that_is_there() -> None:
-    assert leaves({"a": {"b": 1}, "privacy": {"c": 2}, "local_privacy": None}) == {
-        "a.b": 1,
-        "privacy": {"c": 2},
-        "privacy.c": 2,
-        "local_privacy": None,
-    }
 
 
 BOUND, SIZES = 0.02, (4, 7, 3, 6, 8)

@@ -20,6 +20,7 @@ from dataset.command_line import run
 from dataset.flair import download_preprocess, hdf5, mini, probe
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
+from tests.bad_calls import check_refused
 from tests.dataset.drawn import records, write_parquet
 from tests.dataset.made_cifar import CIFAR10
 from tests.dataset.made_cifar import write_parquet as write_cifar
@@ -185,22 +186,11 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     monkeypatch.chdir(place)
 
 
-def tree(folder: Path) -> dict[str, int]:
-    """Every path, with the time of its last change."""
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
 @pytest.mark.parametrize(("command", "words", "said"), BAD)
 def test_a_bad_call_is_one_line_and_leaves_nothing(
     place: Path, command: str, words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = tree(place)
-    assert run(MAIN[command], words.split()) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1), printed.err
-    assert printed.err.startswith("error: ")
-    assert said in printed.err
-    assert tree(place) == before
+    assert check_refused(MAIN[command], words, said, place, capsys) == ""
 
 
 def test_the_corrected_calls_work(place: Path) -> None:

@@ -6,11 +6,7 @@ are fixed, so that each outcome is the same every time.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +28,8 @@ from pfl_ext.privacy_audit import (
 from pfl_ext.privacy_bounds import Claim, Finding, Trials, find
 from pfl_ext.privacy_canaries import TENSORS, CanaryStore, Directions, Game, Release
 from pfl_ext.privacy_epsilon import Sampler
+from tests.launching import command
+from tests.launching import run as launch
 from tests.pfl_ext.audit_worker import COLUMNS, games, uncalibrated
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}
@@ -156,14 +154,9 @@ def test_a_defect_is_convicted_by_canaries_that_the_engine_trains() -> None:
 @pytest.fixture(scope="module")
 def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Release]]:
     """What each of two workers hands to its model, by game."""
-    out, root = tmp_path_factory.mktemp("audit"), Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    script = [str(root / "tests/pfl_ext/audit_worker.py"), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
-    done = subprocess.run(
-        [*command, *script], env=environment, cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    out = tmp_path_factory.mktemp("audit")
+    words = command("torchrun", 2, "tests/pfl_ext/audit_worker.py", str(out))
+    launch(words, PFL_PYTORCH_DEVICE="cpu")
 
     def read(name: str, rank: int) -> Release:
         with np.load(out / f"{name}-{rank}.npz") as arrays:

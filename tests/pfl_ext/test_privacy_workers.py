@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pfl_ext.privacy import PrivateMean
+from tests.launching import command
+from tests.launching import run as launch
 from tests.pfl_ext.private_worker import BOUND, ROUNDS, SIZE, USERS, mechanisms, rounds_of
 
 Means = np.ndarray[Any, np.dtype[np.float32]]
@@ -21,14 +19,9 @@ NAMES = list(mechanisms())
 @pytest.fixture(scope="module")
 def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Means]]:
     """What each of two workers handed to its model, by mechanism."""
-    out, root = tmp_path_factory.mktemp("workers"), Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    script = [str(root / "tests/pfl_ext/private_worker.py"), str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
-    done = subprocess.run(
-        [*command, *script], env=environment, cwd=root, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    out = tmp_path_factory.mktemp("workers")
+    words = command("torchrun", 2, "tests/pfl_ext/private_worker.py", str(out))
+    launch(words, PFL_PYTORCH_DEVICE="cpu")
     return {name: [np.load(out / f"{name}-{rank}.npy") for rank in range(2)] for name in NAMES}
 
 
