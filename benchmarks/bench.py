@@ -33,7 +33,6 @@ from benchmarks.facts import commit, hardware
 from benchmarks.federated import (
     algorithm_and_params,
     cohort_engine,
-    local_learning_rate,
     pfl_model,
     training_data,
 )
@@ -127,7 +126,7 @@ class Side:
         local = run.config.local
         self._train = NNTrainHyperParams(
             local_num_epochs=local.num_epochs,
-            local_learning_rate=local_learning_rate(run.config),
+            local_learning_rate=run.config.local_learning_rate,
             local_batch_size=local.batch_size,
         )
         self._watch()

@@ -45,12 +45,6 @@ from pfl_ext.privacy import METRICS, metric_name
 from pfl_ext.scaffold import Controls, Scaffold, ScaffoldParams
 
 
-def local_learning_rate(config: TrainingConfig) -> float:
-    """Of users' steps."""
-    effective = config.local.effective_learning_rate
-    return config.local.learning_rate if effective is None else effective * (1 - config.server.momentum)
-
-
 def local_sampling(config: TrainingConfig) -> LocalSampling:
     """How a user's images become batches."""
     local, augment = config.local, config.augment
@@ -167,16 +161,17 @@ def algorithm_and_params(
         "val_cohort_size": 1,  # any: the backend scores the central split instead of a cohort
     }
     if federated.algorithm == "fedprox":
-        return FedProx(), FedProxParams(**common, mu=0.01 if federated.mu is None else federated.mu)
+        return FedProx(), FedProxParams(**common, mu=federated.proximal_weight)
     if federated.algorithm == "fednova":
-        return FedNova(), FedNovaParams(**common, mu=federated.mu or 0.0)
+        return FedNova(), FedNovaParams(**common, mu=federated.proximal_weight)
     if federated.algorithm == "scaffold":
         controls = _controls(config, module, users, directory)
+        option, correction = federated.control_variates
         params = ScaffoldParams(
             **common,
             total_weight=users.total_images if federated.weighting == "images" else users.num_users,
-            option=federated.scaffold_option or "II",
-            correction=federated.scaffold_correction or "gradient",
+            option=option,
+            correction=correction,
         )
         return Scaffold(controls), params
     return FederatedAveraging(), NNAlgorithmParams(**common)
@@ -357,7 +352,7 @@ def train_federated(
     callback.set_learning_rate(model, start)
     local = NNTrainHyperParams(
         local_num_epochs=config.local.num_epochs,
-        local_learning_rate=local_learning_rate(config),
+        local_learning_rate=config.local_learning_rate,
         local_batch_size=config.local.batch_size,
         local_max_grad_norm=config.local.max_grad_norm if config.local.clip_by == "global" else None,
     )

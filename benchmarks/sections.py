@@ -127,6 +127,16 @@ class FederatedConfig:
     """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
     than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
 
+    @property
+    def proximal_weight(self) -> float:
+        """``mu``, or the algorithm's default."""
+        return (0.01 if self.algorithm == "fedprox" else 0.0) if self.mu is None else self.mu
+
+    @property
+    def control_variates(self) -> tuple[Literal["I", "II"], Literal["gradient", "step"]]:
+        """SCAFFOLD's option and correction, or their defaults."""
+        return self.scaffold_option or "II", self.scaffold_correction or "gradient"
+
 
 @dataclass(frozen=True, config=STRICT)
 class CentralisedConfig:
@@ -197,6 +207,12 @@ class TrainingConfig:
     """None: no privacy."""
     local_privacy: LocalPrivacySection | None = None
     """None: no local privacy."""
+
+    @property
+    def local_learning_rate(self) -> float:
+        """Of users' steps."""
+        effective = self.local.effective_learning_rate
+        return self.local.learning_rate if effective is None else effective * (1 - self.server.momentum)
 
 
 @dataclass(frozen=True, config=STRICT)

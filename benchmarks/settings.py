@@ -286,17 +286,17 @@ def _without(tree: Tree, keys: Sequence[str], prefix: str = "") -> Tree:
 
 def _derived(config: TrainingConfig) -> Tree:
     """Fields whose values follow from others, by their dotted keys."""
-    federated, local = config.federated, config.local
+    federated = config.federated
     out: Tree = {}
     if config.mode != "federated":
         return out
-    if federated.algorithm in ("fedprox", "fednova") and federated.mu is None:
-        out["federated.mu"] = 0.01 if federated.algorithm == "fedprox" else 0.0
+    if federated.algorithm in ("fedprox", "fednova"):
+        out["federated.mu"] = federated.proximal_weight
     if federated.algorithm == "scaffold":
-        out["federated.scaffold_option"] = federated.scaffold_option or "II"
-        out["federated.scaffold_correction"] = federated.scaffold_correction or "gradient"
-    if local.effective_learning_rate is not None:
-        out["local.learning_rate"] = local.effective_learning_rate * (1 - config.server.momentum)
+        option, correction = federated.control_variates
+        out |= {"federated.scaffold_option": option, "federated.scaffold_correction": correction}
+    if config.local.effective_learning_rate is not None:
+        out["local.learning_rate"] = config.local_learning_rate
     return out
 
 

@@ -72,12 +72,11 @@ def test_recipes_are_joined_and_the_later_one_wins() -> None:
 
 
 def test_the_effective_rate_is_the_clients_over_one_minus_momentum() -> None:
-    from benchmarks.federated import local_learning_rate
 
     words = ["--config=cifar10-fedavgm", "--local.effective_learning_rate=0.1"]
-    assert local_learning_rate(parse(words).config) == pytest.approx(0.01)
-    assert local_learning_rate(parse([*words, "--server.momentum=0.99"]).config) == pytest.approx(0.001)
-    assert local_learning_rate(parse(words[:1]).config) == 0.01
+    assert parse(words).config.local_learning_rate == pytest.approx(0.01)
+    assert parse([*words, "--server.momentum=0.99"]).config.local_learning_rate == pytest.approx(0.001)
+    assert parse(words[:1]).config.local_learning_rate == 0.01
 
 
 @pytest.mark.parametrize(
