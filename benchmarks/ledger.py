@@ -203,21 +203,23 @@ class CentralLedger(Ledger):
         self.announce()
 
     def _summary(self) -> str:
-        made, noun = self.calibration, self.unit.noun
-        system, executed = made.simulated, made.executed
-        check = "" if system.accountant == "rdp" else f" (by RDP, a looser check, {made.epsilon_rdp:.3f})"
+        calibration, noun = self.calibration, self.unit.noun
+        system, executed = calibration.simulated, calibration.executed
+        check = (
+            "" if system.accountant == "rdp" else f" (by RDP, a looser check, {calibration.epsilon_rdp:.3f})"
+        )
         text = (
-            f"privacy: epsilon {made.epsilon:.3f}{check} at delta {system.delta:.3g} for N = "
-            f"{system.population}, q = {system.sampling_probability:.3g}, T = {made.num_rounds}, noise "
-            f"multiplier {system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
-            + (f", band {made.config.band}); " if made.config.band > 1 else "); ")
+            f"privacy: epsilon {calibration.epsilon:.3f}{check} at delta {system.delta:.3g} for N = "
+            f"{system.population}, q = {system.sampling_probability:.3g}, T = {calibration.num_rounds}, "
+            f"noise multiplier {system.noise_multiplier:g} ({system.sampler} sampling, {system.accountant}"
+            + (f", band {calibration.config.band}); " if calibration.config.band > 1 else "); ")
             + f"the unit is {self.unit}"
         )
-        if made.is_simulation:
+        if calibration.is_simulation:
             text += (
                 f"; SIMULATED with cohorts of {executed.cohort_size} for {system.cohort_size} and "
                 f"{executed.population} {noun}s for {system.population}: as executed, "
-                f"{describe_epsilon(made.epsilon_executed)}; set privacy.noise_cohort_size and "
+                f"{describe_epsilon(calibration.epsilon_executed)}; set privacy.noise_cohort_size and "
                 "privacy.noise_population to none for a guarantee of this run"
             )
         return text
@@ -232,11 +234,11 @@ class CentralLedger(Ledger):
         return own + (" for the simulated system" if self.calibration.is_simulation else "")
 
     def _content(self, rounds: int) -> Tree:
-        made = self.calibration
+        calibration = self.calibration
         warning = self._warning()
         return {
             "kind": "central",
-            **made.to_json(rounds, self.unit.noun),
+            **calibration.to_json(rounds, self.unit.noun),
             **({"claim": SUBTRACTABLE} if self.secret.is_public else {}),
             **({"warning": warning} if warning else {}),
             "not_covered": not_covered(self._run_config, self.unit, self.secret.is_public, self._five_runs()),

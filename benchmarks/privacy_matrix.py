@@ -69,7 +69,7 @@ TABLE: Mapping[str, Rule] = {
     "mode": _only("centralised training has no user updates to clip", "federated"),
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **_each(OF_THE_DATA, "data", "image_size taxonomy binary_label partition dataset"),
-    "data.scored": _only("scores on training users' images, of which val may be made, are exact", "test"),
+    "data.scored": _only("val may be carved from training users' images; its scores are exact", "test"),
     "data.val_share": Rule("read for data.scored=val alone, which is refused"),
     **_each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck trained init"),
     "model.weights_sha256": Rule("names the file that model.pretrained is about"),

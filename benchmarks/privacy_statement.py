@@ -88,8 +88,8 @@ def _sampling(system: System, rounds: int, noun: str) -> str:
     )
 
 
-def _clipping(made: Calibration, noun: str) -> str:
-    config = made.config
+def _clipping(calibration: Calibration, noun: str) -> str:
+    config = calibration.config
     per_layer = ", layer by layer" if config.clipping == "per_layer" else ""
     if config.mechanism == "gaussian":
         return (
@@ -102,12 +102,12 @@ def _clipping(made: Calibration, noun: str) -> str:
     )
 
 
-def _noisy_sum(made: Calibration, multiplier: float) -> str:
-    band = made.config.band
+def _noisy_sum(calibration: Calibration, multiplier: float) -> str:
+    band = calibration.config.band
     std = f"a standard deviation of {multiplier:.4g} times the bound"
     if band == 1:
         return f"Gaussian noise with {std} was added to the sum of the updates"
-    largest = multiplier * float(BandedFactor(made.num_rounds, band).noise_scales.max())
+    largest = multiplier * float(BandedFactor(calibration.num_rounds, band).noise_scales.max())
     return (
         f"Gaussian noise, correlated over {band} rounds by a banded matrix factorisation, was added to the "
         f"sum of the updates; it is made from independent noise with {std} and is in one round up to "
@@ -115,14 +115,14 @@ def _noisy_sum(made: Calibration, multiplier: float) -> str:
     )
 
 
-def _noise(made: Calibration, system: System) -> str:
-    scale = system.cohort_size / made.simulated.cohort_size
-    noisy_sum = _noisy_sum(made, made.value_noise_multiplier * scale)
-    if made.config.mechanism == "gaussian":
+def _noise(calibration: Calibration, system: System) -> str:
+    scale = system.cohort_size / calibration.simulated.cohort_size
+    noisy_sum = _noisy_sum(calibration, calibration.value_noise_multiplier * scale)
+    if calibration.config.mechanism == "gaussian":
         return f"{noisy_sum}."
     return (
-        f"{noisy_sum}. Gaussian noise with a standard deviation of {made.indicator_std * scale:.4g} was "
-        "added to the number of unclipped updates. Both together are one Gaussian mechanism of noise "
+        f"{noisy_sum}. Gaussian noise with a standard deviation of {calibration.indicator_std * scale:.4g} "
+        "was added to the number of unclipped updates. Both together are one Gaussian mechanism of noise "
         f"multiplier {system.noise_multiplier:.4g}."
     )
 
@@ -139,41 +139,41 @@ def _origin(public: bool) -> str:
     )
 
 
-def central_paragraph(made: Calibration, unit: ProtectedUnit, public: bool) -> str:
+def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: bool) -> str:
     """The guarantee of a finished run in sentences that a paper can print as they are.
 
     Args:
-        made: noise, rounds and both systems.
+        calibration: noise, rounds and both systems.
         unit: whom it protects.
         public: whether the noise came from the run's seed.
     """
-    real, noun = made.executed, unit.noun
+    real, noun = calibration.executed, unit.noun
     accounting = (
         f"the {'privacy loss distributions' if real.accountant == 'pld' else 'Renyi accounting'} of "
         f"dp-accounting {version('dp-accounting')}"
     )
-    own = made.epsilon_executed
+    own = calibration.epsilon_executed
     delta = f"delta = {rounded_up(real.delta)}"
     sentences = []
-    if not made.is_simulation:
+    if not calibration.is_simulation:
         sentences.append(
             f"Training was differentially private with {describe_epsilon(own)} at {delta}, for "
             f"{unit} as the unit of privacy: two data sets are neighbours if {_changed(real.sampler, noun)}."
         )
     else:
-        there = made.simulated
+        there = calibration.simulated
         sentences.append(
             f"The differential privacy of a larger system was simulated. Training had {real.population:,} "
             f"{noun}s in cohorts of {real.cohort_size:,}, with the noise on the mean update that a system of "
             f"{there.population:,} {noun}s in cohorts of {there.cohort_size:,} would add; that system would "
-            f"have {describe_epsilon(made.epsilon)} at {delta}. The run itself has {describe_epsilon(own)} "
-            f"at {delta}, for {unit} as the unit of privacy: two data sets are neighbours if "
-            f"{_changed(real.sampler, noun)}."
+            f"have {describe_epsilon(calibration.epsilon)} at {delta}. The run itself has "
+            f"{describe_epsilon(own)} at {delta}, for {unit} as the unit of privacy: two data sets are "
+            f"neighbours if {_changed(real.sampler, noun)}."
         )
     sentences += [
-        _sampling(real, made.num_rounds, noun),
-        _clipping(made, noun),
-        _noise(made, real),
+        _sampling(real, calibration.num_rounds, noun),
+        _clipping(calibration, noun),
+        _noise(calibration, real),
         f"The noisy sum was divided by {real.cohort_size:,}.",
         f"Privacy loss was computed by {accounting}.",
         _origin(public),

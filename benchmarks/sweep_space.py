@@ -288,7 +288,7 @@ def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path
             be the file's. None: FLAIR's.
 
     Raises:
-        ValueError: one line that names the key and the mend.
+        ValueError: one line that names the key and what to do.
     """
     path = SWEEPS.get(name, Path(name))
     if not path.is_file():

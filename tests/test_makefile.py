@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ("flair-fl", "flair-pfl", "flair-c", "vision-fl", "vision-c")
+HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
 USING_DATA = (*TRAINING, "flair-table1", "flair-sweep", "flair-figures", "vision-sweep")
 
 
@@ -25,7 +26,9 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     python.write_text(f'#!/bin/sh\necho "$@" >> asked\nPYTHONPATH={ROOT} exec {sys.executable} $RUN "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (folder / ".venv" / ".ready").touch()
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=os.environ)
+    # A make around the tests (`make test`) would hand its own options and depth down.
+    outside = {name: value for name, value in os.environ.items() if name not in HANDED_DOWN}
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=outside)
 
 
 def asked(folder: Path, *words: str) -> str:

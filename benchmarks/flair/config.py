@@ -101,7 +101,7 @@ def check(config: Config) -> None:
     """Refuse combinations that no run could mean.
 
     Raises:
-        ValueError: one line that names the key and the mend.
+        ValueError: one line that names the key and what to do.
     """
     check_training(config)
     if config.evaluation.best_by == "accuracy" and config.data.binary_label is None:

@@ -244,11 +244,11 @@ def main(argv: Sequence[str]) -> None:
     ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
-    told = report.write([root], root)
-    if told.rows:
+    written = report.write([root], root)
+    if written.rows:
         figures.main([str(root), f"--data_path={file}", f"--output_dir={root / 'figures'}"])
-    if given.verify and told.rows:
-        report.verify(told)
+    if given.verify and written.rows:
+        report.verify(written)
     if failures:
         raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")
 

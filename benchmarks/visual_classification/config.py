@@ -114,7 +114,7 @@ RECIPES: Mapping[str, Tree] = {
 def check(config: Config) -> None:
     """Refuse combinations that no run could mean.
 
-    :raises ValueError: one line that names the key and the mend.
+    :raises ValueError: one line that names the key and what to do.
     """
     check_training(config)
     if config.evaluation.best_by == "C-AP":
