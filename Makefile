@@ -50,8 +50,8 @@ $(READY): requirements.txt
 
 horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; a C++ compiler), and prove it
 
-$(HOROVOD): pfl_ext/build_horovod.py | $(READY)
-	@$(PY) -m pfl_ext.build_horovod
+$(HOROVOD): pfl_ext/workers/build_horovod.py | $(READY)
+	@$(PY) -m pfl_ext.workers.build_horovod
 	@touch $@
 
 test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its tests); FAST=1: all but tests/slow.txt

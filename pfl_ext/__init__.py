@@ -1,7 +1,8 @@
-"""What pfl lacks. Each module is named after the pfl concept that it extends; none knows FLAIR.
+"""What pfl lacks; knows pfl and torch, and nothing of any one benchmark.
 
 Import this package before pfl: under torchrun pfl joins the workers by itself as soon as its torch operations
-are imported, on NCCL wherever there is CUDA and without a timeout; `pfl_ext.distributed` does that instead.
+are imported, on NCCL wherever there is CUDA and without a timeout; `pfl_ext.workers.distributed` does that
+instead.
 """
 
 import importlib

@@ -28,15 +28,15 @@ from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.aggregator import FlatSumAggregator
-from pfl_ext.distributed import begin_work
+from pfl_ext.algorithms.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
+from pfl_ext.algorithms.scaffold import CHANGE, Scaffold, renewal
+from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine, Corrected, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
-from pfl_ext.federated_dataset import FederatedImageDataset, IntArray, Member
-from pfl_ext.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
-from pfl_ext.privacy import TALLY, NoisyMean, PrivateMean
+from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean
 from pfl_ext.randomness import seed32
-from pfl_ext.scaffold import CHANGE, Scaffold, renewal
+from pfl_ext.workers.aggregator import FlatSumAggregator
+from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
 """The mean over a round's images of the loss that local training lowers, at the step that an image was in."""

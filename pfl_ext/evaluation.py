@@ -20,13 +20,13 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.accuracy import ClassCounts
-from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray
-from pfl_ext.metrics import MultiLabelScores
-from pfl_ext.models import ImageClassifier
-from pfl_ext.objectives import MULTI_LABEL, Objective
-from pfl_ext.prefetch import prefetched
-from pfl_ext.transfer import pinned
+from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
+from pfl_ext.data.prefetch import prefetched
+from pfl_ext.data.transfer import pinned
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.accuracy import ClassCounts
+from pfl_ext.tasks.metrics import MultiLabelScores
+from pfl_ext.tasks.objectives import MULTI_LABEL, Objective
 
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")

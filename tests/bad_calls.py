@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.command_line import run
+from dataset.cli import run
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

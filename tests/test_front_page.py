@@ -13,7 +13,7 @@ import yaml
 
 from benchmarks.flair.overview import main as overview
 from benchmarks.flair.overview import read_run
-from dataset.command_line import run
+from dataset.cli import run
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "benchmarks/flair/README.md")

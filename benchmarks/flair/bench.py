@@ -1,4 +1,4 @@
-"""How fast a round of FLAIR is, by pfl's own loop and by the fast engine. See `benchmarks.bench`.
+"""How fast a round of FLAIR is, by pfl's own loop and by the fast engine. See `benchmarks.bench.rounds`.
 
     python -m benchmarks.flair.bench [--output F] [--cases cpu|curves|gpu|all] [--rounds 3] [--only CASE]
 
@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.bench import STOCK, Sides, measure, report_cases
-from benchmarks.experiment import build_model
+from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.core.experiment import build_model
+from benchmarks.core.settings import Tree
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import flair_task
-from benchmarks.settings import Tree
-from dataset.command_line import run as run_command
-from dataset.flair.hdf5 import FlairFile
+from dataset.cli import run as run_command
 from dataset.flair.mini import MiniSpec, write_mini
-from pfl_ext.federated_dataset import ImageStore
-from pfl_ext.models import ImageClassifier
-from pfl_ext.privacy_accounting import PrivacyConfig
+from dataset.store.hdf5 import FlairFile
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.accounting import PrivacyConfig
 
 RESNET18_FLOPS = 3 * 2 * 1.82e9 / 224**2  # of a training pass, per pixel of the input
 

@@ -30,11 +30,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair import download_preprocess
 from dataset.flair.arguments import OneLineParser
-from dataset.flair.hdf5 import FlairFile, FlairWriter
-from dataset.flair.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
+from dataset.store.hdf5 import FlairFile, FlairWriter
+from dataset.store.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
 
 CONTENDERS = {
     "naive": [],

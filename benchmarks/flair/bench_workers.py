@@ -36,17 +36,17 @@ from pfl.common_types import Population
 from pfl.context import CentralContext
 from pfl.hyperparam.base import NNTrainHyperParams
 
-from benchmarks.experiment import build_model
-from benchmarks.facts import commit, hardware
-from benchmarks.federated import local_sampling, pfl_model
+from benchmarks.core.experiment import build_model
+from benchmarks.core.facts import commit, hardware
+from benchmarks.core.federated import local_sampling, pfl_model
 from benchmarks.flair.config import parse
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.mini import MiniSpec, mini_index
 from pfl_ext.checkpoint import write_json
-from pfl_ext.federated_dataset import LocalSampling, UserImages
+from pfl_ext.data.federated_dataset import LocalSampling, UserImages
+from pfl_ext.data.schedule import fit, longest_first, lower_bound, makespan, round_robin
 from pfl_ext.randomness import stream
-from pfl_ext.schedule import fit, longest_first, lower_bound, makespan, round_robin
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""FLAIR's config: what a run is; every constant that affects a result is a field. See `benchmarks.settings`.
+"""FLAIR's config: every constant that affects a result is a field. See `benchmarks.core.settings`.
 
 The defaults are the paper's protocol as ml-flair implements it; the recipe ``pfl`` is pfl-research's.
 """
@@ -13,10 +13,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks import settings
-from benchmarks.effects import Idle, idle_in_training
-from benchmarks.sections import REPETITION, STRICT, EvaluationConfig, ImageConfig, TrainingConfig
-from benchmarks.settings import Benchmark, Tree, check_training
+from benchmarks.core import settings
+from benchmarks.core.effects import Idle, idle_in_training
+from benchmarks.core.sections import REPETITION, STRICT, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.settings import Benchmark, Tree, check_training
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -29,7 +29,7 @@ from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
 from benchmarks.flair.table import Row
 from benchmarks.flair.train import ready_data, resolve_data
-from benchmarks.plots import (
+from benchmarks.reporting.plots import (
     BLACK,
     BLUE,
     GREEN,
@@ -43,12 +43,12 @@ from benchmarks.plots import (
     violin_legend,
     violins,
 )
-from benchmarks.runs import DAMAGE, read_history, reading
-from dataset.command_line import run as run_command
+from benchmarks.reporting.runs import DAMAGE, read_history, reading
+from dataset.cli import run as run_command
 from dataset.flair.arguments import OneLineParser
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.index import LabelMatrix
-from pfl_ext.metrics import shown
+from dataset.store.hdf5 import FlairFile
+from dataset.store.index import LabelMatrix
+from pfl_ext.tasks.metrics import shown
 
 Named = tuple[str, Figure]
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, GREY)

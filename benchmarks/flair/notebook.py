@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dataset.command_line import run as run_command
+from dataset.cli import run as run_command
 from pfl_ext.checkpoint import write_bytes
 
 PAGE = Path(__file__).parent / "tutorial.py"

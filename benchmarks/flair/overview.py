@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.core.settings import read_yaml
 from benchmarks.flair.config import Config
-from benchmarks.plots import BLUE, GREY, ORANGE, save
-from benchmarks.runs import check_numbers, check_seeds, read_history, read_results, reading
-from benchmarks.settings import read_yaml
-from dataset.command_line import run as run_command
+from benchmarks.reporting.plots import BLUE, GREY, ORANGE, save
+from benchmarks.reporting.runs import check_numbers, check_seeds, read_history, read_results, reading
+from dataset.cli import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
 """Okabe and Ito's."""

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pfl_ext.metrics import COLUMNS
+from pfl_ext.tasks.metrics import COLUMNS
 
 
 @cache

@@ -18,18 +18,18 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors.torch import load_file
 from torch import optim
 
-from benchmarks.experiment import build_model, pfl_device
+from benchmarks.core.experiment import build_model, pfl_device
+from benchmarks.core.settings import Tree, arguments
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.runs import read_run
 from benchmarks.flair.train import flair_task
 from benchmarks.flair.users import SPLIT, write_users
-from benchmarks.runs import find_runs
-from benchmarks.settings import Tree, arguments
-from dataset.command_line import run as run_command
-from dataset.flair.hdf5 import FlairFile
+from benchmarks.reporting.runs import find_runs
+from dataset.cli import run as run_command
+from dataset.store.hdf5 import FlairFile
+from pfl_ext.algorithms.per_user import PRESENT, QUANTILES
 from pfl_ext.evaluation import SCORES, CentralEvaluation
-from pfl_ext.metrics import shown
-from pfl_ext.per_user import PRESENT, QUANTILES
+from pfl_ext.tasks.metrics import shown
 
 SHOWN = ("C-AP", PRESENT, "O-AP", "O-F1")
 ALLOWED = ("personal.", "runtime.", "data_path")

@@ -19,11 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.core.settings import Tree, read_yaml
 from benchmarks.flair.config import Config
-from benchmarks.plots import BLUE, GREY, ORANGE, plain_log, save
-from benchmarks.runs import check_numbers, check_seeds, read_history, read_results, reading
-from benchmarks.settings import Tree, read_yaml
-from dataset.command_line import run as run_command
+from benchmarks.reporting.plots import BLUE, GREY, ORANGE, plain_log, save
+from benchmarks.reporting.runs import check_numbers, check_seeds, read_history, read_results, reading
+from dataset.cli import run as run_command
 
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
 PANELS = (

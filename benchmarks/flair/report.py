@@ -21,11 +21,11 @@ from pathlib import Path
 from benchmarks.flair import paper
 from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
-from benchmarks.runs import find_runs
-from dataset.command_line import run as run_command
+from benchmarks.reporting.runs import find_runs
+from dataset.cli import run as run_command
 from dataset.flair.arguments import OneLineParser
 from pfl_ext.checkpoint import write_bytes
-from pfl_ext.metrics import BINNED, COLUMNS, EXACT
+from pfl_ext.tasks.metrics import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (
     "data", "scale", "row", "comparable", "seeds", "column", "scored_as", "mean", "std",

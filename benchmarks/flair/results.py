@@ -9,17 +9,17 @@ import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks import plots
+from benchmarks.core.recorder import Recorder
+from benchmarks.core.settings import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives, reasons_against
 from benchmarks.flair.users import write_users
-from benchmarks.recorder import Recorder
-from benchmarks.settings import Tree
-from dataset.flair.task import FlairTask
+from benchmarks.reporting import plots
+from dataset.store.label_sets import FlairTask
+from pfl_ext.algorithms.per_user import shot_table
 from pfl_ext.evaluation import SCORES
-from pfl_ext.metrics import average_precision, for_people, shown
-from pfl_ext.per_user import shot_table
+from pfl_ext.tasks.metrics import average_precision, for_people, shown
 
 
 def class_scores(

@@ -12,15 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.facts import dataset_facts
+from benchmarks.core.facts import dataset_facts
+from benchmarks.core.sections import LocalPrivacySection
+from benchmarks.core.settings import Tree, experiment, experiment_digest, read_yaml
+from benchmarks.core.weights import sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
-from benchmarks.runs import DAMAGE
-from benchmarks.sections import LocalPrivacySection
-from benchmarks.settings import Tree, experiment, experiment_digest, read_yaml
-from benchmarks.weights import sha256_of
-from dataset.flair.hdf5 import FlairFile
-from pfl_ext.metrics import COLUMNS
+from benchmarks.reporting.runs import DAMAGE
+from dataset.store.hdf5 import FlairFile
+from pfl_ext.tasks.metrics import COLUMNS
 
 SCORES = (*COLUMNS, "C-AP-binned200", "O-AP-binned200")
 LOCAL = "LDP-"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.index import IntArray, LabelMatrix, SplitIndex
-from pfl_ext.prefetch import prefetched
+from dataset.store.hdf5 import FlairFile
+from dataset.store.index import IntArray, LabelMatrix, SplitIndex
+from pfl_ext.data.prefetch import prefetched
 from pfl_ext.randomness import stream
 
 FloatArray = npt.NDArray[np.float64]

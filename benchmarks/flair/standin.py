@@ -22,14 +22,14 @@ import torch
 from torchvision import models as zoo
 from tqdm import tqdm
 
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.arguments import OneLineParser
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, mini_index
 from pfl_ext.checkpoint import save
-from pfl_ext.models import build_backbone
-from pfl_ext.objectives import multi_label_loss
+from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+from pfl_ext.models.classifier import build_backbone
 from pfl_ext.randomness import stream, torch_stream
-from pfl_ext.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
+from pfl_ext.tasks.objectives import multi_label_loss
 
 BATCH = 64
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.core.settings import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.runs import (
@@ -27,8 +28,7 @@ from benchmarks.flair.runs import (
     local_epsilon_of,
     variant,
 )
-from benchmarks.settings import Tree
-from pfl_ext.metrics import BINNED, COLUMNS
+from pfl_ext.tasks.metrics import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
 

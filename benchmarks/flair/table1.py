@@ -21,18 +21,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.effects import idle_by_mode, reason_for, reasons
+from benchmarks.core.effects import idle_by_mode, reason_for, reasons
+from benchmarks.core.mini import MINI_FILE
+from benchmarks.core.recorder import run_differences
+from benchmarks.core.settings import arguments, read_yaml, tree_digest
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import ready_data, resolve_data
-from benchmarks.mini import MINI_FILE
-from benchmarks.recorder import run_differences
-from benchmarks.runs import DAMAGE
-from benchmarks.settings import arguments, read_yaml, tree_digest
-from dataset.command_line import run as run_command
+from benchmarks.reporting.runs import DAMAGE
+from dataset.cli import run as run_command
 from dataset.flair.arguments import OneLineParser
-from pfl_ext.models import build_backbone
+from pfl_ext.models.classifier import build_backbone
 
 STANDIN = Path("data/standin.safetensors")
 FINE = "-f-"

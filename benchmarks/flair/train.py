@@ -19,20 +19,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.experiment import Experiment, build_model, execute, started
-from benchmarks.federated import objective_of
+from benchmarks.core.experiment import Experiment, build_model, execute, started
+from benchmarks.core.federated import objective_of
+from benchmarks.core.mini import MINI_FILE, draw_mini, resolve
+from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.users import SPLIT
-from benchmarks.mini import MINI_FILE, draw_mini, resolve
-from benchmarks.privacy_statement import ProtectedUnit
-from dataset.command_line import run as run_command
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.task import FlairTask
-from pfl_ext.distributed import barrier, is_main
-from pfl_ext.federated_dataset import iid_partition
-from pfl_ext.metrics import BINNED, COLUMNS
-from pfl_ext.per_user import users_with
+from dataset.cli import run as run_command
+from dataset.store.hdf5 import FlairFile
+from dataset.store.label_sets import FlairTask
+from pfl_ext.algorithms.per_user import users_with
+from pfl_ext.data.federated_dataset import iid_partition
+from pfl_ext.tasks.metrics import BINNED, COLUMNS
+from pfl_ext.workers.distributed import barrier, is_main
 
 FLAIR_FILE = Path("data/flair.hdf5")
 HEADLINE = ("C-AP", "O-AP")

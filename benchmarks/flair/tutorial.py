@@ -22,9 +22,9 @@ os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.flair.train import main as train  # noqa: E402
-from dataset.flair.hdf5 import FlairFile  # noqa: E402
 from dataset.flair.mini import MiniSpec, write_mini  # noqa: E402
-from dataset.flair.task import FlairTask  # noqa: E402
+from dataset.store.hdf5 import FlairFile  # noqa: E402
+from dataset.store.label_sets import FlairTask  # noqa: E402
 
 DATA = Path("data/tutorial.hdf5")
 DATA.parent.mkdir(exist_ok=True)

@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import plots
+from benchmarks.core.settings import Tree
 from benchmarks.flair.config import Config
-from benchmarks.settings import Tree
-from dataset.flair.task import FlairTask
-from pfl_ext.checkpoint import write_json
-from pfl_ext.distributed import is_main
-from pfl_ext.federated_dataset import LocalSampling
-from pfl_ext.metrics import shown, summarise
-from pfl_ext.models import ImageClassifier
-from pfl_ext.per_user import (
+from benchmarks.reporting import plots
+from dataset.store.label_sets import FlairTask
+from pfl_ext.algorithms.per_user import (
     PER_USER,
     FloatArray,
     Personalisation,
@@ -30,6 +25,11 @@ from pfl_ext.per_user import (
     personalise,
     quantiles,
 )
+from pfl_ext.checkpoint import write_json
+from pfl_ext.data.federated_dataset import LocalSampling
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.metrics import shown, summarise
+from pfl_ext.workers.distributed import is_main
 
 SPLIT = "test"
 

@@ -1,4 +1,4 @@
-"""How fast a round of visual classification is, by stock pfl and the fast engine. See `benchmarks.bench`.
+"""How fast a round of visual classification is, by stock pfl and the fast engine: `benchmarks.bench.rounds`.
 
     python -m benchmarks.visual_classification.bench [--output F] [--cases cpu|gpu] [--rounds 3] [--only CASE]
                                                      [--data_path F]
@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench import STOCK, Sides, measure, report_cases
-from benchmarks.experiment import build_model
-from benchmarks.settings import Tree
+from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.core.experiment import build_model
+from benchmarks.core.settings import Tree
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import single_label_task
-from dataset.command_line import run as run_command
-from dataset.flair.hdf5 import FlairFile
-from pfl_ext.federated_dataset import ByteArray, ImageStore, IntArray
-from pfl_ext.models import ImageClassifier
+from dataset.cli import run as run_command
+from dataset.store.hdf5 import FlairFile
+from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 
 

@@ -1,4 +1,4 @@
-"""The config of federated visual classification. See `benchmarks.settings`.
+"""The config of federated visual classification. See `benchmarks.core.settings`.
 
 The defaults are the paper's protocol (Hsu, Qi, Brown, "Federated Visual Classification with Real-World Data
 Distribution", ECCV 2020, Section 6.5); a setting is a data recipe and method recipes joined by ``+``.
@@ -13,9 +13,9 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from benchmarks import settings
-from benchmarks.sections import STRICT, ImageConfig, TrainingConfig
-from benchmarks.settings import Benchmark, Tree, check_training
+from benchmarks.core import settings
+from benchmarks.core.sections import STRICT, ImageConfig, TrainingConfig
+from benchmarks.core.settings import Benchmark, Tree, check_training
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, save
+from benchmarks.reporting.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, save
 from benchmarks.visual_classification.curves import FinishedRun
 
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY, BLACK)

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runs import find_runs
-from benchmarks.settings import Tree, arguments, experiment
+from benchmarks.core.settings import Tree, arguments, experiment
+from benchmarks.reporting.runs import find_runs
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import FinishedRun, read_run
-from dataset.command_line import run as run_command
-from dataset.dirichlet import meaning
+from dataset.cli import run as run_command
+from dataset.partitions.dirichlet import meaning
 from pfl_ext.checkpoint import write_bytes
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks import plots
-from benchmarks.recorder import Recorder
-from benchmarks.settings import Tree
+from benchmarks.core.recorder import Recorder
+from benchmarks.core.settings import Tree
+from benchmarks.reporting import plots
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
-from dataset.partition_statistics import distances, mean_emd
-from dataset.single_label import SingleLabelTask
+from dataset.partitions.statistics import distances, mean_emd
+from dataset.store.single_label import SingleLabelTask
 from pfl_ext.evaluation import SCORES
 
 

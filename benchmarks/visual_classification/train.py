@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.experiment import Experiment, build_model, execute, started
-from benchmarks.mini import CLASSES, CLASSES_FILE, draw_mini, resolve
-from benchmarks.privacy_statement import ProtectedUnit
+from benchmarks.core.experiment import Experiment, build_model, execute, started
+from benchmarks.core.mini import CLASSES, CLASSES_FILE, draw_mini, resolve
+from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
-from dataset.command_line import run as run_command
-from dataset.flair.hdf5 import FlairFile
-from dataset.single_label import CARVED, SingleLabelTask
-from pfl_ext.distributed import barrier, is_main
+from dataset.cli import run as run_command
+from dataset.store.hdf5 import FlairFile
+from dataset.store.single_label import CARVED, SingleLabelTask
+from pfl_ext.workers.distributed import barrier, is_main
 
 HEADLINE = ("accuracy",)
 """The score by which runs of this benchmark are judged."""

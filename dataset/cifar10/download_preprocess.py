@@ -5,7 +5,7 @@
 
 Where Google's splits cannot be downloaded, ``--splits none`` makes the file without them.
 ``--dirichlet_total 0.3,1`` and ``--dirichlet_per_class 0.03,0.1`` add partitions by our own sampler
-(`dataset.dirichlet`).
+(`dataset.partitions.dirichlet`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dataset import cifar_preprocess
-from dataset.cifar import Cifar
-from dataset.command_line import run
+from dataset.cifar10 import preprocess as cifar_preprocess
+from dataset.cifar10.source import Cifar
+from dataset.cli import run
 
 CIFAR10 = Cifar(
     name="cifar10",

@@ -5,7 +5,7 @@
 
 Where Google's splits cannot be downloaded, ``--splits none`` makes the file without them.
 ``--dirichlet_total 0.3,1`` and ``--dirichlet_per_class 0.03,0.1`` add partitions by our own sampler
-(`dataset.dirichlet`). The labels are
+(`dataset.partitions.dirichlet`). The labels are
 the 100 fine ones, as in the paper.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dataset import cifar_preprocess
-from dataset.cifar import Cifar
-from dataset.command_line import run
+from dataset.cifar10 import preprocess as cifar_preprocess
+from dataset.cifar10.source import Cifar
+from dataset.cli import run
 
 CLASSES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can

@@ -1,6 +1,6 @@
 """argparse whose complaints are one line, and the checks of paths that all commands share.
 
-`dataset.command_line.run` prints what is raised here and exits with 2. Nothing is written by a check.
+`dataset.cli.run` prints what is raised here and exits with 2. Nothing is written by a check.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Two passes over the source, each with bounded memory. The first reads users, labels and image sizes, checks
 each image and keeps compact columns, from which every image's place in the file follows; the second puts each
-image at its place. The output has its name only when it is complete and checked; dataset/flair/hdf5.py
+image at its place. The output has its name only when it is complete and checked; dataset/store/hdf5.py
 describes its schema.
 
 A download or a preprocessing that was killed, or stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (exit code
@@ -45,16 +45,16 @@ import PIL
 import pyarrow as pa
 from tqdm import tqdm
 
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair import remote
 from dataset.flair.arguments import OneLineParser, input_file, output_file, output_folder
-from dataset.flair.columns import SCHEMA, Placement, build_index
-from dataset.flair.hdf5 import FlairWriter, Storage
-from dataset.flair.images import decode, jpeg_size, resized
-from dataset.flair.index import TAXONOMIES, DatasetIndex, IntArray
-from dataset.flair.journal import Journal, free
 from dataset.flair.sources import Image, Records, Source, local
-from dataset.flair.transcode import BACKGROUNDS, Transcoding, other_format, to_jpeg, to_pixels
+from dataset.journal import Journal, free
+from dataset.store.columns import SCHEMA, Placement, build_index
+from dataset.store.hdf5 import FlairWriter, Storage
+from dataset.store.images import decode, jpeg_size, resized
+from dataset.store.index import TAXONOMIES, DatasetIndex, IntArray
+from dataset.store.transcode import BACKGROUNDS, Transcoding, other_format, to_jpeg, to_pixels
 
 TOOL_VERSION = "1.0"
 MISSING = "it is listed, but its file is missing"
@@ -553,7 +553,7 @@ def main(argv: Sequence[str]) -> None:
         source = local(Path(given.source))
     check_disk(source, options)
     preprocess(source, options)
-    print(f"{output} is complete; python -m dataset.flair.hdf5 {output} describes it", file=sys.stderr)
+    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
 
 
 if __name__ == "__main__":

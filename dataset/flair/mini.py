@@ -32,11 +32,11 @@ import numpy.typing as npt
 from PIL import Image
 from tqdm import tqdm
 
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.arguments import OneLineParser, output_file
-from dataset.flair.hdf5 import FlairWriter, Storage
-from dataset.flair.index import SPLITS, DatasetIndex, IntArray, LabelMatrix, SplitIndex
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
+from dataset.store.hdf5 import FlairWriter, Storage
+from dataset.store.index import SPLITS, DatasetIndex, IntArray, LabelMatrix, SplitIndex
 
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
 
@@ -48,7 +48,7 @@ MAX_COARSE, MAX_FINE = 9, 36
 
 _Floats = npt.NDArray[np.float64]
 
-# Fitted to FLAIR once, at full scale; tests/dataset/test_mini.py holds them to it.
+# Fitted to FLAIR once, at full scale; tests/dataset/flair/test_mini.py holds them to it.
 _TAIL = (1.0, 0.5, 0.25, 0.1, 0.023, 0.002, 0.5 / 41131)  # share of users at least as large
 _SIZE = (0.45, 1.45, 4.6, 12.86, 37.6, 560.72, 4150.5)  # size there, before rounding up
 _LABELS_PER_IMAGE = (
@@ -307,7 +307,7 @@ def _extra_bounds() -> _Floats:
 
 
 def write_mini(path: Path, spec: MiniSpec, storage: Storage = "raw") -> None:
-    """Draw the data set into one HDF5 file (`dataset.flair.hdf5`); memory stays small at any scale.
+    """Draw the data set into one HDF5 file (`dataset.store.hdf5`); memory stays small at any scale.
 
     ``jpeg`` storage (quality 95) draws everything twice, since the file must know the lengths beforehand.
     Raises OSError if the disk is full.

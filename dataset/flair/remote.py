@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from dataset.flair.download import PATIENT, Patience, SourceError, fetch, file_digest, remote
+from dataset.fetch.http import PATIENT, Patience, SourceError, fetch, file_digest, remote
 from dataset.flair.sources import LICENCE, METADATA, ArchiveSource, ParquetSource, Shard, Source
 
 REPOSITORY = "apple/flair"

@@ -28,8 +28,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from typing_extensions import Self
 
-from dataset.flair.columns import COLUMNS, SCHEMA
-from dataset.flair.index import TAXONOMIES
+from dataset.store.columns import COLUMNS, SCHEMA
+from dataset.store.index import TAXONOMIES
 
 METADATA = "labels_and_metadata.json"
 LICENCE = (

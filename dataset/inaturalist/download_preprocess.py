@@ -6,7 +6,7 @@ The public lists are TensorFlow Federated's: one CSV for User-120k and Geo-{100,
 become the partitions ``user-120k``, ``geo-100``, ...; the file's own users are the authors of User-120k.
 Google's CSVs (``federated_train_user_120k.csv``, ...) are read as well, as ``--splits`` folder or zip file.
 The archives have over 200 GB; one lies on the disk at a time, beside the 156,000 images that are kept.
-``--coordinates`` adds the partitions ``s2-N`` by S2 cells (`dataset.geo`).
+``--coordinates`` adds the partitions ``s2-N`` by S2 cells (`dataset.partitions.geo`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dataset import listed_preprocess
-from dataset.command_line import run
-from dataset.listed import Archive, ListedSet
+from dataset import preprocess_listed as listed_preprocess
+from dataset.cli import run
+from dataset.fetch.listed import Archive, ListedSet
 
 INATURALIST = ListedSet(
     name="inaturalist",

@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dataset import listed_preprocess
-from dataset.command_line import run
-from dataset.listed import Archive, ListedSet
+from dataset import preprocess_listed as listed_preprocess
+from dataset.cli import run
+from dataset.fetch.listed import Archive, ListedSet
 
 ARCHIVES = tuple(
     Archive(f"train/images_{number:03d}.tar", md5_path=f"md5sum/train/md5.images_{number:03d}.txt")

@@ -21,8 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pfl_ext.engine.cpu_kernels import CpuKernels
-from pfl_ext.engine.cpu_layers import arithmetic, kernels_for
+from pfl_ext.algorithms.scaffold import Controls, Renewal
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.data.prefetch import prefetched
+from pfl_ext.data.schedule import longest_first
+from pfl_ext.engine.cpu.kernels import CpuKernels
+from pfl_ext.engine.cpu.layers import arithmetic, kernels_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
@@ -30,11 +34,7 @@ from pfl_ext.engine.one_step import Scaling, train_one_step
 from pfl_ext.engine.probe import fusable
 from pfl_ext.engine.training import Batch, LocalTraining, settled
 from pfl_ext.engine.trim import Trimmed
-from pfl_ext.federated_dataset import FederatedImageDataset, Member
-from pfl_ext.models import ImageClassifier
-from pfl_ext.prefetch import prefetched
-from pfl_ext.scaffold import Controls, Renewal
-from pfl_ext.schedule import longest_first
+from pfl_ext.models.classifier import ImageClassifier
 
 MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
@@ -214,7 +214,7 @@ class CohortEngine:
         return how
 
     def arithmetic(self, precision: torch.dtype | None) -> str:
-        """See `cpu_layers.arithmetic`."""
+        """See `cpu.layers.arithmetic`."""
         return arithmetic(self._kernels, precision)
 
     def close(self) -> None:

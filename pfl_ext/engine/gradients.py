@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu_layers import Convolution
+from pfl_ext.data.transfer import sent
+from pfl_ext.engine.cpu.layers import Convolution
 from pfl_ext.engine.norms import squared_norm, squared_norms
-from pfl_ext.privacy_mechanisms import MARGIN
-from pfl_ext.transfer import sent
+from pfl_ext.privacy.mechanisms import MARGIN
 
 PASS = 100
 """Cost of writing a number of a user's gradient and reading it twice, in floating-point operations: below

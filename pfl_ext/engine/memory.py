@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.engine.training import LocalTraining
-from pfl_ext.models import ImageClassifier
+from pfl_ext.models.classifier import ImageClassifier
 
 CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pfl_ext.data.transfer import sent
 from pfl_ext.engine.gradients import Gradient, Users, Weight
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
-from pfl_ext.models import ImageClassifier
-from pfl_ext.privacy_mechanisms import LARGEST
-from pfl_ext.transfer import sent
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.mechanisms import LARGEST
 
 
 class Scaling(Protocol):

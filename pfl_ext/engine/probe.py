@@ -8,7 +8,7 @@ import torch
 
 from pfl_ext.engine.gradients import Gradient, Users
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.models import ImageClassifier
+from pfl_ext.models.classifier import ImageClassifier
 
 TOLERANCE = 1e-3  # relative, of each variable's gradient
 

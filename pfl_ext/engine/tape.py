@@ -21,10 +21,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu_layers import GroupNorm, followed
+from pfl_ext.engine.cpu.layers import GroupNorm, followed
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
-from pfl_ext.models import FrozenStatisticsBatchNorm2d
-from pfl_ext.objectives import Objective
+from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
+from pfl_ext.tasks.objectives import Objective
 
 
 @dataclass

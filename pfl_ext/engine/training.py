@@ -15,11 +15,11 @@ from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.fednova import FedNova
-from pfl_ext.objectives import Objective
-from pfl_ext.optimizers import PerVariableClippedSGD, clip_each
-from pfl_ext.scaffold import Correction, Scaffold
-from pfl_ext.transfer import pinned
+from pfl_ext.algorithms.fednova import FedNova
+from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, clip_each
+from pfl_ext.algorithms.scaffold import Correction, Scaffold
+from pfl_ext.data.transfer import pinned
+from pfl_ext.tasks.objectives import Objective
 
 LocalClipping = Literal["none", "variable", "global"]
 

@@ -1,7 +1,7 @@
 """The network that users train: the central one, or a copy of it in the form that is fastest to train.
 
 The copy has its memory and its layers as the device likes them (channels last on a GPU, and on a CPU with
-`cpu_layers`), and convolutions without the taps of their kernels that only ever meet padding.
+`cpu.layers`), and convolutions without the taps of their kernels that only ever meet padding.
 
 On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
 zeros and have no gradient, so local training without weight decay never changes them. With images of 32
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu_kernels import CpuKernels
-from pfl_ext.engine.cpu_layers import take_over
-from pfl_ext.models import ImageClassifier, memory_format
+from pfl_ext.engine.cpu.kernels import CpuKernels
+from pfl_ext.engine.cpu.layers import take_over
+from pfl_ext.models.classifier import ImageClassifier, memory_format
 
 Sides = tuple[slice, slice]
 

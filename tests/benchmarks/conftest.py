@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair.train import main
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
+from benchmarks.core.settings import config_tree, digest
 from benchmarks.flair import paper
 from benchmarks.flair.config import parse
 from benchmarks.flair.runs import FLAIR_IMAGES, FLAIR_USERS
-from benchmarks.settings import config_tree, digest
-from pfl_ext.metrics import COLUMNS
+from pfl_ext.tasks.metrics import COLUMNS
 
 FLAIR = {"source": "https://huggingface.co/apple/flair", "content_sha256": "f1", "users": FLAIR_USERS,
          "images": FLAIR_IMAGES}  # fmt: skip

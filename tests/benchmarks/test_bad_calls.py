@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_cpu_kernels, privacy_matrix, sweep
+from benchmarks.bench import cpu_kernels
+from benchmarks.core import privacy_matrix
 from benchmarks.flair import bench as flair_bench
 from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
 from benchmarks.flair import train as flair
+from benchmarks.sweep import command as sweep
 from benchmarks.visual_classification import bench as vision_bench
 from benchmarks.visual_classification import train as vision
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.mini import write_mini
 from tests.bad_calls import check_refused
 from tests.benchmarks.conftest import TINY
@@ -35,7 +37,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "notebook": notebook.main,
     "flair_bench": flair_bench.main,
     "vision_bench": vision_bench.main,
-    "bench_cpu_kernels": bench_cpu_kernels.main,
+    "cpu_kernels": cpu_kernels.main,
     "bench_workers": bench_workers.main,
     "bench_preprocess": bench_preprocess.main,
     "privacy_matrix": privacy_matrix.main,
@@ -120,8 +122,8 @@ BAD = [
     ("flair_bench", "--output=folder", "--output folder is a folder"),
     ("vision_bench", "--cases nope", "--cases: invalid choice: 'nope'"),
     ("vision_bench", "--colour=red", "unrecognized arguments: --colour=red"),
-    ("bench_cpu_kernels", "--pixels 16", "at least 32"),
-    ("bench_cpu_kernels", "--repeats x", "--repeats: invalid int value: 'x'"),
+    ("cpu_kernels", "--pixels 16", "at least 32"),
+    ("cpu_kernels", "--repeats x", "--repeats: invalid int value: 'x'"),
     ("bench_workers", "", "required: what"),
     ("bench_workers", "nope", "invalid choice: 'nope'"),
     ("bench_preprocess", "", "required: --output"),

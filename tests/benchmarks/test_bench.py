@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_cpu_kernels
-from benchmarks.bench import Clock
+from benchmarks.bench import cpu_kernels
+from benchmarks.bench.rounds import Clock
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
-from dataset.command_line import run as run_command
+from dataset.cli import run as run_command
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
-from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.models import ImageClassifier
+from pfl_ext.models.classifier import ImageClassifier
 from tests.card import card
 from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.stores import NumberedStore
@@ -110,7 +110,7 @@ def test_bad_input_ends_in_one_line(words: list[str], capsys: pytest.CaptureFixt
 
 
 def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
-    bench_cpu_kernels.main(["--pixels", "32", "--images", "1", "--repeats", "1"])
+    cpu_kernels.main(["--pixels", "32", "--images", "1", "--repeats", "1"])
     steps, rows = capsys.readouterr().out.split("\n\n")[1:]
     assert steps.splitlines()[2].startswith("| 32, 1 | ")
     layers = [row.split(" | ") for row in rows.strip().splitlines()[2:]]
@@ -119,4 +119,4 @@ def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFi
     assert len(numbers) in (4 * len(layers), 6 * len(layers))
     assert all(float(number) > 0 for number in numbers)
     with pytest.raises(ValueError, match="at least 32"):
-        bench_cpu_kernels.main(["--pixels", "16"])
+        cpu_kernels.main(["--pixels", "16"])

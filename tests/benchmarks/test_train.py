@@ -15,15 +15,15 @@ import torch
 import torchvision
 import yaml
 
-from benchmarks import recorder
+from benchmarks.core import recorder
+from benchmarks.core.settings import Tree
 from benchmarks.flair.train import main
-from benchmarks.settings import Tree
-from dataset.command_line import run
+from dataset.cli import run
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import load
-from pfl_ext.engine.cpu_kernels import CpuKernels, Unavailable
-from pfl_ext.engine.cpu_layers import arithmetic
-from pfl_ext.metrics import COLUMNS
+from pfl_ext.engine.cpu.kernels import CpuKernels, Unavailable
+from pfl_ext.engine.cpu.layers import arithmetic
+from pfl_ext.tasks.metrics import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Train
 
 MODEL = "model.safetensors"

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dataset.command_line import run
-from dataset.flair import probe as probing
+from dataset.cli import run
+from dataset.store import probe as probing
 from pfl_ext.checkpoint import write_bytes, write_json
 from tests.campaigns.damage import damaged
 from tests.campaigns.probe_server import ProbeServer

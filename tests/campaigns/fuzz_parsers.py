@@ -15,11 +15,11 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
-    include=["dataset.flair.images", "dataset.flair.sources", "dataset.flair.download"]
+    include=["dataset.store.images", "dataset.flair.sources", "dataset.fetch.http"]
 ):
-    from dataset.flair.download import retry_after
-    from dataset.flair.images import jpeg_size
+    from dataset.fetch.http import retry_after
     from dataset.flair.sources import _json_list
+    from dataset.store.images import jpeg_size
 
 PATH = Path(tempfile.mkdtemp()) / "list.json"
 

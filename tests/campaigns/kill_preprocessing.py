@@ -17,11 +17,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair import sources
 from dataset.flair.download_preprocess import Options, preprocess
-from dataset.flair.native import Storage
 from dataset.flair.sources import local
+from dataset.store.native import Storage
 from tests.campaigns.lives import After, At, live
 from tests.dataset.drawn import records, write_archives, write_files, write_parquet
 
@@ -32,15 +32,15 @@ KINDS: dict[str, tuple[str, Storage]] = {
     "pixels": ("parquet", "raw"),
 }
 PLACES = (
-    "dataset.flair.journal:Journal.put",
-    "dataset.flair.journal:Journal.discard",
-    "dataset.flair.writer:FlairWriter.write",
-    "dataset.flair.writer:FlairWriter.put_down",
-    "dataset.flair.writer:FlairWriter._create",
-    "dataset.flair.writer:FlairWriter._complete",
-    "dataset.flair.writer:FlairWriter._take_up",
-    "dataset.flair.writer:validate",
-    "dataset.flair.writer:_sync",
+    "dataset.journal:Journal.put",
+    "dataset.journal:Journal.discard",
+    "dataset.store.writer:FlairWriter.write",
+    "dataset.store.writer:FlairWriter.put_down",
+    "dataset.store.writer:FlairWriter._create",
+    "dataset.store.writer:FlairWriter._complete",
+    "dataset.store.writer:FlairWriter._take_up",
+    "dataset.store.writer:validate",
+    "dataset.store.writer:_sync",
     "dataset.flair.download_preprocess:build_index",
     "dataset.flair.download_preprocess:decode",
     "os:fdatasync",

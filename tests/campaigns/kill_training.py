@@ -31,11 +31,11 @@ import torch
 
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as train
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
 from pfl_ext import checkpoint
-from pfl_ext.privacy import NoisyMean, PrivateMean
-from pfl_ext.privacy_accounting import PrivacyConfig
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.central import NoisyMean, PrivateMean
 from tests.campaigns.lives import After, At, Phases, live
 
 SPEC = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
@@ -69,10 +69,10 @@ KINDS = {
 """``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
 ``secret`` the same with noise from entropy."""
 
-ROUND = "benchmarks.experiment:train_federated"
+ROUND = "benchmarks.core.experiment:train_federated"
 PHASES = {
-    "between rounds": (ROUND, "benchmarks.experiment:train_centralised"),
-    "taking up a checkpoint": ("benchmarks.recorder:Recorder.restore",),
+    "between rounds": (ROUND, "benchmarks.core.experiment:train_centralised"),
+    "taking up a checkpoint": ("benchmarks.core.recorder:Recorder.restore",),
     "reduction": (
         "pfl_ext.engine.cohort:CohortEngine.train",  # but for the users' training: the sum over them
         "pfl_ext.backend:CentrallyEvaluatedBackend._finish",  # sum over workers, noise, mean, clipping bound
@@ -80,15 +80,15 @@ PHASES = {
     ),
     "local training": ("pfl_ext.engine.cohort:CohortEngine._run",),
     "evaluation": ("pfl_ext.evaluation:CentralEvaluation.__call__",),
-    "line of metrics": ("benchmarks.recorder:Recorder._write_line",),
-    "save": ("benchmarks.recorder:Recorder.save",),
+    "line of metrics": ("benchmarks.core.recorder:Recorder._write_line",),
+    "save": ("benchmarks.core.recorder:Recorder.save",),
     "users' vectors": (
-        "pfl_ext.user_vectors:UserVectors.write",
-        "pfl_ext.user_vectors:UserVectors.tensors",
-        "pfl_ext.user_vectors:UserVectors.saved",
-        "pfl_ext.user_vectors:UserVectors.load",
+        "pfl_ext.algorithms.user_vectors:UserVectors.write",
+        "pfl_ext.algorithms.user_vectors:UserVectors.tensors",
+        "pfl_ext.algorithms.user_vectors:UserVectors.saved",
+        "pfl_ext.algorithms.user_vectors:UserVectors.load",
     ),
-    "results": ("benchmarks.experiment:_write_results",),
+    "results": ("benchmarks.core.experiment:_write_results",),
 }
 """What a life can be at when it ends; the innermost counts."""
 
@@ -100,11 +100,11 @@ PLACES = {
         "pfl_ext.checkpoint:_keep",
         "pfl_ext.checkpoint:save",
         "pfl_ext.checkpoint:write_bytes",
-        "benchmarks.recorder:Recorder._flushed_metrics",
+        "benchmarks.core.recorder:Recorder._flushed_metrics",
         "os:replace",
     ),
     "evaluation": (
-        "benchmarks.recorder:Recorder.evaluated",
+        "benchmarks.core.recorder:Recorder.evaluated",
         "pfl_ext.evaluation:CentralEvaluation._share",
         "pfl_ext.evaluation:CentralEvaluation._metrics",
     ),
@@ -115,26 +115,31 @@ PLACES = {
         "pfl.model.pytorch:PyTorchModel.apply_model_update",
     ),
     "the rest": (
-        "benchmarks.recorder:Recorder._write_line",
-        "benchmarks.recorder:Recorder.restore",
-        "benchmarks.plots:training_curve",
+        "benchmarks.core.recorder:Recorder._write_line",
+        "benchmarks.core.recorder:Recorder.restore",
+        "benchmarks.reporting.plots:training_curve",
     ),
 }
 """Where lives end that do not end at a random time: one of these kinds is drawn, then one of its places."""
 
 
-OF_SCAFFOLD = ("os:pwrite", "os:fsync", *PHASES["users' vectors"], "pfl_ext.scaffold:Controls.end_round")
+OF_SCAFFOLD = (
+    "os:pwrite",
+    "os:fsync",
+    *PHASES["users' vectors"],
+    "pfl_ext.algorithms.scaffold:Controls.end_round",
+)
 """More of these, for runs that keep a vector for each user."""
 
 WINDOW = (
-    "benchmarks.recorder:Recorder.end",
-    "benchmarks.experiment:_final_scores",
-    "benchmarks.experiment:_write_results",
-    "benchmarks.plots:training_curve",
-    "benchmarks.plots:privacy_curves",
-    "benchmarks.experiment:hardware",
-    "benchmarks.experiment:probe_checksum",  # its first call is before the first round
-    "benchmarks.secret:Secret.close",
+    "benchmarks.core.recorder:Recorder.end",
+    "benchmarks.core.experiment:_final_scores",
+    "benchmarks.core.experiment:_write_results",
+    "benchmarks.reporting.plots:training_curve",
+    "benchmarks.reporting.plots:privacy_curves",
+    "benchmarks.core.experiment:hardware",
+    "benchmarks.core.experiment:probe_checksum",  # its first call is before the first round
+    "benchmarks.core.secret:Secret.close",
 )
 """What a run does once between its last round and its end."""
 

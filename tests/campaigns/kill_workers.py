@@ -28,7 +28,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from benchmarks.flair.train import main as train
-from dataset.command_line import run
+from dataset.cli import run
 from dataset.flair.mini import write_mini
 from tests.campaigns.kill_training import COMMON, KINDS, PHASES, PLACES, SPEC, compare, tell, told
 from tests.campaigns.lives import START, At, Phases
@@ -43,17 +43,17 @@ ENDS_S = 90.0
 How = Literal["never", "place", "worker", "job"]
 HOWS: tuple[How, ...] = ("place", "worker", "job")
 WORKER_KINDS = ("fl", "momentum", "pfl")
-AT_WORK = {**PHASES, "reduction over workers": ("pfl_ext.distributed:Workers.all_reduce",)}
+AT_WORK = {**PHASES, "reduction over workers": ("pfl_ext.workers.distributed:Workers.all_reduce",)}
 OF_ANY_WORKER = (
     *PLACES["evaluation"],
     *PLACES["reduction"],
-    "pfl_ext.distributed:Workers.all_reduce",
-    "pfl_ext.distributed:Workers._agree",
-    "pfl_ext.distributed:Workers.broadcast",
-    "pfl_ext.transport:_TorchTransport.sum_",
-    "benchmarks.recorder:Recorder.restore",
+    "pfl_ext.workers.distributed:Workers.all_reduce",
+    "pfl_ext.workers.distributed:Workers._agree",
+    "pfl_ext.workers.distributed:Workers.broadcast",
+    "pfl_ext.workers.transport:_TorchTransport.sum_",
+    "benchmarks.core.recorder:Recorder.restore",
 )
-OF_WORKER_0 = (*PLACES["save"], "benchmarks.recorder:Recorder._write_line")
+OF_WORKER_0 = (*PLACES["save"], "benchmarks.core.recorder:Recorder._write_line")
 
 
 def alive(pid: int) -> bool:

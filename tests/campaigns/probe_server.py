@@ -1,4 +1,4 @@
-"""`dataset.flair.probe` for many files: each is looked at in a fork of this small process.
+"""`dataset.store.probe` for many files: each is looked at in a fork of this small process.
 
 A fork of the campaign, which has torch in it, costs many times as much, a new interpreter more still.
 """
@@ -12,13 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from dataset.flair.probe import look
+from dataset.store.probe import look
 
 SECONDS = 20.0
 
 
 class ProbeServer:
-    """Stands in for `dataset.flair.probe.probe`."""
+    """Stands in for `dataset.store.probe.probe`."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.campaigns.probe_server"]

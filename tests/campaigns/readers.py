@@ -25,20 +25,20 @@ from safetensors.torch import save_file
 
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.report import main as report
-from benchmarks.sweep import training_words
-from benchmarks.sweep_space import SWEEPS, read_sweep
+from benchmarks.sweep.command import training_words
+from benchmarks.sweep.space import SWEEPS, read_sweep
 from benchmarks.visual_classification.config import VISION
-from dataset import cifar_preprocess
+from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.download_preprocess import CIFAR10
-from dataset.flair import probe as probing
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.hdf5 import main as describe
-from dataset.flair.images import decode, jpeg_size
-from dataset.flair.native import NativeReader, Storage
 from dataset.flair.sources import local
+from dataset.store import probe as probing
+from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import main as describe
+from dataset.store.images import decode, jpeg_size
+from dataset.store.native import NativeReader, Storage
 from pfl_ext import checkpoint
-from pfl_ext.models import build_backbone
+from pfl_ext.models.classifier import build_backbone
 from tests.benchmarks.made_runs import make_run
 from tests.dataset.drawn import (
     add_member,

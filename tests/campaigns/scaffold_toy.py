@@ -31,8 +31,8 @@ from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
-from benchmarks.facts import commit, hardware
-from pfl_ext.scaffold import Controls, Scaffold, ScaffoldParams
+from benchmarks.core.facts import commit, hardware
+from pfl_ext.algorithms.scaffold import Controls, Scaffold, ScaffoldParams
 
 LOSSES = {"a": (1.0, 0.0), "b": (4.0, 1.0)}
 START, ROUNDS, STEPS = 3.0, 40, 10
@@ -71,7 +71,7 @@ class OneRow(Dataset):
     """A user's loss as its single image."""
 
     def once(self) -> Iterator[Any]:
-        """As `pfl_ext.federated_dataset.UserImages` has it."""
+        """As `pfl_ext.data.federated_dataset.UserImages` has it."""
         yield from self.iter(None)
 
 

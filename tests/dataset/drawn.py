@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.index import TAXONOMIES
+from dataset.store.hdf5 import FlairFile
+from dataset.store.index import TAXONOMIES
 
 SIDE = 32
 _CELLS, _CELL = 4, 8  # 16 bits in a grid of black and white cells

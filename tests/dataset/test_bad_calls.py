@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from dataset import partition_statistics
 from dataset.cifar10 import download_preprocess as cifar10
 from dataset.cifar100 import download_preprocess as cifar100
-from dataset.command_line import run
-from dataset.flair import download_preprocess, hdf5, mini, probe
+from dataset.cli import run
+from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
+from dataset.partitions import statistics as partition_statistics
+from dataset.store import hdf5, probe
 from tests.bad_calls import check_refused
+from tests.dataset.cifar10.made_cifar import CIFAR10
+from tests.dataset.cifar10.made_cifar import write_parquet as write_cifar
 from tests.dataset.drawn import records, write_parquet
-from tests.dataset.made_cifar import CIFAR10
-from tests.dataset.made_cifar import write_parquet as write_cifar
-from tests.dataset.test_hdf5 import write
+from tests.dataset.store.test_hdf5 import write
 
 MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "hdf5": hdf5.main,

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataset.command_line import run
-from dataset.flair import download_preprocess, sources, writer
+from dataset.cli import run
+from dataset.flair import download_preprocess, sources
 from dataset.flair.download_preprocess import Options, preprocess
-from dataset.flair.hdf5 import FlairFile
-from dataset.flair.journal import Journal
-from dataset.flair.native import Storage
 from dataset.flair.sources import local
-from dataset.flair.writer import FlairWriter
+from dataset.journal import Journal
+from dataset.store import writer
+from dataset.store.hdf5 import FlairFile
+from dataset.store.native import Storage
+from dataset.store.writer import FlairWriter
 from tests.dataset.drawn import (
     Record,
     assert_paired,
@@ -33,8 +34,8 @@ from tests.dataset.drawn import (
     write_files,
     write_parquet,
 )
-from tests.dataset.test_download_preprocess import WRITERS, Folder, content_hash
-from tests.dataset.test_hdf5 import dataset_index, partitioned
+from tests.dataset.flair.test_download_preprocess import WRITERS, Folder, content_hash
+from tests.dataset.store.test_hdf5 import dataset_index, partitioned
 
 BLOCK = 10
 
@@ -217,7 +218,7 @@ def test_listed_images_that_are_nowhere_are_still_missing_after_a_stop(tmp_path:
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     folder, output = write_parquet(tmp_path / "flair", records(20)), tmp_path / "f.hdf5"
     code = (
-        "import sys; from pathlib import Path; from dataset.flair.journal import Journal\n"
+        "import sys; from pathlib import Path; from dataset.journal import Journal\n"
         "with Journal(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(output)]

@@ -19,11 +19,11 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.optimizers import make_server_optimizer
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.metrics import MultiLabelScores
-from pfl_ext.optimizers import make_server_optimizer
+from pfl_ext.tasks.metrics import MultiLabelScores
 from tests.card import card
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.stores import NumberedStore

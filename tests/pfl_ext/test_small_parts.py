@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from pfl_ext import checkpoint
-from pfl_ext.prefetch import prefetched
+from pfl_ext.data.prefetch import prefetched
 from pfl_ext.randomness import derive, seed32, stream, torch_stream
 
 

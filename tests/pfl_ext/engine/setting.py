@@ -22,18 +22,18 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
+from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
+from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.fednova import STEPS, FedNova, FedNovaParams
-from pfl_ext.models import FrozenStatisticsBatchNorm2d, ImageClassifier
-from pfl_ext.objectives import ObjectiveName
-from pfl_ext.optimizers import PerVariableClippedSGD
-from pfl_ext.privacy import TALLY, private_mean
-from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
-from pfl_ext.privacy_mechanisms import Clipping
-from pfl_ext.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
+from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
+from pfl_ext.privacy.central import TALLY, private_mean
+from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.tasks.objectives import ObjectiveName
 
 SIDE, LABELS = 12, 5
 BFLOAT16 = 2.0**-9, 3.0

@@ -19,11 +19,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pfl_ext.engine import cpu_kernels
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.cpu_kernels import CpuKernels, Form, Unavailable
-from pfl_ext.engine.cpu_layers import Convolution, GroupNorm, MaxPool, kernels_for, take_over
-from pfl_ext.models import ImageClassifier, build_backbone
+from pfl_ext.engine.cpu import kernels as cpu_kernels
+from pfl_ext.engine.cpu.kernels import CpuKernels, Form, Unavailable
+from pfl_ext.engine.cpu.layers import Convolution, GroupNorm, MaxPool, kernels_for, take_over
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from tests.pfl_ext.engine.setting import (
     LABELS,
     Setting,
@@ -762,7 +762,7 @@ def test_another_version_of_the_compiler_compiles_again(
 WITHOUT_MEMORY = """
 import resource
 import torch
-from pfl_ext.engine.cpu_kernels import CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import CpuKernels, Form
 kernels, form = CpuKernels(), Form(3, 3, 1, 1, 1)
 x, weight = torch.ones(2, 32, 64, 64), torch.ones(512, 32, 3, 3)
 torch.set_num_threads(THREADS)

@@ -13,14 +13,14 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor, nn
 
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling, Member
 from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
 from pfl_ext.engine.training import LocalTraining
-from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling, Member
-from pfl_ext.models import ImageClassifier
-from pfl_ext.objectives import OBJECTIVES, ObjectiveName
-from pfl_ext.privacy import TALLY, metric_name, private_mean
-from pfl_ext.privacy_accounting import Mechanism, PrivacyConfig
-from pfl_ext.privacy_mechanisms import Clipping
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
+from pfl_ext.privacy.central import TALLY, metric_name, private_mean
+from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.tasks.objectives import OBJECTIVES, ObjectiveName
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     LABELS,

@@ -11,7 +11,7 @@ from torch import nn
 
 import pfl_ext.engine.cohort as module
 from pfl_ext.engine.lane import Lane
-from pfl_ext.privacy_mechanisms import Clipping
+from pfl_ext.privacy.mechanisms import Clipping
 from tests.card import DEVICE, OnCard, card, plain
 from tests.pfl_ext.engine.setting import BFLOAT16, Setting, distance, private, rounding_of
 

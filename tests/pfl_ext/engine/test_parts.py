@@ -21,9 +21,9 @@ from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, live_taps
-from pfl_ext.models import ImageClassifier, build_backbone
-from pfl_ext.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
-from pfl_ext.privacy_mechanisms import Clipping
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.tasks.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import LABELS, SIDE, in_float64, small_backbone, targets_for, without_noise
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pfl.common_types import Population  # noqa: F401  (makes torch the framework of pfl)
 from torch import Tensor, nn
 
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight
 from pfl_ext.engine.norms import squared_norm, squared_norms_of
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.training import LocalTraining
-from pfl_ext.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.models import ImageClassifier
+from pfl_ext.models.classifier import ImageClassifier
 from tests.pfl_ext.engine.setting import LABELS, Setting, norm, small_backbone, without_noise
 
 HOW = LocalTraining(1.0, 1, 16, "none", 0.0, 0.0, None)

@@ -1,0 +1,1 @@
+"""What every benchmark shares: config, run directory, training, tracking."""

@@ -1,0 +1,113 @@
+"""Centralised training: the same data, model, transform and metrics, in epochs."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import numpy as np
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.recorder import Recorder
+from benchmarks.core.settings import AnyRun
+from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.prefetch import prefetched
+from pfl_ext.data.transforms import draw_boxes
+from pfl_ext.engine.cpu.layers import arithmetic, kernels_for, take_over
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.randomness import stream
+from pfl_ext.workers.distributed import is_main
+
+
+def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchModel, str]:
+    """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one; and
+    how its training is computed, in a few words.
+
+    On a CPU its layers become those of `pfl_ext.engine.cpu.layers`.
+    """
+    runtime = run.runtime
+    module.to(get_default_device())
+    kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
+    amp = torch.bfloat16 if runtime.precision == "bf16" else None
+    computed = arithmetic(kernels, amp)
+    if amp is not None and is_main():
+        print(f"runtime.precision bf16 is computed as: {computed}")
+    if kernels is not None:
+        kernels, amp = kernels.at(amp)
+    if kernels is not None:
+        take_over(module.backbone, kernels)
+    central = run.config.centralised
+    optimizer = make_server_optimizer(
+        [p for p in module.parameters() if p.requires_grad],
+        name=central.optimizer,
+        learning_rate=central.learning_rate,
+        beta1=central.beta1,
+        beta2=central.beta2,
+        epsilon=central.epsilon,
+        adam_form="keras",
+        momentum=central.momentum,
+    )
+    return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
+
+
+def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
+    """One pass over all images in a new order; the mean training loss."""
+    config, device = run.config, get_default_device()
+    rng = stream(config.seed, "centralised epoch", epoch)
+    order = rng.permutation(int(store.user_offsets[-1]))
+    size = config.centralised.batch_size
+    batches = [order[i : i + size] for i in range(0, len(order), size)]
+    module, optimizer = model.pytorch_model, model._central_optimizer
+    total = 0.0
+    read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
+    for images, targets in read:
+        boxes = draw_boxes(
+            rng,
+            len(images),
+            images.shape[1],
+            config.model.input_size,
+            config.augment.crop,
+            config.augment.flip,
+        )
+        optimizer.zero_grad()
+        with model.amp_context or contextlib.nullcontext():
+            loss = module.loss(
+                torch.from_numpy(images).to(device),
+                torch.from_numpy(targets).float().to(device),
+                torch.from_numpy(boxes).to(device),
+            )
+        loss.backward()
+        parameters = [p for p in module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if config.centralised.max_grad_norm is not None:
+            clip_each(gradients, config.centralised.max_grad_norm)
+        if config.centralised.weight_decay:
+            weights = [p.detach() for p in parameters]
+            torch._foreach_add_(gradients, weights, alpha=config.centralised.weight_decay)
+        optimizer.step()
+        total += float(loss.detach()) * len(images)
+    return total / len(order)
+
+
+def train_centralised(
+    run: AnyRun, store: ImageStore, val: ImageStore, module: ImageClassifier, recorder: Recorder
+) -> PyTorchModel:
+    """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
+    config = run.config
+    model, recorder.arithmetic = centralised_model(run, module)
+    evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
+    for epoch in range(recorder.restore(model), config.centralised.num_epochs):
+        if epoch % config.evaluation.every_epochs == 0:
+            recorder.evaluated(epoch, evaluation(model), model)
+        loss = train_epoch(run, store, model, epoch)
+        if not np.isfinite(loss):
+            raise ValueError(f"the training loss of epoch {epoch} is {loss}: lower centralised.learning_rate")
+        recorder.step_done(epoch, {"train_loss": round(loss, 6)}, model)
+    if not recorder.ended:
+        recorder.evaluated(config.centralised.num_epochs, evaluation(model), model)
+        recorder.end(model)
+    return model

@@ -1,0 +1,119 @@
+"""Which fields of a config have no effect on its run, because another field has switched them off.
+
+A key without effect is refused where somebody gives it, and stands at its default in the resolved config: two
+configs that make the same run are equal, and have the same digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from benchmarks.core.sections import Runtime, TrainingConfig
+
+
+class Idle(NamedTuple):
+    """Keys that a run does not read. A key that ends with a dot stands for its whole section."""
+
+    keys: str
+    """Separated by blanks."""
+    because: str
+    """The field that switches them off, with its value."""
+    instead: str
+    """What would give them an effect."""
+
+
+Reasons = dict[str, str]
+"""For every idle key or section, why it is idle and what to do."""
+
+
+def reasons(rules: Iterator[Idle]) -> Reasons:
+    """One sentence for each key of these rules; the first rule that names a key counts."""
+    out: Reasons = {}
+    for rule in rules:
+        for key in rule.keys.split():
+            out.setdefault(key, f"has no effect where {rule.because}: remove it, or {rule.instead}")
+    return out
+
+
+def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
+    """Why a dotted key has no effect; None where it has one."""
+    return next((why for name, why in idle.items() if key == name or _inside(key, name)), None)
+
+
+def _inside(key: str, section: str) -> bool:
+    return section.endswith(".") and key.startswith(section)
+
+
+def idle_by_mode(mode: str) -> Idle:
+    """What is for the other mode."""
+    if mode == "centralised":
+        federated = "local. server. federated. evaluation.every_rounds"
+        return Idle(federated, "mode is centralised", "set mode to federated")
+    return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
+
+
+def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
+    """The rules that every benchmark shares."""
+    yield idle_by_mode(config.mode)
+    yield from (_idle_in_centralised if config.mode == "centralised" else _idle_in_federated)(config)
+    if config.model.pretrained:
+        yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
+    else:
+        yield Idle("model.weights_sha256", "model.pretrained is false", "set model.pretrained to true")
+
+
+def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
+    if config.centralised.optimizer == "sgd":
+        keys = "centralised.beta1 centralised.beta2 centralised.epsilon"
+        yield Idle(keys, "centralised.optimizer is sgd", "choose adam")
+    else:
+        yield Idle("centralised.momentum", "centralised.optimizer is adam", "choose sgd")
+
+
+def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
+    federated, local, server = config.federated, config.local, config.server
+    algorithm = f"federated.algorithm is {federated.algorithm}"
+    if federated.algorithm not in ("fedprox", "fednova"):
+        yield Idle("federated.mu", algorithm, "choose fedprox or fednova")
+    if federated.algorithm != "scaffold":
+        yield Idle("federated.max_state_gb", algorithm, "choose scaffold")
+    if federated.reweight == "none":
+        yield Idle("federated.max_importance", "federated.reweight is none", "choose fedir")
+    if local.effective_learning_rate is not None:
+        because = "local.effective_learning_rate is given"
+        yield Idle("local.learning_rate", because, "set local.effective_learning_rate to none")
+    if local.virtual_size is not None:
+        because = "local.virtual_size is given"
+        yield Idle("local.max_images local.cap", because, "set local.virtual_size to none")
+    elif local.max_images is None:
+        yield Idle("local.cap", "local.max_images is none", "give local.max_images")
+    if local.max_grad_norm is None:
+        yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
+    optimizer = f"server.optimizer is {server.optimizer}"
+    if server.optimizer == "sgd":
+        yield Idle("server.beta1 server.beta2 server.epsilon", optimizer, "choose adam or yogi")
+    elif local.effective_learning_rate is None:  # else the users' rate is a multiple of 1 - momentum
+        yield Idle("server.momentum", optimizer, "choose sgd")
+    if server.optimizer == "adagrad":
+        yield Idle("server.beta2", optimizer, "choose adam or yogi")
+    if server.optimizer != "adam":
+        yield Idle("server.adam_form", optimizer, "choose adam")
+    if server.schedule == "constant":
+        keys = "server.warmup_rounds server.final_learning_rate"
+        yield Idle(keys, "server.schedule is constant", "choose warmup_linear")
+    if config.privacy is not None and config.privacy.mechanism != "adaptive":
+        keys = "privacy.quantile privacy.clip_step privacy.indicator_std_fraction"
+        yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
+
+
+def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
+    """The rules for `Runtime`; keys without their ``runtime.``."""
+    if config.mode == "centralised":
+        keys = "lanes fuse accumulate reduce"
+        yield Idle(keys, "mode is centralised", "set mode to federated")
+    if runtime.engine == "stock":
+        yield Idle("lanes fuse cpu_kernels", "runtime.engine is stock", "set runtime.engine to fast")
+    if runtime.track != "wandb":
+        keys = "project entity name artifact"
+        yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")

@@ -1,0 +1,260 @@
+"""The parts of a run's config that every benchmark has, and `Runtime`, which affects no number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.local import LocalPrivacyConfig
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+BestBy = Literal["loss", "C-AP", "accuracy", "last"]
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
+"""Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
+scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a tree by their dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping)
+        out |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return out
+
+
+@dataclass(frozen=True, config=STRICT)
+class ImageConfig:
+    """What is read; each benchmark adds its own fields."""
+
+    image_size: PositiveInt = 256
+    """Side to which images are brought when read, in pixels."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """The network; `input_size` is the side of what it sees, cut from `data.image_size`."""
+
+    arch: str = "resnet18"
+    input_size: PositiveInt = 224
+    pretrained: bool = False
+    """True: ImageNet weights, BatchNorm statistics frozen. False: from scratch, GroupNorm."""
+    groups: PositiveInt = 32
+    bottleneck: PositiveInt | None = None
+    """Width of one more linear layer before the classifier; None: there is none."""
+    trained: Literal["all", "two_layers"] = "all"
+    """two_layers: bottleneck and classifier learn, everything before them stays as it was loaded."""
+    weights_sha256: str | None = None
+    """Of the file that a pretrained network starts from; ``--weights`` fills it in. None: torchvision's."""
+    init: Literal["paper", "torchvision"] = "paper"
+
+
+@dataclass(frozen=True, config=STRICT)
+class AugmentConfig:
+    """Training transform, drawn anew for each image."""
+
+    crop: Literal["crop", "padded", "resized"] = "crop"
+    flip: Literal["none", "horizontal", "both"] = "both"
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalConfig:
+    """Training on one user."""
+
+    learning_rate: PositiveFloat = 0.1
+    effective_learning_rate: PositiveFloat | None = None
+    """If given, ``learning_rate`` becomes this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
+    num_epochs: PositiveInt = 2
+    batch_size: PositiveInt = 16
+    max_images: PositiveInt | None = 512
+    cap: Literal["random", "first"] = "random"
+    straddle: bool = True
+    reshuffle: bool = True
+    max_grad_norm: PositiveFloat | None = 10.0
+    clip_by: Literal["variable", "global"] = "variable"
+    momentum: Fraction = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    virtual_size: PositiveInt | None = None
+    """FedVC (Hsu et al. 2020, 5.3): so many images of each user, drawn anew each round; None: all it has."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerConfig:
+    """What the server does with the mean update."""
+
+    optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "adam"
+    learning_rate: PositiveFloat = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 0.01
+    adam_form: Literal["keras", "torch"] = "keras"
+    momentum: Fraction = 0.0
+    schedule: Literal["constant", "warmup_linear"] = "constant"
+    warmup_rounds: NonNegativeInt = 30
+    final_learning_rate: NonNegativeFloat = 0.02
+
+
+@dataclass(frozen=True, config=STRICT)
+class FederatedConfig:
+    """Rounds, cohorts and the algorithm of federated training."""
+
+    algorithm: Literal["fedavg", "fedprox", "fednova", "scaffold"] = "fedavg"
+    num_rounds: PositiveInt = 5000
+    cohort_size: PositiveInt = 200
+    replacement: bool = False
+    sampling: Literal["uniform", "proportional"] = "uniform"
+    """proportional: users are drawn with a probability proportional to their images (FedVC)."""
+    reweight: Literal["none", "fedir"] = "none"
+    """fedir: a user's images weigh as much as its classes are rarer with it than in all (Hsu et al., 5.2)."""
+    max_importance: PositiveFloat | None = None
+    """Greatest weight that FedIR gives; None: any."""
+    weighting: Literal["images", "users"] = "images"
+    mu: NonNegativeFloat | None = None
+    """Weight of the proximal term of FedProx (where it is not given: 0.01) and FedNova (0)."""
+    scaffold_option: Literal["I", "II"] | None = None
+    """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
+    images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
+    scaffold_correction: Literal["gradient", "step"] | None = None
+    """Where SCAFFOLD's correction is added: to the gradient, before clipping, weight decay and momentum, or
+    after each step of the optimiser (NIID-Bench). None: gradient, the paper's equation."""
+    max_state_gb: PositiveFloat = 16.0
+    """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
+    than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
+
+    @property
+    def proximal_weight(self) -> float:
+        """``mu``, or the algorithm's default."""
+        return (0.01 if self.algorithm == "fedprox" else 0.0) if self.mu is None else self.mu
+
+    @property
+    def control_variates(self) -> tuple[Literal["I", "II"], Literal["gradient", "step"]]:
+        """SCAFFOLD's option and correction, or their defaults."""
+        return self.scaffold_option or "II", self.scaffold_correction or "gradient"
+
+
+@dataclass(frozen=True, config=STRICT)
+class CentralisedConfig:
+    """Training on all images in one place, at a constant rate."""
+
+    num_epochs: PositiveInt = 100
+    batch_size: PositiveInt = 512
+    optimizer: Literal["adam", "sgd"] = "adam"
+    learning_rate: PositiveFloat = 5e-4
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-7
+    momentum: Fraction = 0.0
+    """Of sgd."""
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat | None = 10.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationConfig:
+    """When the model is scored on val, and by what the best one is chosen."""
+
+    every_rounds: PositiveInt = 10
+    every_epochs: PositiveInt = 1
+    best_by: BestBy = "loss"
+    """The column of val that chooses; of rounds that score the same, the earliest. ``last``: no choice
+    is made, the last model is the result."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrivacySection(PrivacyConfig):
+    """Private training (the PFL rows): pfl_ext's `PrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
+    """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
+    runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
+    release: Literal["full", "public"] = field(default="full", metadata=REPETITION)
+    """``full`` writes and tracks exact figures besides the model (norms, cohort sizes, times, counts), for
+    research. ``public`` writes and tracks only what is differentially private or does not depend on the
+    training images."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalPrivacySection(LocalPrivacyConfig):
+    """Every update noised on its device: pfl_ext's `LocalPrivacyConfig`, and where the noise comes from."""
+
+    noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
+    """As for `PrivacySection`."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class TrainingConfig:
+    """All that decides a run's numbers."""
+
+    setting: str = ""
+    """The row of the paper's table that this run is compared with."""
+    mode: Literal["federated", "centralised"] = "federated"
+    seed: NonNegativeInt = field(default=0, metadata=REPETITION)
+    data: ImageConfig = field(default_factory=ImageConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    federated: FederatedConfig = field(default_factory=FederatedConfig)
+    centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    privacy: PrivacySection | None = None
+    """None: no privacy."""
+    local_privacy: LocalPrivacySection | None = None
+    """None: no local privacy."""
+
+    @property
+    def local_learning_rate(self) -> float:
+        """Of users' steps."""
+        effective = self.local.effective_learning_rate
+        return self.local.learning_rate if effective is None else effective * (1 - self.server.momentum)
+
+
+@dataclass(frozen=True, config=STRICT)
+class Runtime:
+    """How a run is carried out. Results do not depend on it beyond floating-point tolerance."""
+
+    device: str = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    engine: Literal["fast", "stock"] = "fast"
+    """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
+    cpu_kernels: bool = True
+    """Of the fast engine on a CPU: layers compiled at the first start, about twice as fast as torch's, which
+    are used where there is no C++ compiler, and for bf16 where the CPU has AMX. For bf16 they multiply half
+    floats where the CPU does (AVX512-FP16), else float32."""
+    lanes: PositiveInt | None = None
+    """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
+    fuse: bool | None = None
+    """Of the fast engine: users with one local step in one pass; by default on a CPU, not on a GPU."""
+    threads: PositiveInt | None = None
+    """CPU threads of torch in one process; by default torch's own choice."""
+    reader_threads: PositiveInt = 2
+    prefetch: NonNegativeInt = 8
+    cache_gb: NonNegativeFloat = 4.0
+    """Decoded images are kept in memory until those of all splits together fill this."""
+    checkpoint_every: PositiveInt = 20
+    """Rounds (epochs, when centralised) between checkpoints."""
+    checkpoint_minutes: PositiveFloat = 2.0
+    """A checkpoint is also written at the end of a round when the last one is so old."""
+    keep_checkpoints: bool = False
+    """Keep the checkpoints, several times the size of the model, when the run has ended."""
+    progress: bool = True
+    accumulate: Literal["fp32", "fp64"] = "fp32"
+    """Precision of sums over users. fp64: the same to 1e-15 on any number of workers, for twice the bytes."""
+    reduce: Literal["exact", "bf16"] = "exact"
+    """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
+    worker_timeout_s: PositiveFloat = 120.0
+    """A worker that is silent or makes no progress for so long ends the job on all workers."""
+    track: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    project: str = "flair"
+    entity: str | None = None
+    name: str | None = None
+    """Of the wandb run; by default the run directory's."""
+    artifact: bool = False
+    """Send the final model to wandb."""

@@ -1,0 +1,1 @@
+"""Reading runs; tables and plots."""

@@ -1,0 +1,210 @@
+"""Pictures of a run, as PNG: the training curve, and the AP of each class beside the paper's."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from pfl_ext.checkpoint import write_bytes
+from pfl_ext.tasks.metrics import shown
+
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
+GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
+"""From Okabe and Ito's palette, told apart by colour-blind readers."""
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of the path's suffix: ``.png`` or ``.svg``."""
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": path.name}):  # the same ids in the same figure
+        kind = path.suffix.removeprefix(".")
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    write_bytes(path, buffer.getvalue())
+
+
+def plain_log(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def violins(axes: Axes, groups: Mapping[str, npt.NDArray[np.float64]], colours: Sequence[str]) -> None:
+    """A violin for each group, with its quartiles as a box, its median as a dot and its mean as a tick.
+
+    The shape ends at the least and the greatest value. Groups without a number keep their place, empty.
+    """
+    for place, (values, colour) in enumerate(zip(groups.values(), colours)):
+        known = values[~np.isnan(values)]
+        if not len(known):
+            continue
+        if np.ptp(known) > 0:
+            body = axes.violinplot([known], [place], widths=0.8, showextrema=False)["bodies"]
+            for part in body:  # type: ignore[attr-defined]
+                part.set(facecolor=colour, edgecolor=colour, alpha=0.35)
+        low, median, high = np.quantile(known, [0.25, 0.5, 0.75])
+        axes.vlines(place, low, high, color=colour, linewidth=5)
+        axes.plot(place, median, "o", color="white", markeredgecolor=BLACK, markersize=6, zorder=3)
+        axes.plot(place, known.mean(), "_", color=BLACK, markersize=16, zorder=3)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.grid(axis="y", alpha=0.3)
+
+
+def violin_legend() -> list[Line2D]:
+    """Handles that say what the marks of `violins` are."""
+    return [
+        Line2D([], [], color=GREY, linewidth=5, label="middle half of the users"),
+        Line2D([], [], color="white", markeredgecolor=BLACK, marker="o", linestyle="", label="median"),
+        Line2D([], [], color=BLACK, marker="_", markersize=12, linestyle="", label="mean"),
+    ]
+
+
+def per_user_violins(
+    groups: Mapping[str, npt.NDArray[np.float64]], ylabel: str, title: str, path: Path
+) -> None:
+    """One run's users, as they are and before and after fine-tuning."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    violins(axes, groups, (BLUE, ORANGE, GREEN))
+    axes.set(ylabel=ylabel, ylim=(0, 102), title=title)
+    figure.legend(handles=violin_legend(), frameon=False, ncols=3, loc="outside lower center")
+    save(figure, path)
+
+
+def training_curve(
+    history: Sequence[Mapping[str, Any]], unit: str, columns: Sequence[str], title: str, path: Path
+) -> None:
+    """These columns (percent) and the loss over the rounds (or epochs) of ``metrics.jsonl``.
+
+    They are those of val, or of test where the lines have ``tracked`` in its place.
+    """
+    followed, split = ("tracked", "test") if any("tracked" in line for line in history) else ("val", "val")
+    scored = [line for line in history if followed in line]
+    steps = [line[unit] for line in scored]
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    left = figure.subplots()
+    for column, line_style, marker in zip(columns, ("-", "--", "-."), ("o", "", "")):
+        values = [line[followed][column] for line in scored]
+        left.plot(steps, values, line_style, color=BLUE, marker=marker, markersize=3, label=shown(column))
+    left.set(xlabel=f"{unit}s of training", ylabel=f"score on {split} (%)", ylim=(0, 100), title=title)
+    right = left.twinx()
+    right.plot(
+        steps, [line[followed]["loss"] for line in scored], color=ORANGE, linestyle=":", label="loss (right)"
+    )
+    right.set_ylabel(f"cross-entropy on {split}")
+    right.set_ylim(bottom=0)
+    handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
+    left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
+    left.grid(alpha=0.3)
+    save(figure, path)
+
+
+def per_class_bars(
+    names: Sequence[str],
+    ap: Sequence[float],
+    prevalence: Sequence[float],
+    paper: Mapping[str, float],
+    title: str,
+    path: Path,
+    most: int = 40,
+) -> None:
+    """AP of the classes on test, the commonest first, beside the paper's where it gives them.
+
+    Grey ticks are each label's share of the images: the AP of guessing. At most ``most`` classes are drawn.
+    """
+    order = np.argsort(-np.asarray(prevalence), kind="stable")[:most]
+    x = np.arange(len(order))
+    figure = Figure(figsize=(max(6.4, 0.36 * len(order)), 4.2), layout="constrained")
+    axes = figure.subplots()
+    shift = 0.2 if paper else 0.0
+    axes.bar(x - shift, [ap[k] for k in order], 0.4 if paper else 0.7, color=BLUE, label="this run")
+    if paper:
+        bars = [paper.get(names[k], np.nan) for k in order]
+        axes.bar(x + shift, bars, 0.4, color=ORANGE, label="paper (FLAIR)")
+    axes.plot(
+        x, [100 * prevalence[k] for k in order], "_", color=GREY, markersize=14, label="label prevalence"
+    )
+    axes.set_xticks(x, [names[k] for k in order], rotation=50, ha="right")
+    shown = "" if len(order) == len(names) else f" (commonest {len(order)} of {len(names)})"
+    axes.set(ylabel="average precision on test (%)", ylim=(0, 100), title=title + shown)
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
+    axes.grid(axis="y", alpha=0.3)
+    save(figure, path)
+
+
+def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds.
+
+    What the run did not write, as with ``privacy.release: public``, has no panel.
+    """
+    told = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
+    rounds = [number for number, _ in told]
+    panels = [
+        ("clipping bound", "clipping bound (L2)", "log"),
+        ("fraction clipped", "fraction of updates clipped", "linear"),
+        ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update", "log"),
+    ]
+    panels = [panel for panel in panels if all(panel[0] in values for _, values in told)]
+    figure = Figure(figsize=(6.4, 1 + 1.8 * len(panels)), layout="constrained")
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, label, scale) in zip(rows, panels):
+        axes.plot(rounds, [values[name] for _, values in told], color=BLUE)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if scale == "linear":
+            axes.set_ylim(0, 1.02)
+        else:
+            plain_log(axes)
+    axes.set_xlabel("round of training")
+    figure.suptitle(title)
+    save(figure, path)
+
+
+def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Seconds of a round by case, stock and fast side by side, each bar divided by where its time goes."""
+    parts = ("data", "training", "bookkeeping", "evaluation")
+    shades = (ORANGE, BLUE, GREY, GREEN)
+    figure = Figure(figsize=(7.2, 1.2 + 0.62 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    for row, result in enumerate(results):
+        for offset, name in ((-0.2, "stock"), (0.2, "fast")):
+            left = 0.0
+            for part, shade in zip(parts, shades):
+                width = result[name]["share"][part] * result[name]["round_s"] / result["stock"]["round_s"]
+                label = part if row == 0 and name == "stock" else None
+                axes.barh(row + offset, width, 0.36, left, color=shade, label=label)
+                left += width
+            text = f" {name}: {result[name]['round_s']:.2f} s"
+            axes.text(
+                left,
+                row + offset,
+                text + (f" ({result['ratio']:.2f}x)" if name == "fast" else ""),
+                va="center",
+            )
+    axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
+    save(figure, path)
+
+
+def bars(values: Mapping[str, float], label: str, title: str, path: Path) -> None:
+    """A horizontal bar for each name, the greatest on top."""
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    figure = Figure(figsize=(6.4, 1 + 0.24 * len(ordered)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([name for name, _ in ordered], [value for _, value in ordered], color=BLUE)
+    axes.set(xlabel=label, title=title, xlim=(0, 100))
+    axes.grid(axis="x", alpha=0.3)
+    save(figure, path)

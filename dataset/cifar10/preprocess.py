@@ -1,0 +1,229 @@
+"""The command line that `dataset.cifar10` and `dataset.cifar100` share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dataset.cifar10.source import (
+    IMAGES_BASE,
+    LICENCE,
+    SIDE,
+    SPLITS_BASE,
+    Cifar,
+    Images,
+    check_official,
+    csv_partitions,
+    download_images,
+    download_splits,
+    read_images,
+    split_index,
+)
+from dataset.fetch.http import SourceError
+from dataset.flair.arguments import OneLineParser, output_file, output_folder
+from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
+from dataset.store.hdf5 import FlairWriter
+from dataset.store.index import DatasetIndex, PartitionIndex
+
+NO_SPLITS, OFFICIAL = "none", "official"
+
+
+def write(
+    spec: Cifar,
+    images: dict[str, Images],
+    partitions: dict[str, PartitionIndex],
+    provenance: dict[str, object],
+    path: Path,
+) -> None:
+    """Put images and partitions into one file, which appears when it is complete and checked."""
+    mapping = {name: column for column, name in enumerate(spec.classes)}
+    index = DatasetIndex(
+        {
+            name: split_index(spec, name, split, partitions if name == "train" else {})
+            for name, split in images.items()
+        },
+        {"labels": mapping, "fine_grained_labels": mapping},
+        provenance,
+    )
+    with FlairWriter(path, index, storage="raw", image_size=SIDE) as writer:
+        for name, split in images.items():
+            for start in range(0, len(split.classes), 1000):
+                pixels = split.pixels[start : start + 1000]
+                writer.write(name, np.arange(start, start + len(pixels)), pixels)
+
+
+def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog=f"python -m dataset.{spec.name}.download_preprocess",
+        description=f"Make one HDF5 file of {spec.name} with federated splits of its training images.",
+    )
+    add = parser.add_argument
+    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
+    add("--source", default=IMAGES_BASE, help="a folder, or the address of one, with the images")
+    add(
+        "--splits",
+        help=f"official: download Google's splits from {SPLITS_BASE}; none; or a folder or zip archive with "
+        "federated_train*.csv, or the address of the archive's folder "
+        "(default: a local --source that holds any, else official)",
+    )
+    add("--splits_sha256", default="", help="of the archive, for --splits with an address")
+    total = "partitions by our own sampler, alpha being the sum over the classes (Hsu, Qi, Brown): 0.3,1,..."
+    add("--dirichlet_total", default="", help=total)
+    each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
+    add("--dirichlet_per_class", default="", help=each)
+    add("--alphas", default="", help="the old name of --dirichlet_total")
+    add("--seed", type=int, default=0, help="of our own partitions (0)")
+    add("--clients", type=int, default=100, help="of our own partitions (100)")
+    add("--images_per_client", type=int, default=500, help="of our own partitions (500)")
+    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
+    add("--overwrite", action="store_true", help="replace an existing output file")
+    return parser.read(argv)
+
+
+def main(spec: Cifar, argv: Sequence[str]) -> None:
+    """Download or read, check, deal and write."""
+    given = _arguments(spec, argv)
+    output = output_file("--output_file", given.output_file)
+    if output.exists() and not given.overwrite:
+        raise ValueError(f"{output} exists; give --overwrite to replace it")
+    if given.seed < 0:
+        raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
+    for name in ("clients", "images_per_client"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} is {getattr(given, name)}; give at least 1")
+    if given.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", given.splits_sha256):
+        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
+    priors = _priors(given)
+    folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    output_folder("--download_folder", folder)
+    local = folder if _is_address(given.source) else Path(given.source)
+    if local is not folder and not local.is_dir():
+        raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
+    told: dict[str, object] = {"source": given.source, "licence": LICENCE}
+    asked: str = given.splits or (OFFICIAL if local is folder or not _has_splits(spec, local) else str(local))
+    images = None if local is folder else read_images(spec, local)
+    splits = _splits(spec, asked, given.splits_sha256, folder)
+    if images is None:
+        download_images(spec, given.source, folder)
+        images = read_images(spec, folder)
+    partitions: dict[str, PartitionIndex] = {}
+    if splits is not None:
+        partitions, digests = csv_partitions(spec, splits, images["train"].classes)
+        if asked == OFFICIAL:
+            check_official(spec, splits, digests)
+        told["splits_sha256"] = digests
+    told["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
+    for name, (alpha, convention) in priors.items():
+        partitions[name] = dirichlet_partition(
+            images["train"].classes,
+            alpha,
+            given.seed,
+            given.clients,
+            given.images_per_client,
+            convention,
+        )
+    for name, dealt in partitions.items():
+        clause = meaning(name, spec.num_classes)
+        print(
+            f"partition {name}: {len(dealt.user_ids)} users{clause and f'; {clause}'}",
+            file=sys.stderr,
+        )
+    if priors:
+        told["dirichlet"] = {
+            name: {"alpha": alpha, "alpha_is": convention, "seed": given.seed}
+            for name, (alpha, convention) in priors.items()
+        }
+    told["tool"] = f"dataset.{spec.name}.download_preprocess"
+    told["created"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    write(spec, images, partitions, told, output)
+    downloaded = [folder / spec.archive] if local is folder else []
+    downloaded += [splits] if splits is not None and splits.parent == folder else []
+    for path in downloaded:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+    if not partitions:
+        print(
+            "the file has no partition, only one user: --dirichlet_total A or --dirichlet_per_class A "
+            "adds one",
+            file=sys.stderr,
+        )
+    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
+
+
+def _is_address(place: str | None) -> bool:
+    return place is not None and place.startswith(("http://", "https://"))
+
+
+def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
+    """Where the CSVs are, after a download if one is asked for; None if none are wanted."""
+    if sha256 and not _is_address(asked):
+        raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
+    if asked == NO_SPLITS:
+        return None
+    if asked == OFFICIAL:
+        try:
+            return download_splits(spec, SPLITS_BASE, folder)
+        except SourceError as error:
+            raise SourceError(
+                f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
+                "--dirichlet_total A for partitions of our own"
+            ) from None
+    if not _is_address(asked):
+        return _place(spec, Path(asked))
+    if asked.startswith("http://") and not sha256:
+        raise ValueError(
+            f"--splits {asked}: nothing vouches for what comes over http; give an https address, or the "
+            f"SHA-256 of {spec.splits_archive} with --splits_sha256"
+        )
+    return download_splits(spec, asked, folder, sha256.lower())
+
+
+def _has_splits(spec: Cifar, folder: Path) -> bool:
+    return any(folder.rglob("federated_train*.csv")) or any(folder.rglob(spec.splits_archive))
+
+
+def _place(spec: Cifar, place: Path) -> Path:
+    """A folder's CSVs, or the zip archive that it holds."""
+    if not place.exists():
+        raise ValueError(
+            f"--splits {place} is none of official, none, a folder, a zip archive and an address (http...)"
+        )
+    if place.is_dir() and not any(place.rglob("federated_train*.csv")):
+        return next(iter(sorted(place.rglob(spec.splits_archive))), place)
+    return place
+
+
+def _priors(given: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
+    """Of each partition of our own that is asked for: its alpha, and what that counts."""
+    if given.alphas:
+        print(
+            "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
+            "--dirichlet_per_class takes that of each class",
+            file=sys.stderr,
+        )
+    found: dict[str, tuple[float, Convention]] = {}
+    asked: list[tuple[str, str, Convention]] = [
+        ("alphas", given.alphas, "total"),
+        ("dirichlet_total", given.dirichlet_total, "total"),
+        ("dirichlet_per_class", given.dirichlet_per_class, "per-class"),
+    ]
+    for option, text, convention in asked:
+        for written in filter(None, map(str.strip, text.split(","))):
+            try:
+                alpha = float(written)
+            except ValueError:
+                alpha = -1.0
+            if not 0 <= alpha <= MAX_ALPHA:
+                raise ValueError(
+                    f"--{option} is {text!r}; give numbers from 0 on with commas between them: 0.3,1"
+                )
+            found[partition_name(alpha, given.seed, convention)] = alpha, convention
+    return found

@@ -1,0 +1,280 @@
+"""CIFAR-10 and CIFAR-100 with federated splits of their training images, as one HDF5 file of raw pixels.
+
+The images come from the official binary archives (those for Python hold pickles, which this project does
+not load) or from parquet files as on Hugging Face; both keep the official order, on which the image ids of
+Google's splits rest. Shape letters: N images of a split, K classes.
+
+The file's own users are one for each split, who owns everything; each CSV ``federated_train_alpha_A.csv``
+becomes the partition ``alpha-A``. Our own sampler (`dataset.partitions.dirichlet`) makes partitions called
+``dirichlet-total-A-seed-S`` and ``dirichlet-per-class-A-seed-S``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, file_digest
+from dataset.flair.sources import BoundedHeader, archive_errors
+from dataset.partitions.assignments import (
+    TRAIN_CSV,
+    check_classes,
+    csv_texts,
+    partition_name,
+    partition_of,
+    read_listing,
+    rows_digest,
+)
+from dataset.store.index import IntArray, LabelMatrix, PartitionIndex, SplitIndex
+
+SIDE = 32
+PIXELS = SIDE * SIDE * 3
+MAX_ROWS = 1 << 20
+SPLITS_BASE = "https://storage.googleapis.com/gresearch/federated-vision-datasets/"
+IMAGES_BASE = "https://www.cs.toronto.edu/~kriz/"
+LICENCE = (
+    "CIFAR: Krizhevsky, Learning Multiple Layers of Features from Tiny Images (2009); no licence is stated"
+)
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """What one of the two data sets is, and where it is to be had."""
+
+    name: str
+    classes: tuple[str, ...]  # [K], in the order of the labels' numbers, which is alphabetical
+    archive: str
+    md5: str
+    members: Mapping[str, Sequence[str]]  # by split
+    label_bytes: int  # before each image of the binary form; the last of them is the class
+    label_column: str  # of the parquet form
+    splits_archive: str
+    old_splits: str  # version 1.0, whose image ids are wrong
+    official: Mapping[str, str]  # partition of the official splits -> `rows_digest`, where that is known
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split, in the official order."""
+
+    pixels: ByteArray  # [N, 32, 32, 3]
+    classes: IntArray  # [N]
+
+
+def download_images(spec: Cifar, base: str, folder: Path, patience: Patience = PATIENT) -> None:
+    """Fetch the archive of images into ``folder``, unless it is there, and check its MD5.
+
+    Args:
+        base: the address of the folder that holds the archive.
+
+    Raises:
+        SourceError: when it cannot be downloaded, or what arrives is not the archive.
+    """
+    fetch_checked(f"{base.rstrip('/')}/{spec.archive}", folder / spec.archive, "md5", spec.md5, patience)
+
+
+def download_splits(
+    spec: Cifar, base: str, folder: Path, sha256: str = "", patience: Patience = PATIENT
+) -> Path:
+    """Fetch the archive of splits into ``folder``, unless it is there; returns where it is.
+
+    Its name there begins with a digest of its address, so that one address's archive is never used for
+    another's.
+
+    Args:
+        base: the address of the folder that holds the archive.
+        sha256: of the archive; an empty one is not checked.
+
+    Raises:
+        SourceError: when it cannot be downloaded, or what arrives has another SHA-256.
+    """
+    url = f"{base.rstrip('/')}/{spec.splits_archive}"
+    target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
+    fetch_checked(url, target, "sha256", sha256, patience)
+    return target
+
+
+def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
+    """The images in a folder: parquet, the official binary archive, or what it holds.
+
+    :raises ValueError: when there is none, or it is damaged, or holds a class that there is not.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    parquet = [path for path in found if path.suffix == ".parquet"]
+    archives = [path for path in found if path.name == spec.archive]
+    if parquet:
+        splits = {
+            name: _of_parquet(spec, [path for path in parquet if path.name.startswith(name)], folder)
+            for name in ("train", "test")
+        }
+    elif archives:
+        found_md5 = file_digest(archives[0], "md5")
+        if found_md5 != spec.md5:
+            raise ValueError(
+                f"{archives[0]} is damaged (MD5 {found_md5}, not {spec.md5}); delete it and download it again"
+            )
+        splits = _of_binary(spec, dict(_members(archives[0])), str(archives[0]))
+    else:
+        wanted = {member for members in spec.members.values() for member in members}
+        loose = {path.name: path.read_bytes() for path in found if path.name in wanted}
+        if not loose:
+            raise ValueError(
+                f"--source {folder} holds neither *.parquet nor {spec.archive} (the version for Python holds "
+                "pickles and is not read)"
+            )
+        splits = _of_binary(spec, loose, str(folder))
+    for name, images in splits.items():
+        bad = np.flatnonzero((images.classes < 0) | (images.classes >= spec.num_classes))
+        if len(bad):
+            raise ValueError(
+                f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but there are "
+                f"{spec.num_classes}; is this {spec.name}?"
+            )
+    return splits
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The ``.bin`` members of an archive by the last part of their name; nothing is unpacked to the disk."""
+    with archive_errors(path), tarfile.open(path, tarinfo=BoundedHeader) as archive:
+        for member in archive:
+            if member.isreg() and member.name.endswith(".bin") and member.size <= MAX_ROWS * (PIXELS + 2):
+                content = archive.extractfile(member)
+                assert content is not None
+                yield Path(member.name).name, content.read()
+
+
+def _of_binary(spec: Cifar, contents: Mapping[str, bytes], origin: str) -> dict[str, Images]:
+    splits = {}
+    for name, members in spec.members.items():
+        parts = []
+        for member in members:
+            if member not in contents:
+                raise ValueError(f"{origin} lacks {member}; take {spec.archive} anew")
+            raw, width = np.frombuffer(contents[member], np.uint8), PIXELS + spec.label_bytes
+            if not len(raw) or len(raw) % width:
+                raise ValueError(
+                    f"{origin}: {member} has {len(raw):,} bytes, no multiple of {width}; take it anew"
+                )
+            parts.append(raw.reshape(-1, width))
+        rows = np.concatenate(parts)
+        planes = rows[:, spec.label_bytes :].reshape(-1, 3, SIDE, SIDE)
+        pixels = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        splits[name] = Images(pixels, rows[:, spec.label_bytes - 1].astype(np.int64))
+    return splits
+
+
+def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
+    pixels: list[ByteArray] = []
+    classes: list[int] = []
+    if not paths:
+        raise ValueError(f"--source {folder} holds parquet, but none of it is train-* and test-*")
+    for path in paths:
+        try:
+            with pq.ParquetFile(path) as file:
+                if missing := {"img", spec.label_column} - set(file.schema_arrow.names):
+                    raise ValueError(f"it has no column {min(missing)!r}")
+                for batch in file.iter_batches(1024, columns=["img", spec.label_column], use_threads=False):
+                    classes += (int(one) for one in batch.column(spec.label_column).to_pylist())
+                    for row in batch.column("img").to_pylist():
+                        pixels.append(_lossless(row["bytes"], path, len(pixels)))
+        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            if str(path) in str(error):
+                raise
+            text = " ".join(str(error).split())
+            raise ValueError(f"{path} cannot be read as parquet of {spec.name}: {text}") from None
+    if not pixels:
+        raise ValueError(f"{paths[0]} holds no image; take it anew")
+    return Images(np.stack(pixels), np.array(classes, np.int64))
+
+
+def _lossless(content: bytes, path: Path, row: int) -> ByteArray:
+    """The pixels of a PNG, or of a WebP that says it is lossless (a chunk VP8L, RFC 9649)."""
+    try:
+        if content[8:12] == b"WEBP" and content[12:16] != b"VP8L":
+            raise ValueError("it is a lossy WebP")
+        with Image.open(io.BytesIO(content), formats=["PNG", "WEBP"]) as image:
+            if image.size != (SIDE, SIDE):
+                raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, not {SIDE} x {SIDE}")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
+        raise ValueError(f"{path}: image {row} cannot be used ({error}); take the file anew") from None
+
+
+def csv_partitions(
+    spec: Cifar, place: Path, classes: IntArray
+) -> tuple[dict[str, PartitionIndex], dict[str, str]]:
+    """The partitions of the CSVs in a folder or zip archive, and the `rows_digest` of each.
+
+    Args:
+        classes: of the training images, ``[N]``; each row's class is checked against its image's.
+
+    Raises:
+        ValueError: when there is no such CSV, or one does not fit the images.
+    """
+    if place.name == spec.old_splits:
+        raise ValueError(
+            f"{place} is version 1.0 of the splits, whose image ids are wrong; take {spec.splits_archive}"
+        )
+    row_of = {str(row): row for row in range(len(classes))}
+    partitions: dict[str, PartitionIndex] = {}
+    digests: dict[str, str] = {}
+    for name, text in sorted(csv_texts(place).items()):
+        if TRAIN_CSV.fullmatch(name):
+            part = partition_name(name)
+            listing = read_listing(text, f"{place}: {name}", {"user_id": part})
+            check_classes(listing, row_of, classes)
+            partitions[part] = partition_of(listing, part, row_of)
+            digests[part] = rows_digest(listing, part)
+    if not partitions:
+        raise ValueError(
+            f"--splits {place} holds no federated_train*.csv; give the folder or {spec.splits_archive}"
+        )
+    return partitions, digests
+
+
+def check_official(spec: Cifar, archive: Path, digests: Mapping[str, str]) -> None:
+    """Delete a downloaded archive and raise SourceError if its partitions are not the official ones.
+
+    Nothing is checked for a data set whose official digests are not known here.
+    """
+    for name, expected in spec.official.items():
+        if digests.get(name) != expected:
+            archive.unlink(missing_ok=True)
+            raise SourceError(
+                f"{spec.splits_archive} arrived damaged, or is not the official one: the rows of {name} "
+                f"have the SHA-256 {digests.get(name, 'of no row')}, not {expected}; run the command again, "
+                "or give a copy that you trust with --splits DIR"
+            )
+
+
+def split_index(
+    spec: Cifar, name: str, images: Images, partitions: Mapping[str, PartitionIndex]
+) -> SplitIndex:
+    """The index of one split; image ids are positions in the official order."""
+    count = len(images.classes)
+    labels = LabelMatrix(np.arange(count + 1), images.classes.astype(np.uint16), spec.num_classes)
+    return SplitIndex(
+        [f"all-{name}"],
+        np.array([0, count]),
+        np.zeros(count, np.int32),
+        [str(row) for row in range(count)],
+        {"labels": labels, "fine_grained_labels": labels},
+        partitions,
+    )

@@ -1,0 +1,1 @@
+"""From a source to files: HTTP, archives, lists of images."""

@@ -1,0 +1,243 @@
+"""Data sets that are CSVs of who owns which image, and archives that hold those images among many others.
+
+Landmarks needs 184,000 of the 4 million images in 500 archives, iNaturalist 156,000 of those in two: each
+archive is downloaded, checked, reduced to the images that are listed, and deleted, one after the other; what
+was stopped goes on within the archive where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import urllib.request
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, remote, retried
+from dataset.flair.sources import Shard, tar_images
+from dataset.partitions.assignments import (
+    NOBODY,
+    TEST_CSV,
+    TRAIN_CSV,
+    Listing,
+    csv_texts,
+    partition_name,
+    read_listing,
+)
+from dataset.store.columns import SCHEMA
+
+OWNERS = {"train": "no-author", "test": "all-test"}
+"""Who owns an image whose author is not told."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive of images below a base address, with what its MD5 is, or where it is to be read."""
+
+    path: str
+    md5: str = ""
+    md5_path: str = ""
+
+
+@dataclass(frozen=True)
+class ListedSet:
+    """A data set: its CSVs, its archives, and how large its images are."""
+
+    name: str
+    title: str
+    splits_base: str
+    splits: tuple[Archive, ...]  # CSVs, or a zip archive of them
+    images_base: str
+    archives: tuple[Archive, ...]
+    natural: str  # the partition by author
+    mean_image_bytes: int  # for the disk
+    licence: str
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The CSVs together: every image with its split and class, and the users of each partition."""
+
+    origin: str
+    listings: Sequence[Listing]  # training images; an image may be in several
+    test: Listing
+    num_classes: int
+
+    @property
+    def partition_names(self) -> list[str]:
+        """Of all listings."""
+        return [name for listing in self.listings for name in listing.users]
+
+    def table(self, natural: str) -> pa.Table:
+        """`dataset.store.columns.SCHEMA`, a row for each image; its user is that of partition ``natural``."""
+        owner: dict[str, str] = {}
+        kind: dict[str, tuple[int, str]] = {}
+        for listing in self.listings:
+            labels = listing.labels or [class_name(k, self.num_classes) for k in listing.classes.tolist()]
+            for image, k, label in zip(listing.image_ids, listing.classes.tolist(), labels):
+                if kind.setdefault(image, (k, label))[0] != k:
+                    raise ValueError(
+                        f"{listing.origin} says that image {image} has class {k}, another CSV says "
+                        f"{kind[image][0]}; take the CSVs of one version"
+                    )
+            if natural in listing.users:
+                owner |= {
+                    image: user
+                    for image, user in zip(listing.image_ids, listing.users[natural])
+                    if user != NOBODY
+                }
+        rows = [(owner.get(image, OWNERS["train"]), image, "train", *one) for image, one in kind.items()]
+        own = self.test.labels or [class_name(k, self.num_classes) for k in self.test.classes.tolist()]
+        for image, k, label in zip(self.test.image_ids, self.test.classes.tolist(), own):
+            if image in kind:
+                raise ValueError(
+                    f"image {image} is a training image and in {self.test.origin}; take both CSVs anew"
+                )
+            rows.append((OWNERS["test"], image, "test", k, label))
+        users, images, splits, classes, names = (list(column) for column in zip(*rows))
+        coarse = [[class_name(k, self.num_classes)] for k in classes]
+        columns = [users, images, splits, coarse, [[name] for name in names]]
+        return pa.table([pa.array(one, field.type) for one, field in zip(columns, SCHEMA)], SCHEMA)
+
+
+def class_name(number: int, num_classes: int) -> str:
+    """The number with leading zeros, so that alphabetical order is that of the numbers."""
+    return f"{number:0{len(str(num_classes - 1))}d}"
+
+
+def read_lists(place: Path) -> Lists:
+    """The CSVs in a folder or zip archive: Google's, or TensorFlow Federated's.
+
+    A training CSV has a column ``user_id``, or one column of users for each partition.
+
+    :raises ValueError: when there is no training CSV or no test CSV, or one is damaged.
+    """
+    listings: list[Listing] = []
+    tests: list[Listing] = []
+    for name, text in sorted(csv_texts(place).items()):
+        origin = f"{place}: {name}"
+        header = text.partition("\n")[0].strip().split(",")
+        if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
+            own = [one for one in header if one not in ("image_id", "class", "label")]
+            part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
+            columns = {one: one.lower().replace("_", "-") for one in own}
+            listings.append(
+                read_listing(text, origin, {"user_id": part} if "user_id" in own or not own else columns)
+            )
+        elif name == TEST_CSV or name.endswith("_test.csv"):
+            tests.append(read_listing(text, origin, {}))
+    if not listings or len(tests) != 1:
+        raise ValueError(
+            f"{place} holds {len(listings)} training CSVs (federated_train*.csv) and {len(tests)} test CSVs "
+            "(test.csv); give --splits a folder or zip archive with at least one and just one"
+        )
+    names = [name for listing in listings for name in listing.users]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{place} holds two CSVs of one partition ({', '.join(names)}); leave one of them out"
+        )
+    highest = max(int(listing.classes.max()) for listing in [*listings, *tests])
+    return Lists(str(place), listings, tests[0], highest + 1)
+
+
+def fetch_lists(spec: ListedSet, base: str, folder: Path, patience: Patience = PATIENT) -> Path:
+    """Download the CSVs, or the zip archive of them, and check them; returns where they are."""
+    for one in spec.splits:
+        target = folder / "splits" / one.path
+        fetch_checked(base.rstrip("/") + "/" + one.path, target, "md5", one.md5, patience)
+    zipped = [folder / "splits" / one.path for one in spec.splits if one.path.endswith(".zip")]
+    return zipped[0] if zipped else folder / "splits"
+
+
+def remote_shard(
+    archive: Archive, base: str, folder: Path, wanted: Mapping[str, int], patience: Patience = PATIENT
+) -> Shard:
+    """An archive on a server as a shard that holds the wanted images alone, once it is fetched.
+
+    ``wanted`` has the ids of the images as its keys. The shard's size is not known beforehand.
+    """
+    url = base.rstrip("/") + "/" + archive.path
+    name = Path(archive.path).name
+    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+    kept = folder / f"{name}.{digest[:12]}.kept.tar"
+
+    def get() -> Path:
+        if kept.is_file():
+            return kept
+        whole = folder / name
+        fetch_checked(url, whole, "md5", archive.md5 or _told_md5(archive, base, patience), patience)
+        keep(whole, wanted, kept)
+        whole.unlink()
+        return kept
+
+    return Shard(kept.name, 0, get, f"{url} {digest}")
+
+
+def _told_md5(archive: Archive, base: str, patience: Patience) -> str:
+    """The first word of the file that tells an archive's MD5, if there is to be one."""
+    if not archive.md5_path:
+        return ""
+    url = base.rstrip("/") + "/" + archive.md5_path
+
+    def ask() -> str:
+        with urllib.request.urlopen(url, timeout=patience.timeout_s) as answer:
+            return str(answer.read(4096).decode("ascii", "replace"))
+
+    words = retried(ask, url, patience).split()
+    if not words or len(words[0]) != 32:
+        raise SourceError(f"{url} does not tell an MD5; run the command again later")
+    return words[0].lower()
+
+
+def keep(archive: Path, wanted: Container[str], target: Path) -> int:
+    """Copy the wanted images of an archive to ``target``, which appears when it is whole; returns how many.
+
+    :raises ValueError: when the archive is damaged.
+    """
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        with open(temporary, "wb") as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as output:
+                for name, read in tar_images(archive):
+                    if name in wanted:
+                        content = read()
+                        member = tarfile.TarInfo(f"{name}.jpg")
+                        member.size = len(content)
+                        output.addfile(member, io.BytesIO(content))
+                        count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
+    """Wanted images that lie as files anywhere below a folder, by id: the name without its last suffix.
+
+    :raises ValueError: when two files have the same id.
+    """
+    found: dict[str, Path] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            if path.suffix.lower() in (".jpg", ".jpeg") and path.stem in wanted:
+                if path.stem in found:
+                    raise ValueError(
+                        f"image {path.stem} is there twice, at {found[path.stem]} and {path}; delete one"
+                    )
+                found[path.stem] = path
+    return found
+
+
+def largest(spec: ListedSet, base: str, patience: Patience = PATIENT) -> int:
+    """Bytes of the largest archive; of many, of the first."""
+    asked = spec.archives if len(spec.archives) < 4 else spec.archives[:1]
+    return max(remote(base.rstrip("/") + "/" + one.path, patience).size for one in asked)

@@ -1,0 +1,179 @@
+"""Who owns which image, from the CSVs of the federated vision data sets, and as partitions of a file.
+
+Google's federated-vision-datasets give a file for each way to deal the training images, with the columns
+``user_id,image_id,class``, and ``test.csv`` with ``image_id,class``; TensorFlow Federated's iNaturalist has
+one file with a column of user ids for each way, where ``NA`` means that none of its users has the image.
+Ids are strings, whatever they look like. Shape letters: M rows of a CSV, N images of a split, V users.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.index import IntArray, PartitionIndex
+
+NOBODY = "NA"
+TRAIN_CSV, TEST_CSV = re.compile(r"federated_train.*\.csv"), "test.csv"
+MAX_CSV_BYTES = 1 << 28
+MAX_ROWS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The rows of one CSV, M long each; ``users`` is empty for a test set."""
+
+    origin: str
+    image_ids: list[str]
+    classes: IntArray
+    users: Mapping[str, list[str]]  # by partition
+    labels: list[str] | None = None  # the source's own, where the CSV has a column for them
+
+
+def partition_name(file_name: str) -> str:
+    """``federated_train_alpha_0.50.csv`` -> ``alpha-0.50``; ``federated_train.csv`` -> ``users``."""
+    stem = Path(file_name).name.removesuffix(".csv").removeprefix("federated_train")
+    return stem.strip("_").replace("_", "-") or "users"
+
+
+def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Listing:
+    """Parse a CSV.
+
+    :param user_columns: column of user ids -> name of the partition.
+    :raises ValueError: that names file, line and mend for a missing column, a row of another length, an empty
+        id, a class that is no number from 0 on, and an image that comes twice.
+    """
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    needed = ["image_id", "class", *user_columns]
+    ids: list[str] = []
+    classes: list[int] = []
+    labels: list[str] = []
+    users: dict[str, list[str]] = {name: [] for name in user_columns.values()}
+    seen: dict[str, int] = {}
+    try:
+        header = next(rows, [])
+        lacking = [name for name in needed if name not in header]
+        if lacking:
+            raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
+        at = {name: header.index(name) for name in [*needed, *(["label"] if "label" in header else [])]}
+        for row in rows:
+            where = f"{origin}, line {rows.line_num}"
+            if len(row) != len(header):
+                raise ValueError(f"{where} has {len(row)} fields, not {len(header)}; take the file anew")
+            image = row[at["image_id"]]
+            if not image or any(not row[at[column]] for column in user_columns):
+                raise ValueError(f"{where} has an empty id; take the file anew")
+            if image in seen:
+                raise ValueError(f"{where} lists image {image} a second time (line {seen[image]})")
+            if not (row[at["class"]].isascii() and row[at["class"]].isdigit() and len(row[at["class"]]) < 6):
+                raise ValueError(f"{where} has the class {row[at['class']]!r}, which is no number from 0 on")
+            seen[image] = rows.line_num
+            ids.append(image)
+            classes.append(int(row[at["class"]]))
+            for column, name in user_columns.items():
+                users[name].append(row[at[column]])
+            if "label" in at:
+                labels.append(row[at["label"]])
+    except csv.Error as error:
+        raise ValueError(f"{origin}, line {rows.line_num} is no CSV ({error}); take the file anew") from None
+    if not ids:
+        raise ValueError(f"{origin} lists no image; take the file anew")
+    return Listing(origin, ids, np.array(classes, np.int64), users, labels if "label" in at else None)
+
+
+def rows_digest(listing: Listing, name: str) -> str:
+    """SHA-256 over who owns which image in a partition; line ends and the order of the rows do not matter."""
+    columns = zip(listing.users[name], listing.image_ids, listing.classes.tolist())
+    rows = sorted(f"{user},{image},{label}\n" for user, image, label in columns)
+    return hashlib.sha256("".join(rows).encode()).hexdigest()
+
+
+def partition_of(listing: Listing, name: str, row_of: Mapping[str, int]) -> PartitionIndex:
+    """One of a listing's partitions on the rows of a split; images that are not in ``row_of`` are left out.
+
+    Users stand in order of their ids (numbers by value), and a user's images in order of their rows, so that
+    the order of the CSV does not matter. A user whose images are all missing is left out.
+    """
+    pairs = [
+        (user, row_of[image])
+        for user, image in zip(listing.users[name], listing.image_ids)
+        if user != NOBODY and image in row_of
+    ]
+    if not pairs:
+        raise ValueError(f"none of the images of {listing.origin} is there; does it belong to these images?")
+    return deal([user for user, _ in pairs], np.array([row for _, row in pairs], np.int64))
+
+
+def deal(users: Sequence[str], rows: IntArray) -> PartitionIndex:
+    """The partition in which ``users[i]`` owns ``rows[i]``, in the order that `partition_of` states."""
+    names = sorted(set(users), key=_by_number)
+    number = {name: position for position, name in enumerate(names)}
+    owner = np.array([number[user] for user in users], np.int64)
+    order = np.lexsort((rows, owner))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
+    return PartitionIndex(names, rows[order], offsets.astype(np.int64))
+
+
+def _by_number(user: str) -> tuple[int, str]:
+    return (int(user) if user.isascii() and user.isdigit() and len(user) < 19 else 1 << 62, user)
+
+
+def check_classes(listing: Listing, row_of: Mapping[str, int], classes: npt.NDArray[np.int64]) -> None:
+    """Raise ValueError if the listing has an image that is not in the split, or gives one another class."""
+    for image, told in zip(listing.image_ids, listing.classes.tolist()):
+        if image not in row_of:
+            raise ValueError(f"{listing.origin} lists image {image}, which this data set does not have")
+        if classes[row_of[image]] != told:
+            raise ValueError(
+                f"{listing.origin} says that image {image} has class {told}, but its class is "
+                f"{classes[row_of[image]]}: these splits are of other images (version 1.0 of CIFAR's splits "
+                "had wrong image ids: take version 1.1)"
+            )
+
+
+def csv_texts(place: Path) -> dict[str, str]:
+    """The CSVs in a folder, at any depth, or in a zip archive, by the last part of their name.
+
+    :raises ValueError: for a damaged archive, a CSV of more than 2^28 bytes or that is not UTF-8, and two of
+        the same name.
+    """
+    found: dict[str, str] = {}
+
+    def put(name: str, content: bytes) -> None:
+        if name in found:
+            raise ValueError(f"{place} holds {name} twice; give a folder with one of them")
+        try:
+            found[name] = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ValueError(f"{place}: {name} is not UTF-8 text; take the file anew") from None
+
+    if place.is_dir():
+        for path in sorted(place.rglob("*.csv")):
+            _bounded(path, path.stat().st_size)
+            put(path.name, path.read_bytes())
+        return found
+    try:
+        with zipfile.ZipFile(place) as archive:
+            for member in archive.infolist():
+                name = Path(member.filename).name
+                if name.endswith(".csv") and "__MACOSX" not in member.filename:
+                    _bounded(f"{place}: {name}", member.file_size)
+                    put(name, archive.read(member))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{place} is damaged ({error}); delete it and run the command again") from None
+    return found
+
+
+def _bounded(what: Path | str, size: int) -> None:
+    if size > MAX_CSV_BYTES:
+        raise ValueError(f"{what} has {size:,} bytes, more than {MAX_CSV_BYTES:,}: that is no list of images")

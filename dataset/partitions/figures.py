@@ -1,0 +1,141 @@
+"""Figures of a data set's partitions, after Figures 2, 3 and 4 (top) of Hsu, Qi and Brown.
+
+classes.png: images of each class, by rank, for each split (2a, 3). clients.png: classes and images of each
+client, by rank, for each partition (2b, 2c, 3). emd.png: how far each client's classes are from the
+population's, for each partition (4, top).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from dataset.files import write_bytes
+from dataset.store.hdf5 import FlairFile
+from dataset.store.single_label import SingleLabelTask
+
+if TYPE_CHECKING:
+    from dataset.partitions.statistics import Dealt
+
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's palette
+DASHES: tuple[Any, ...] = (
+    "-",
+    "--",
+    "-.",
+    ":",
+    (0, (6, 2)),
+    (0, (3, 1, 1, 1)),
+    (0, (1, 1)),
+    (0, (5, 1, 1, 1)),
+)
+PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
+
+
+def draw(file: FlairFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -> list[Path]:
+    """Write the figures into a folder; returns their paths."""
+    trained = [one for one in dealt if one.split == "train"] or list(dealt)
+    trained.sort(key=lambda one: float((one.distances * one.sizes).sum() / one.sizes.sum()))
+    figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
+    paths = []
+    for name, figure in figures.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=200)
+        paths.append(folder / f"{name}.png")
+        write_bytes(paths[-1], buffer.getvalue())
+    return paths
+
+
+def classes(file: FlairFile, taxonomy: str) -> Figure:
+    """Images of each class, the commonest first."""
+    figure = Figure(figsize=(4.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    task = SingleLabelTask(file, taxonomy=taxonomy)
+    for name, colour, dash in zip(file.splits, (BLUE, GREEN, ORANGE), DASHES):
+        counts = task.split(name).label_counts()
+        _ranked(
+            axes, counts[counts > 0], color=colour, linestyle=dash, label=f"{name}: {counts.sum():,} images"
+        )
+    axes.set(xlabel="class, the commonest first", ylabel="images", yscale="log")
+    if len(task.label_names) > 50:
+        axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _plain(axes)
+    figure.legend(frameon=False, ncols=3, loc="outside lower center", fontsize=8, columnspacing=1.2)
+    return figure
+
+
+def clients(dealt: Sequence[Dealt]) -> Figure:
+    """Classes and images of each client, the richest first."""
+    figure = Figure(figsize=(8.4, 3.9 + 0.18 * ((len(dealt) + 2) // 3)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for one, style in zip(dealt, _styles(len(dealt))):
+        _ranked(left, one.classes_per_client, label=f"{one.name} ({len(one.sizes):,} clients)", **style)
+        _ranked(right, one.sizes, **style)
+    left.set(
+        xlabel="client, that with most classes first",
+        ylabel="classes of the client",
+        xscale="log",
+        yscale="log",
+    )
+    right.set(xlabel="client, the largest first", ylabel="images of the client", xscale="log", yscale="log")
+    for axes in (left, right):
+        _plain(axes)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
+    return figure
+
+
+def emd(dealt: Sequence[Dealt]) -> Figure:
+    """The clients' distances to the population: a row for each partition, its weighted mean marked."""
+    figure = Figure(figsize=(6.0, 1.1 + 0.42 * len(dealt)), layout="constrained")
+    axes = figure.subplots()
+    edges = np.linspace(-0.0125, 2.0125, 82)  # so that round numbers lie in the middle of a bar
+    for row, one in enumerate(dealt):
+        share, _ = np.histogram(one.distances, edges)
+        height = 0.85 * share / share.max()
+        axes.stairs(row + height, edges, baseline=row, fill=True, color=BLUE, alpha=0.45, linewidth=0)
+        mean = float((one.distances * one.sizes).sum() / one.sizes.sum())
+        axes.plot([mean, mean], [row, row + 0.85], color=ORANGE, linewidth=2)
+        axes.text(2.03, row + 0.3, f"{mean:.2f}", va="center", color=ORANGE)
+    axes.set_yticks(np.arange(len(dealt)) + 0.3, [f"{one.name}\n{len(one.sizes):,} clients" for one in dealt])
+    axes.set(xlim=(0, 2), ylim=(-0.05, len(dealt)), xlabel="EMD of a client, ‖q − p‖₁")
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.set_title("clients (blue) and their mean, weighted by images (orange)", fontsize=9)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def _styles(count: int) -> list[dict[str, Any]]:
+    """Colours of one order, light to dark, with dashes that differ from neighbour to neighbour."""
+    shades = colormaps["viridis"](np.linspace(0.88, 0.0, count) if count > 1 else [0.2])
+    return [
+        {"color": tuple(shade), "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.8}
+        for place, shade in enumerate(shades)
+    ]
+
+
+def _ranked(axes: Axes, values: npt.NDArray[np.int64], **style: Any) -> None:
+    axes.plot(np.arange(1, len(values) + 1), np.sort(values)[::-1], drawstyle="steps-mid", **style)
+
+
+def _plain(axes: Axes) -> None:
+    """Plain numbers at the ticks of logarithmic axes, which begin at 1."""
+    axes.grid(alpha=0.25, which="major")
+    axes.set_ylim(0.85, 1.3 * axes.dataLim.ymax)
+    for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
+        if scale == "log":
+            low, high = axis.get_view_interval()
+            subs = (1.0, 2.0, 5.0) if high / max(low, 1e-9) < 300 else (1.0,)
+            axis.set_major_locator(LogLocator(subs=subs))
+            axis.set_major_formatter(PLAIN)
+            axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,215 @@
+"""How unequal the users of a single-label data set are, for each way of dealing its images to users.
+
+    python -m dataset.partitions.statistics F [--output_dir D] [--taxonomy labels]
+
+Prints a line for each; with --output_dir also writes ``statistics.json`` and the figures of
+`dataset.partitions.figures`. The distance of a client's class distribution q_k to the population's p is the
+L1 norm, in [0, 2], which Hsu, Qi and Brown (Section 6.1) call the earth mover's distance (EMD).
+
+Shape letters: U clients, N images, K classes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.cli import run
+from dataset.files import write_bytes
+from dataset.flair.arguments import OneLineParser, output_folder
+from dataset.store import probe
+from dataset.store.hdf5 import FlairFile
+from dataset.store.index import IntArray
+from dataset.store.single_label import PARTITIONED, SingleLabelTask
+
+OWN_USERS = "users"
+"""What the file's own users are called beside its partitions."""
+
+HEAD = (
+    "split", "dealt by", "clients", "images", "classes", "images/client (min median mean max)",
+    "classes/client (mean)", "EMD", "at random", "size cv", "largest 10 % hold",
+)  # fmt: skip
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of a number for each client."""
+
+    min: float
+    median: float
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, values: IntArray) -> Spread:
+        """Of ``[U]``."""
+        return cls(
+            *(float(value) for value in (values.min(), np.median(values), values.mean(), values.max()))
+        )
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One way of dealing the images of a split."""
+
+    split: str
+    name: str
+    clients: int
+    images: int
+    classes: int
+    """That occur."""
+    images_left_out: int
+    """Without exactly one label."""
+    taxonomy: str
+    """Whose labels are the classes."""
+    images_per_client: Spread
+    classes_per_client: Spread
+    emd: float
+    """Sum over clients of n_k / n * ||q_k - p||_1."""
+    emd_at_random: float
+    """The same, were the images dealt at random to clients of the same sizes: small clients differ anyhow."""
+    size_variation: float
+    """Standard deviation of the clients' sizes, divided by their mean; 0 if all are of one size."""
+    share_of_largest_tenth: float
+    """Of the images, held by the largest 10 % of the clients (rounded up)."""
+    convention: str
+    """What the alpha in the partition's name counts; empty if it has none."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A partition's numbers, before they are summed up."""
+
+    split: str
+    name: str
+    sizes: IntArray  # [U]
+    classes_per_client: IntArray  # [U]
+    distances: Floats  # [U]: ||q_k - p||_1
+    class_counts: IntArray  # [K]
+
+
+def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Floats, IntArray]:
+    """||q_k - p||_1 of each client, and how many classes it has, ``[U]`` each.
+
+    :param classes, owner: of each image, ``[N]``; p is the distribution of all of them.
+    """
+    num_classes = int(classes.max()) + 1
+    p = np.bincount(classes, minlength=num_classes) / len(classes)
+    sizes = np.bincount(owner, minlength=num_clients)
+    pairs, counts = np.unique(owner * num_classes + classes, return_counts=True)
+    who, which = pairs // num_classes, pairs % num_classes
+    q = counts / sizes[who]
+    # A class that a client lacks is off by p; all of them together by what p leaves beside those it has.
+    off = np.bincount(who, np.abs(q - p[which]) - p[which], minlength=num_clients)
+    return np.asarray(off + 1.0, np.float64), np.bincount(who, minlength=num_clients).astype(np.int64)
+
+
+def mean_emd(distance: Floats, sizes: IntArray) -> float:
+    """Weighted by the clients' sizes."""
+    return float((distance * sizes).sum() / sizes.sum())
+
+
+def measure(file: FlairFile, taxonomy: str = "labels") -> list[tuple[Statistics, Dealt]]:
+    """For each partition of the training images, and the users of each split that has more than one."""
+    plain = SingleLabelTask(file, taxonomy=taxonomy)
+    ways: list[tuple[str, str | None]] = [(PARTITIONED, name) for name in plain.partition_names]
+    ways += [(split, None) for split in file.splits if file.split(split).num_users > 1]
+    if not ways:
+        raise ValueError(
+            f"{file.path} has no partition, and one user in each split: there is nothing to compare"
+        )
+    return [_measured(SingleLabelTask(file, name, taxonomy), split) for split, name in ways]
+
+
+def _measured(task: SingleLabelTask, split: str) -> tuple[Statistics, Dealt]:
+    store = task.split(split)
+    sizes = np.diff(store.user_offsets)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    distance, held = distances(store.classes, owner, len(sizes))
+    mixed = np.random.default_rng(0).permutation(store.classes)
+    tenth = np.sort(sizes)[::-1][: -(-len(sizes) // 10)]
+    name = task.partition or OWN_USERS
+    statistics = Statistics(
+        split,
+        name,
+        clients=len(sizes),
+        images=store.num_images,
+        classes=int((store.label_counts() > 0).sum()),
+        images_left_out=task.num_left_out(split),
+        taxonomy=task.taxonomy,
+        images_per_client=Spread.of(sizes),
+        classes_per_client=Spread.of(held),
+        emd=mean_emd(distance, sizes),
+        emd_at_random=mean_emd(distances(mixed, owner, len(sizes))[0], sizes),
+        size_variation=float(sizes.std() / sizes.mean()),
+        share_of_largest_tenth=float(tenth.sum() / sizes.sum()),
+        convention=task.convention,
+    )
+    return statistics, Dealt(split, name, sizes, held, distance, store.label_counts())
+
+
+def as_text(rows: Sequence[Statistics]) -> str:
+    """A table for people."""
+    table: list[tuple[str, ...]] = [HEAD]
+    for row in rows:
+        per = row.images_per_client
+        table.append(
+            (
+                row.split,
+                row.name,
+                f"{row.clients:,}",
+                f"{row.images:,}",
+                f"{row.classes:,}",
+                f"{per.min:g} {per.median:g} {per.mean:.1f} {per.max:,g}",
+                f"{row.classes_per_client.mean:.2f}",
+                f"{row.emd:.3f}",
+                f"{row.emd_at_random:.3f}",
+                f"{row.size_variation:.2f}",
+                f"{100 * row.share_of_largest_tenth:.1f} %",
+            )
+        )
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+    lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
+    lines += [
+        f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
+        f"images are left out, as they have no label or several in {row.taxonomy}"
+        for row in rows
+        if row.images_left_out
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    parser = OneLineParser(prog="python -m dataset.partitions.statistics", description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--output_dir", type=Path, help="for statistics.json and the figures")
+    parser.add_argument("--taxonomy", default="labels", help="labels (default) or fine_grained_labels")
+    given = parser.read(argv)
+    if given.output_dir is not None:
+        output_folder("--output_dir", given.output_dir)
+    probe.probe(given.file)
+    with FlairFile(given.file) as file:
+        measured = measure(file, given.taxonomy)
+        print(as_text([statistics for statistics, _ in measured]))
+        if given.output_dir is None:
+            return
+        from dataset.partitions.figures import draw  # matplotlib takes a second
+
+        content = [asdict(statistics) for statistics, _ in measured]
+        write_bytes(given.output_dir / "statistics.json", json.dumps(content, indent=1).encode())
+        for path in draw(file, [dealt for _, dealt in measured], given.taxonomy, given.output_dir):
+            print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,283 @@
+"""The command line that `dataset.inaturalist` and `dataset.landmarks` share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import io
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataset.fetch.listed import (
+    ListedSet,
+    Lists,
+    class_name,
+    fetch_lists,
+    image_files,
+    largest,
+    read_lists,
+    remote_shard,
+)
+from dataset.files import write_bytes
+from dataset.flair.arguments import OneLineParser, input_file, output_folder
+from dataset.flair.download_preprocess import Options, check_disk, checked_output, preprocess
+from dataset.flair.sources import ArchiveSource, Shard, nothing
+from dataset.partitions.assignments import NOBODY, deal, partition_of
+from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
+from dataset.store.index import DatasetIndex, PartitionIndex
+
+MISSING_COLUMNS = ("image_id", "user_id", "reason")
+Places = Mapping[str, tuple[float, float]]
+
+
+def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.Namespace:
+    first = next(iter(specs.values()))
+    parser = OneLineParser(
+        prog=f"python -m dataset.{first.name}.download_preprocess",
+        description=f"Make one HDF5 file of {first.title}: the images that its CSVs list, and no others.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
+    if len(specs) > 1:
+        add("--subset", choices=tuple(specs), default=next(iter(specs)), help="which lists")
+    images = "address below which the archives are, or a folder with them or with images"
+    add("--source", default=first.images_base, help=images)
+    lists = (
+        "folder, zip archive or address of the CSVs; by default --source, if it has any, or the public ones"
+    )
+    add("--splits", help=lists)
+    add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes, or pixels")
+    add("--image_size", type=int, default=256, help="raw: side in pixels; images become squares")
+    add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded")
+    bad = "leave out and list images that are missing; these and damaged ones; or none"
+    add("--on_bad_image", choices=("skip-missing", "skip", "fail"), default="skip-missing", help=bad)
+    add("--coordinates", type=Path, help="CSV image_id,latitude,longitude: adds partitions by S2 cells")
+    add("--n_max", default="30000,3000,1000,100", help="with --coordinates: most images of a cell, for each")
+    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="threads")
+    add("--overwrite", action="store_true", help="replace an existing output file")
+    return parser.read(argv)
+
+
+def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
+    """Lists, images, partitions, file."""
+    given = _arguments(specs, argv)
+    spec = specs[given.subset] if len(specs) > 1 else next(iter(specs.values()))
+    output = checked_output(given)
+    folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    output_folder("--download_folder", folder)
+    if not _is_address(given.source) and not Path(given.source).is_dir():
+        raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
+    places: Places = {}
+    n_max: Sequence[int] = []
+    if given.coordinates is not None:
+        places = read_coordinates(input_file("--coordinates", given.coordinates))
+        n_max = _sizes(given.n_max)
+    lists = read_lists(_splits(spec, given, folder))
+    table = lists.table(spec.natural)
+    source = _source(spec, given.source, folder, lists, table)
+    finish = _Finish(
+        lists,
+        spec.natural,
+        places,
+        n_max,
+        output.with_name(output.name + ".missing.csv"),
+    )
+    options = Options(
+        output,
+        given.storage,
+        given.image_size,
+        verify=given.verify,
+        on_bad_image=given.on_bad_image,
+        vocabulary={
+            "labels": [class_name(number, lists.num_classes) for number in range(lists.num_classes)],
+            "fine_grained_labels": sorted(
+                set(table["fine_grained_labels"].combine_chunks().flatten().to_pylist())
+            ),
+        },
+        workers=given.workers,
+        finish=finish,
+    )
+    check_disk(source, options)
+    preprocess(source, options)
+    finish.report(len(table))
+    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
+
+
+def _is_address(place: str | None) -> bool:
+    return place is not None and place.startswith(("http://", "https://"))
+
+
+def _splits(spec: ListedSet, given: argparse.Namespace, folder: Path) -> Path:
+    """Where the CSVs are, after a download if they are to be downloaded."""
+    if _is_address(given.splits):
+        return fetch_lists(spec, given.splits, folder)
+    if given.splits is not None:
+        if not Path(given.splits).exists():
+            raise ValueError(
+                f"--splits {given.splits} is neither a folder, a zip archive nor an address (http...)"
+            )
+        return Path(given.splits)
+    source = Path(given.source)
+    if not _is_address(given.source) and source.is_dir():
+        zipped = [path for one in spec.splits if one.path.endswith(".zip") for path in source.rglob(one.path)]
+        if any(source.rglob("*train*.csv")):
+            return source
+        if zipped:
+            return zipped[0]
+    return fetch_lists(spec, spec.splits_base, folder)
+
+
+def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.Table) -> ArchiveSource:
+    ids = table["image_id"].to_pylist()
+    wanted = {image: row for row, image in enumerate(ids)}
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    digest = hashlib.sha256(sink.getvalue()).hexdigest()
+    listing = Shard(Path(lists.origin).name, 0, lambda: folder, digest)
+    told: dict[str, Any] = {
+        "source": place,
+        "splits": lists.origin,
+        "licence": spec.licence,
+        "lists_sha256": digest,
+    }
+    estimate = spec.mean_image_bytes * len(ids)
+    if _is_address(place):
+        shards = [remote_shard(one, place, folder, wanted) for one in spec.archives]
+
+        def discard() -> None:
+            for shard in shards:
+                (folder / shard.name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "splits", ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+        need = 0
+        if not all((folder / shard.name).is_file() for shard in shards):
+            have = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            need = max(estimate + largest(spec, place) - have, 0)
+        return ArchiveSource(
+            listing, shards, None, len(ids), estimate, told, need, discard, read_listing=lambda _: table
+        )
+    root = Path(place)
+    files = image_files(root, wanted)
+    archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
+    if not files and not archives:
+        raise ValueError(
+            f"--source {place} holds none of the images that the CSVs list, and no *.tar or *.tar.gz"
+        )
+    shards = [_on_disk(path) for path in archives]
+    if not files:
+        return ArchiveSource(listing, shards, None, len(ids), estimate, told, read_listing=lambda _: table)
+    size = sum(path.stat().st_size for path in files.values())
+    return ArchiveSource(
+        listing,
+        shards,
+        root,
+        len(ids),
+        max(size, estimate if shards else 0),
+        told,
+        0,
+        nothing,
+        read_listing=lambda _: table,
+        paths=files,
+    )
+
+
+def _on_disk(path: Path) -> Shard:
+    stat = path.stat()
+    return Shard(path.name, stat.st_size, lambda: path, f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [one.strip() for one in text.split(",") if one.strip()]
+    if not sizes or not all(one.isascii() and one.isdigit() and int(one) for one in sizes):
+        raise ValueError(f"--n_max is {text!r}; give whole numbers from 1 on with commas between them")
+    return [int(one) for one in sizes]
+
+
+@dataclasses.dataclass
+class _Finish:
+    """Adds the partitions to an index, once it is known which images there are, and notes the others."""
+
+    lists: Lists
+    natural: str
+    places: Places
+    n_max: Sequence[int]
+    missing_file: Path
+    skipped: Sequence[Mapping[str, str]] = ()
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, index: DatasetIndex) -> DatasetIndex:
+        if "train" not in index.splits:
+            raise ValueError(f"none of the training images of {self.lists.origin} is there")
+        train = index.splits["train"]
+        row_of = {image: row for row, image in enumerate(train.image_ids)}
+        partitions: dict[str, PartitionIndex] = {}
+        dropped: dict[str, int] = {}
+        for listing in self.lists.listings:
+            for name in listing.users:
+                dealt = partition_of(listing, name, row_of)
+                dropped[name] = len(set(listing.users[name]) - {NOBODY}) - len(dealt.user_ids)
+                if name != self.natural or len(self.lists.partition_names) > 1:
+                    partitions[name] = dealt
+        partitions |= self._by_place(list(train.image_ids))
+        self.skipped, self.dropped = index.provenance["skipped_images"], dropped
+        told = {
+            **index.provenance,
+            "skipped_images": {
+                "count": len(self.skipped),
+                "reasons": dict(Counter(one["reason"] for one in self.skipped)),
+                "listed_in": self.missing_file.name,
+            },
+            "users_without_images": dropped,
+        }
+        splits = {**index.splits, "train": dataclasses.replace(train, partitions=partitions)}
+        return dataclasses.replace(index, splits=splits, provenance=told)
+
+    def _by_place(self, image_ids: Sequence[str]) -> dict[str, PartitionIndex]:
+        rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)
+        if not self.n_max:
+            return {}
+        if not len(rows):
+            raise ValueError(
+                "--coordinates lists none of the training images; are its image ids those of the CSVs?"
+            )
+        places = [self.places[image_ids[row]] for row in rows.tolist()]
+        leaves = leaf_ids([place[0] for place in places], [place[1] for place in places])
+        found = {}
+        for most in self.n_max:
+            cells = geo_partition(leaves, most)
+            here = [i for i, cell in enumerate(cells) if cell != NOBODY]
+            found[f"s2-{most}"] = deal([cells[i] for i in here], rows[here])
+        return found
+
+    def report(self, listed: int) -> None:
+        """Say what is not there, and list it in a file."""
+        self.missing_file.unlink(missing_ok=True)
+        if not self.skipped:
+            return
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        lines.writerow(MISSING_COLUMNS)
+        lines.writerows([one[name] for name in MISSING_COLUMNS] for one in self.skipped)
+        write_bytes(self.missing_file, text.getvalue().encode())
+        gone = ", ".join(f"{count:,} of {name}" for name, count in self.dropped.items() if count)
+        print(
+            f"{len(self.skipped):,} of {listed:,} listed images are not there; {self.missing_file} lists them"
+            + (f"; users left out who have no other: {gone}" if gone else ""),
+            file=sys.stderr,
+        )

@@ -1,0 +1,1 @@
+"""The HDF5 file: schema, writer, reader, index, validator and images."""

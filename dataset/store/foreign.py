@@ -1,0 +1,220 @@
+"""Read the predecessors' HDF5 files as they stand: pfl-research's and ml-flair's, grouped by user or not.
+
+    /{split}/{user_id}/images [n,H,W,3], image_ids [n]          grouped, with labels either as
+                      /labels_row, labels_col                     coordinates (pfl-research), or as
+                      /labels                                     joined strings [n] (ml-flair)
+    /{split}/{image_id}/image [H,W,3], user_id, labels           not grouped; labels one joined string
+    /metadata/label_mapping or label_counter                     JSON by label name
+
+and the same for ``fine_grained_labels``. The metadata hold columns only in pfl-research's grouped files; in
+all others they hold counts. The alphabetical rank of a name is its column in every case.
+
+A split's index is gathered once, from one small group per user or image, which takes a while.
+Shape letters: N images, K labels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.columns import label_matrix
+from dataset.store.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
+from dataset.store.native import IdColumn, Storage, StoredImages, dataset, opened
+
+_NAMES = {"labels": ("label_mapping", "label_counter")}
+_NAMES["fine_grained_labels"] = ("fine_grained_label_mapping", "fine_grained_label_counter")
+_DELIMITER = "|"
+
+
+def is_foreign(file: h5py.File) -> bool:
+    """Whether the file has one of the layouts that are read here."""
+    return all(any(f"metadata/{name}" in file for name in names) for names in _NAMES.values()) and any(
+        split in file for split in SPLITS
+    )
+
+
+class ForeignReader:
+    """A predecessor's file behind the interface of `dataset.store.native.Reader`."""
+
+    storage: Storage = "raw"
+    image_size: int | None = None  # each data set has a shape of its own
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._handle: tuple[int, h5py.File] | None = None
+        self._splits: dict[str, SplitIndex] = {}
+        with opened(path) as file:
+            self.splits = tuple(split for split in SPLITS if len(file.get(split, ())))
+            if not self.splits:
+                raise ValueError(f"{path} holds no images")
+            first = next(iter(file[self.splits[0]].values()))
+            self.grouped = "images" in first
+            self._coordinates = "labels_row" in first
+            raw: dict[str, dict[str, int]] = {}
+            for taxonomy, names in _NAMES.items():
+                present = next(name for name in names if f"metadata/{name}" in file)
+                raw[taxonomy] = self._json(dataset(file, f"metadata/{present}")[()])
+        self.label_mappings = {
+            taxonomy: {name: column for column, name in enumerate(sorted(values))}
+            for taxonomy, values in raw.items()
+        }
+        self._to_column = {taxonomy: self._lookup(taxonomy, values) for taxonomy, values in raw.items()}
+        maker = "pfl-research" if self._coordinates or present.endswith("mapping") else "ml-flair"
+        self.provenance: dict[str, Any] = {"source": f"{maker} HDF5", "file": str(path)}
+
+    def _json(self, text: bytes | str) -> dict[str, int]:
+        try:
+            values = json.loads(text)
+            if isinstance(values, dict) and all(isinstance(value, int) for value in values.values()):
+                return values
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{self._path} is damaged: its metadata are no JSON of numbers by label")
+
+    def _lookup(self, taxonomy: str, values: Mapping[str, int]) -> IntArray:
+        """Column in the file -> alphabetical column; only coordinates need it."""
+        lookup = np.arange(len(values), dtype=np.int64)
+        if self._coordinates:
+            if sorted(values.values()) != list(range(len(values))):
+                raise ValueError(f"{self._path}: the mapping of {taxonomy} does not number its names from 0")
+            for name, column in values.items():
+                lookup[column] = self.label_mappings[taxonomy][name]
+        return lookup
+
+    def _file(self) -> h5py.File:
+        """The open file; a forked child opens its own."""
+        if self._handle is None or self._handle[0] != os.getpid():
+            self._handle = os.getpid(), h5py.File(self._path, "r")
+        return self._handle[1]
+
+    def split(self, name: str) -> SplitIndex:
+        """As `Reader.split`; gathered at the first call."""
+        with self._lock, _named(self._path, name):
+            if name not in self._splits:
+                group = self._file()[name]
+                self._splits[name] = self._grouped(group) if self.grouped else self._single(group)
+            return self._splits[name]
+
+    def _grouped(self, group: h5py.Group) -> SplitIndex:
+        users, ids = list(group), []
+        counts: list[int] = []
+        labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
+        for user in users:
+            images = dataset(group[user], "images")
+            ids.append(dataset(group[user], "image_ids")[()])
+            if ids[-1].dtype.kind != "S" or ids[-1].ndim != 1:
+                raise ValueError(f"user {user} has image_ids that are no text")
+            if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids[-1]), 3):
+                raise ValueError(f"user {user} has images of shape {images.shape} for {len(ids[-1])} ids")
+            start = int(sum(counts))
+            for taxonomy in TAXONOMIES:
+                labels[taxonomy].append(self._pairs(group[user], taxonomy, user, start, len(images)))
+            counts.append(len(images))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        owner = np.repeat(np.arange(len(users), dtype=np.int32), counts)
+        matrices = self._matrices(labels, len(owner))
+        return SplitIndex(IdColumn.of(users), offsets, owner, IdColumn(np.concatenate(ids)), matrices)
+
+    def _single(self, group: h5py.Group) -> SplitIndex:
+        ids, owners = list(group), []
+        labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
+        for row, image_id in enumerate(ids):
+            owners.append(_text(dataset(group[image_id], "user_id")[()]))
+            for taxonomy in TAXONOMIES:
+                joined = [dataset(group[image_id], taxonomy)[()]]
+                labels[taxonomy].append(self._named_pairs(joined, taxonomy, f"image {image_id}", row))
+        users = sorted(set(owners))
+        number = {user: i for i, user in enumerate(users)}
+        owner = np.array([number[user] for user in owners], np.int32)
+        matrices = self._matrices(labels, len(ids))
+        return SplitIndex(IdColumn.of(users), np.empty(0, np.int64), owner, IdColumn.of(ids), matrices)
+
+    def _pairs(self, member: h5py.Group, taxonomy: str, user: str, start: int, count: int) -> IntArray:
+        """``[positives, 2]``: row in the split, column."""
+        if not self._coordinates:
+            joined = dataset(member, taxonomy)[()]
+            if len(joined) != count:
+                raise ValueError(f"user {user} has {count} images but {taxonomy} of {len(joined)}")
+            return self._named_pairs(joined, taxonomy, f"user {user}", start)
+        rows, columns = (
+            dataset(member, f"{taxonomy}_{part}")[()].astype(np.int64) for part in ("row", "col")
+        )
+        lookup = self._to_column[taxonomy]
+        if rows.ndim != 1 or rows.shape != columns.shape:
+            raise ValueError(f"user {user} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
+        if (rows >= count).any() or (columns >= len(lookup)).any() or (np.minimum(rows, columns) < 0).any():
+            raise ValueError(f"user {user} has {taxonomy} out of range")
+        return np.stack([start + rows, lookup[columns]], axis=1)
+
+    def _named_pairs(self, joined: Sequence[bytes | str], taxonomy: str, whose: str, start: int) -> IntArray:
+        mapping, pairs = self.label_mappings[taxonomy], []
+        for row, text in enumerate(joined, start):
+            for name in filter(None, _text(text).split(_DELIMITER)):
+                if name not in mapping:
+                    raise ValueError(f"{whose} has the label {name!r}, unknown to the mapping of {taxonomy}")
+                pairs.append((row, mapping[name]))
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+    def _matrices(self, labels: Mapping[str, list[IntArray]], count: int) -> dict[str, LabelMatrix]:
+        matrices = {}
+        for taxonomy, parts in labels.items():
+            pairs = np.concatenate(parts)
+            matrices[taxonomy] = label_matrix(
+                pairs[:, 0], pairs[:, 1], count, len(self.label_mappings[taxonomy])
+            )
+        return matrices
+
+    def stored(self, split: str, rows: IntArray) -> StoredImages:
+        """As `Reader.stored`: the pixels of each image in its own size."""
+        index = self.split(split)
+        with self._lock, _named(self._path, split):
+            group = self._file()[split]
+            if not self.grouped:
+                return [_rgb(dataset(group[index.image_ids[row]], "image")) for row in rows.tolist()]
+            images: list[memoryview | npt.NDArray[np.uint8]] = []
+            for row in rows.tolist():
+                user = int(index.user_index[row])
+                images.append(
+                    dataset(group[index.user_ids[user]], "images")[row - int(index.user_offsets[user])]
+                )
+            return images
+
+    def close(self) -> None:
+        """Close the handle of this process."""
+        if self._handle is not None and self._handle[0] == os.getpid():
+            self._handle[1].close()
+        self._handle = None
+
+
+@contextmanager
+def _named(path: Path, split: str) -> Iterator[None]:
+    """Turns what h5py raises into one ValueError that names file and split."""
+    try:
+        yield
+    except (KeyError, OSError, RuntimeError, TypeError, OverflowError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path}, split {split}, is damaged ({text[:160]})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}, split {split}: {error}") from None
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+def _rgb(stored: h5py.Dataset) -> npt.NDArray[np.uint8]:
+    if stored.dtype != np.uint8 or (stored.shape[2:] != (3,) and stored.ndim != 2):
+        raise ValueError(f"an image has type {stored.dtype} and shape {stored.shape}")
+    image: npt.NDArray[np.uint8] = stored[()]
+    return image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2)

@@ -1,0 +1,343 @@
+"""Write our HDF5 file: places are known beforehand, rows come in any order, the name appears at the end.
+
+Shape letters: U users, N images, S side in pixels.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import os
+import platform
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from dataset.journal import Journal
+from dataset.store.index import TAXONOMIES, DatasetIndex, IntArray, SplitIndex
+from dataset.store.native import (
+    FORMAT,
+    MAPPINGS,
+    PARTITIONS,
+    SCHEMA_VERSION,
+    IdColumn,
+    Storage,
+    checksum,
+    content_checksum,
+)
+from dataset.store.validate import check_index, validate
+
+_SLACK = 1 << 20  # bytes reserved beyond the data, for what HDF5 adds when the file is completed
+
+
+class FlairWriter:
+    """Writes one file; a context manager.
+
+    The index is written first and room for every image is reserved on the disk; ``write`` then puts images at
+    their places with positioned writes. On leaving the block every row must have been written; the file is
+    checked, flushed to the disk and renamed to ``path``. If the block raises, nothing is left behind.
+
+    With a journal, the file in the making is the journal's and outlives the process: a writer of the same
+    plan (index, lengths and ``origin``) takes it up; `already` says what `put_down` put there before.
+
+    Args:
+        path: where the file is to appear; an existing one is replaced at the end.
+        index: users, images, labels, label mappings and provenance (JSON values only).
+        storage: ``jpeg`` keeps the bytes of each image, ``raw`` its pixels.
+        image_bytes: for ``jpeg``, the byte length of each image, ``[N]`` by split.
+        image_size: for ``raw``, the side S of the images in pixels.
+        journal: of a preprocessing that can be stopped and taken up again.
+        origin: what identifies the images' bytes.
+
+    Raises ValueError if the index contradicts itself, OSError if the disk is full.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        index: DatasetIndex,
+        *,
+        storage: Storage,
+        image_bytes: Mapping[str, IntArray] | None = None,
+        image_size: int | None = None,
+        journal: Journal | None = None,
+        origin: str = "",
+    ) -> None:
+        assert (storage == "jpeg") == (image_bytes is not None), "image_bytes goes with jpeg storage"
+        assert (storage == "raw") == (image_size is not None), "image_size goes with raw storage"
+        check_index(index)
+        self._path, self._index, self._storage, self._image_size = Path(path), index, storage, image_size
+        self._journal, self._origin = journal, origin
+        own = f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}"
+        self._temporary = journal.data if journal else self._path.with_name(own)
+        counts = {name: split.num_images for name, split in index.splits.items()}
+        self._crc = {name: np.zeros(count, np.uint32) for name, count in counts.items()}
+        self._written = {name: np.zeros(count, bool) for name, count in counts.items()}
+        self._places: dict[str, IntArray] = {}
+        for name, count in counts.items():
+            if image_bytes is not None:
+                sizes = np.asarray(image_bytes[name], np.int64)
+                assert len(sizes) == count
+                assert (sizes > 0).all(), "image_bytes gives every image's length"
+            else:
+                assert image_size is not None
+                sizes = np.full(count, image_size * image_size * 3, np.int64)
+            self._places[name] = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        self._data_at: dict[str, int] = {}
+        self._descriptor = -1
+
+    @property
+    def _partitioned(self) -> bool:
+        return any(split.partitions for split in self._index.splits.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the images in the file, without the index."""
+        return sum(int(places[-1]) for places in self._places.values())
+
+    def __enter__(self) -> FlairWriter:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        plan = self._plan() if self._journal else ""
+        try:
+            with _disk_errors(self._path):
+                if self._journal and self._journal.get("plan") == plan.encode() and self._temporary.exists():
+                    self._take_up()
+                else:
+                    self._begin()
+                    if self._journal:
+                        self._journal.forget("written")
+                        self._journal.put("plan", plan.encode())
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        _sweep(self._path)
+        self._temporary.unlink(missing_ok=True)
+        free = shutil.disk_usage(self._path.parent).free
+        index_bytes = sum(128 * split.num_images for split in self._index.splits.values())
+        if free < self.num_bytes + index_bytes + _SLACK:
+            raise _full(self._path, self.num_bytes + index_bytes + _SLACK - free)
+        self._create()
+        self._descriptor = os.open(self._temporary, os.O_RDWR)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._descriptor, 0, self._temporary.stat().st_size + _SLACK)
+        os.fsync(self._descriptor)
+
+    def _take_up(self) -> None:
+        with h5py.File(self._temporary) as file:
+            self._data_at = {name: int(file[f"{name}/images"].id.get_offset() or 0) for name in self._places}
+        self._descriptor = os.open(self._temporary, os.O_RDWR)
+
+    def _plan(self) -> str:
+        """SHA-256 of all that decides which byte lies where."""
+        digest = hashlib.sha256(f"{self._origin} {self._storage} {self._image_size}".encode())
+        digest.update(json.dumps([dict(m) for m in self._index.label_mappings.values()]).encode())
+        for name, split in self._index.splits.items():
+            digest.update(name.encode() + checksum(self._places[name]).encode())
+            for key, column in _columns(split, self._index.grouped).items():
+                digest.update(f"{key} {checksum(column)}".encode())
+        return digest.hexdigest()
+
+    def put_down(self, name: str, rows: Mapping[str, IntArray]) -> None:
+        """Have the journal say that these rows are on the disk, when they are."""
+        assert self._journal is not None
+        os.fdatasync(self._descriptor)
+        crc = [self._crc[split][here].tobytes() for split, here in rows.items()]
+        self._journal.put(f"written-{name}", b"".join(crc))
+
+    def already(self, name: str, rows: Mapping[str, IntArray]) -> bool:
+        """Whether `put_down` said so in an earlier process; then they need not be written."""
+        assert self._journal is not None
+        told = self._journal.get(f"written-{name}")
+        if told is None or len(told) != 4 * sum(map(len, rows.values())):
+            return False
+        crc, done = np.frombuffer(told, np.uint32), 0
+        for split, here in rows.items():
+            self._crc[split][here] = crc[done : done + len(here)]
+            self._written[split][here] = True
+            done += len(here)
+        return True
+
+    def write(
+        self, split: str, rows: IntArray, images: Sequence[bytes | memoryview] | npt.NDArray[np.uint8]
+    ) -> None:
+        """Put image i of ``images`` at row ``rows[i]`` of a split. Threads may write different rows at once.
+
+        For ``jpeg`` storage each image is its bytes, of the announced length; for ``raw``, ``images`` is
+        ``[n, S, S, 3]`` uint8. Neighbouring rows are written at once.
+        """
+        rows = np.asarray(rows, np.int64)
+        assert len(rows) == len(images)
+        assert not self._written[split][rows].any(), "a row is written once"
+        if isinstance(images, np.ndarray):
+            assert images.dtype == np.uint8
+            assert images.shape[1:] == (self._image_size, self._image_size, 3)
+            images = [np.ascontiguousarray(image).reshape(-1).data for image in images]
+        places, base = self._places[split], self._data_at[split]
+        sizes = np.fromiter(map(len, images), np.int64, count=len(images))
+        assert np.array_equal(sizes, places[rows + 1] - places[rows]), "a length was announced otherwise"
+        self._crc[split][rows] = [zlib.crc32(image) for image in images]
+        breaks = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        with _disk_errors(self._path):
+            for start, stop in pairwise(breaks):
+                if start < stop:
+                    _write_all(self._descriptor, images[start:stop], base + int(places[rows[start]]))
+        self._written[split][rows] = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with _disk_errors(self._path):
+                    self._complete()
+        finally:
+            self._discard()
+
+    def _complete(self) -> None:
+        missing = {name: int((~done).sum()) for name, done in self._written.items() if not done.all()}
+        assert not missing, f"rows were never written: {missing}"
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if self._journal:
+            self._journal.forget("plan")  # a file left half completed is begun anew
+        with h5py.File(self._temporary, "r+") as file:
+            for name, crc in self._crc.items():
+                file[name]["image_crc32"][...] = crc
+                file[name]["image_crc32"].attrs["sha256"] = checksum(crc)
+            file.attrs["content_sha256"] = content_checksum(file)
+        with ThreadPoolExecutor(1) as pool:  # the disk and the processor work side by side
+            on_disk = pool.submit(_sync, self._temporary)
+            validate(self._temporary)
+            on_disk.result()
+        self._temporary.replace(self._path)
+        _sync(self._path.parent)
+
+    def _discard(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._journal is None:
+            self._temporary.unlink(missing_ok=True)
+
+    def _create(self) -> None:
+        # Format 1.8 keeps checksums over HDF5's own structures, which the older default does not.
+        with h5py.File(self._temporary, "w", libver=("v108", "v108")) as file:
+            size = self._image_size or 0
+            file.attrs.update(
+                {
+                    "format": FORMAT,
+                    "schema_version": SCHEMA_VERSION if self._partitioned else 1,
+                    "storage": self._storage,
+                    "grouped": self._index.grouped,
+                    "image_size": size,
+                    "content_sha256": "0" * 64,
+                }
+            )
+            for taxonomy, name in MAPPINGS.items():
+                _put_json(file, name, dict(self._index.label_mappings[taxonomy]))
+            _put_json(file, "provenance", dict(self._index.provenance))
+            for name, split in self._index.splits.items():
+                for key, column in _columns(split, self._index.grouped).items():
+                    _put(file, f"{name}/{key}", column)
+                _put(file, f"{name}/image_crc32", self._crc[name])
+                if self._storage == "jpeg":
+                    _put(file, f"{name}/image_offsets", self._places[name])
+                total, count = int(self._places[name][-1]), split.num_images
+                shape = (total,) if self._storage == "jpeg" else (count, size, size, 3)
+                self._data_at[name] = _reserve(file, f"{name}/images", shape)
+
+
+def _columns(split: SplitIndex, grouped: bool) -> dict[str, npt.NDArray[Any]]:
+    columns: dict[str, npt.NDArray[Any]] = {"user_ids": IdColumn.of(split.user_ids).raw}
+    if grouped:
+        columns["user_offsets"] = split.user_offsets.astype(np.int64)
+    else:
+        columns["user_index"] = split.user_index.astype(np.int32)
+    columns["image_ids"] = IdColumn.of(split.image_ids).raw
+    for taxonomy in TAXONOMIES:
+        columns[f"{taxonomy}_indptr"] = split.labels[taxonomy].indptr.astype(np.int64)
+        columns[f"{taxonomy}_indices"] = split.labels[taxonomy].indices.astype(np.uint16)
+    for name, partition in split.partitions.items():
+        columns[f"{PARTITIONS}/{name}/user_ids"] = IdColumn.of(partition.user_ids).raw
+        columns[f"{PARTITIONS}/{name}/rows"] = partition.rows.astype(np.int64)
+        columns[f"{PARTITIONS}/{name}/offsets"] = partition.offsets.astype(np.int64)
+    return columns
+
+
+def _put(file: h5py.File, name: str, array: npt.NDArray[Any]) -> None:
+    file.create_dataset(name, data=array, track_times=False).attrs["sha256"] = checksum(array)
+
+
+def _put_json(file: h5py.File, name: str, value: Any) -> None:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    _put(file, f"metadata/{name}", np.frombuffer(text, np.uint8))
+
+
+def _reserve(file: h5py.File, name: str, shape: tuple[int, ...]) -> int:
+    """An unwritten contiguous uint8 data set; returns where its bytes begin in the file."""
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_layout(h5py.h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)
+    space = h5py.h5s.create_simple(shape)
+    data = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, layout)
+    return int(data.get_offset() or 0)
+
+
+def _write_all(descriptor: int, images: Sequence[bytes | memoryview], at: int) -> None:
+    view = memoryview(images[0] if len(images) == 1 else b"".join(images))
+    while len(view):
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
+def _sweep(path: Path) -> None:
+    """Delete what processes of this machine that are dead left of the same file."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-{glob.escape(platform.node())}-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            left.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _full(path: Path, missing: int) -> OSError:
+    return OSError(
+        f"no space left on the disk of {path}: {missing / 1e9:.2f} GB are missing; "
+        "free some or choose another disk"
+    )
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(
+                f"no space left on the disk while {path} was written; nothing of it was kept: "
+                "free some or choose another disk"
+            ) from None
+        raise

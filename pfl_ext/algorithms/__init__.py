@@ -1,0 +1,1 @@
+"""What server and clients exchange, one file for each algorithm."""

@@ -1,0 +1,213 @@
+"""How a model does on each user by itself, and after it was fine-tuned on part of that user's images.
+
+Shape letters: U users, N images, K labels, M images that are scored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
+
+from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
+from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray, LocalSampling, UserImages
+from pfl_ext.data.schedule import longest_first
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.randomness import stream
+from pfl_ext.tasks.metrics import COLUMNS, average_precision, summarise
+from pfl_ext.workers.distributed import begin_work
+
+FloatArray = npt.NDArray[np.float64]
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+PRESENT = "C-AP-present"
+PER_USER = (*COLUMNS, PRESENT)
+"""The paper's eight columns on one user's images, and C-AP over the classes that the user has.
+
+A class that a user lacks counts 0 in the C columns, as in the paper's code; with few of the classes, a user's
+C-AP is low however good the model is. A class on *every* image of a user has AP 1 whatever the scores are:
+users with one image are told apart by O-AP alone.
+"""
+
+
+def per_user_scores(
+    scores: npt.NDArray[np.float32], targets: npt.NDArray[np.uint8 | np.bool_], offsets: IntArray
+) -> dict[str, FloatArray]:
+    """`PER_USER`, percent, each ``[U]``; C-AP-present is NaN for a user without a label.
+
+    Args:
+        scores: probabilities ``[N, K]``, a user's rows contiguous.
+        targets: 0/1, ``[N, K]``.
+        offsets: ``[U + 1]``: user u has the rows ``offsets[u]:offsets[u + 1]``, at least one.
+    """
+    out = {name: np.full(len(offsets) - 1, np.nan) for name in PER_USER}
+    for user, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        mine, truth = scores[start:stop], np.asarray(targets[start:stop], np.bool_)
+        columns = summarise(mine, truth)
+        for name in COLUMNS:
+            out[name][user] = columns[name]
+        present = truth.any(0)
+        if present.any():
+            out[PRESENT][user] = 100 * float(average_precision(mine[:, present], truth[:, present]).mean())
+    return out
+
+
+def quantiles(values: FloatArray) -> dict[str, float]:
+    """Number, mean and `QUANTILES` (interpolated) of the values that are numbers; only ``n`` if none."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {"n": 0}
+    places = {f"q{100 * q:g}": float(v) for q, v in zip(QUANTILES, np.quantile(known, QUANTILES))}
+    return {"n": len(known), "mean": float(known.mean()), **places}
+
+
+def user_split(user_id: str, num_images: int, share: float, seed: int) -> tuple[IntArray, IntArray]:
+    """Positions of a user's images to fine-tune on, and those to score; ascending, disjoint, neither empty.
+
+    A function of (seed, user) alone, so every model and every run is scored on the same images.
+    ``share``: the part to fine-tune on, rounded to the nearest image. Needs at least two images.
+    """
+    assert num_images >= 2
+    count = min(max(round(num_images * share), 1), num_images - 1)
+    order = stream(seed, "personal split", user_id).permutation(num_images).astype(np.int64)
+    return np.sort(order[:count]), np.sort(order[count:])
+
+
+@dataclass(frozen=True)
+class Personalisation:
+    """How a model is fine-tuned on a user: SGD over so many epochs; gradients clipped for each variable."""
+
+    sampling: LocalSampling
+    learning_rate: float
+    max_grad_norm: float | None
+    train_share: float
+    min_images: int
+    split_seed: int
+
+
+@dataclass(frozen=True)
+class PersonalScores:
+    """Scores ``[M, K]`` of the held-out images before and after each user's fine-tuning."""
+
+    users: Sequence[str]  # [U]
+    offsets: IntArray  # [U + 1] into M
+    trained_on: IntArray  # [U] images
+    before: npt.NDArray[np.float32]
+    after: npt.NDArray[np.float32]
+    targets: ByteArray
+
+
+def users_with(store: ImageStore, min_images: int) -> IntArray:
+    """The numbers of the users who have at least so many images, and at least two.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    sizes = np.diff(store.user_offsets)
+    chosen = np.flatnonzero(sizes >= max(min_images, 2)).astype(np.int64)
+    if not len(chosen):
+        raise ValueError(
+            f"no user of this split has {min_images} images: lower personal.min_images below "
+            f"{int(sizes.max()) + 1}"
+        )
+    return chosen
+
+
+def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation) -> PersonalScores:
+    """Fine-tune a copy of the model for every user of a split with enough images, and score both.
+
+    Each worker takes its share of the users, dealt by their images, and has the scores of all at the end. The
+    module is left as it was. Randomness is a function of (``split_seed``, user), so that the number of
+    workers changes nothing.
+
+    :raises ValueError: when no user has ``min_images`` images.
+    """
+    start = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    device = next(iter(start.values())).device
+    sizes, chosen = np.diff(store.user_offsets), users_with(store, how.min_images)
+    names = [store.user_ids[user] for user in chosen.tolist()]
+    parts = [
+        user_split(name, int(sizes[user]), how.train_share, how.split_seed)
+        for name, user in zip(names, chosen.tolist())
+    ]
+    offsets = np.cumsum([0, *(len(held_out) for _, held_out in parts)]).astype(np.int64)
+    firsts = store.user_offsets[chosen]
+    targets = store.targets(np.concatenate([first + part[1] for first, part in zip(firsts, parts)]))
+    scores = np.zeros(
+        (2, *targets.shape), np.float32
+    )  # before and after; each worker fills in its users' rows
+    workers = get_ops().distributed
+    mine = longest_first(sizes[chosen].astype(np.float64), workers.world_size)[workers.global_rank]
+    begin_work(personalisation=how.split_seed, users=len(chosen))
+    try:
+        for place in sorted(mine):
+            (train, held_out), first = parts[place], int(firsts[place])
+            rows = slice(int(offsets[place]), int(offsets[place + 1]))
+            images, _ = store.read(first + held_out)
+            scores[0, rows] = _predict(module, images, device)
+            _fine_tune(module, store.read(first + train), names[place], how, device)
+            scores[1, rows] = _predict(module, images, device)
+            module.load_state_dict(start)
+    finally:
+        module.load_state_dict(start)
+    if workers.world_size > 1:
+        workers.all_reduce([torch.from_numpy(scores)])  # exact: a row of one worker's plus zeros
+    trained_on = np.asarray([len(train) for train, _ in parts], np.int64)
+    return PersonalScores(names, offsets, trained_on, scores[0], scores[1], targets)
+
+
+def _fine_tune(
+    module: ImageClassifier,
+    data: tuple[ByteArray, ByteArray],
+    name: str,
+    how: Personalisation,
+    device: torch.device,
+) -> None:
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable, lr=how.learning_rate)
+    if how.max_grad_norm is not None:
+        optimizer = PerVariableClippedSGD(trainable, lr=how.learning_rate, max_norm=how.max_grad_norm)
+    user = UserImages(*data, name, how.sampling, stream(how.split_seed, "personal training", name))
+    for _ in range(how.sampling.num_epochs):
+        for batch in user.iter(how.sampling.batch_size):
+            optimizer.zero_grad()
+            module.loss(*(part.to(device) for part in batch)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
+@torch.no_grad()
+def _predict(
+    module: ImageClassifier, images: ByteArray, device: torch.device, batch_size: int = 256
+) -> npt.NDArray[np.float32]:
+    parts = [
+        torch.sigmoid(module(torch.from_numpy(images[i : i + batch_size]).to(device)).float()).cpu().numpy()
+        for i in range(0, len(images), batch_size)
+    ]
+    return np.concatenate(parts)
+
+
+def shot_groups(train_counts: IntArray, few_below: int) -> dict[str, npt.NDArray[np.bool_]]:
+    """Classes ``[K]`` by training images: zero, few (fewer than ``few_below``; FLAIR paper 6.1: 20), many."""
+    zero, few = train_counts == 0, train_counts < few_below
+    return {"zero": zero, "few": few & ~zero, "many": ~few}
+
+
+def shot_table(
+    ap: Mapping[str, float], positives: Mapping[str, int], train_counts: IntArray, few_below: int
+) -> dict[str, dict[str, float | int | None]]:
+    """C-AP of the classes that training saw never, seldom and often, in the unit of ``ap``.
+
+    Over the classes with a positive in the evaluated split (others have no AP); None where there are none.
+    ``ap``, ``positives`` (in the evaluated split) and ``train_counts`` ``[K]`` are in one order.
+    """
+    values, present = np.fromiter(ap.values(), float), np.fromiter(positives.values(), int) > 0
+    out: dict[str, dict[str, float | int | None]] = {}
+    for name, group in shot_groups(train_counts, few_below).items():
+        scored = group & present
+        mean = float(values[scored].mean()) if scored.any() else None
+        out[name] = {"classes": int(group.sum()), "evaluated": int(scored.sum()), "C-AP": mean}
+    return out

@@ -1,0 +1,1 @@
+"""Users' images as a pfl FederatedDataset."""

@@ -1,0 +1,369 @@
+"""Users' images as a pfl ``FederatedDataset`` whose cohorts are functions of the round.
+
+Shape letters: U users, N images, K labels, B batch, H and W image height and width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.data.dataset import Dataset
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
+
+from pfl_ext.data.prefetch import prefetched
+from pfl_ext.data.schedule import UserCost, longest_first
+from pfl_ext.data.transforms import Crop, Flip, draw_boxes
+from pfl_ext.privacy.sampling import private_cohort
+from pfl_ext.randomness import seed32, stream
+
+IntArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class ImageStore(Protocol):
+    """What a store of one split must offer; rows are images, a user's rows are contiguous."""
+
+    @property
+    def user_ids(self) -> Sequence[str]:
+        """The U users' ids."""
+        ...
+
+    @property
+    def user_offsets(self) -> IntArray:
+        """``[U + 1]``: user u has the rows ``user_offsets[u]:user_offsets[u + 1]``."""
+        ...
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
+        """Images ``[n, H, W, 3]`` and multi-hot labels ``[n, K]`` of these rows, in their order.
+
+        Must be safe to call from several threads.
+        """
+        ...
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        """The labels of `read` without the images."""
+        ...
+
+
+Reweighting = Callable[[ByteArray, ByteArray], npt.NDArray[np.float32]]
+"""Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who owns which rows of a store."""
+
+    user_ids: Sequence[str]  # [U]
+    rows: IntArray  # [N], a user's rows contiguous
+    offsets: IntArray  # [U + 1] into rows
+
+    @property
+    def sizes(self) -> IntArray:
+        """Images per user, ``[U]``."""
+        return np.diff(self.offsets)
+
+    def rows_of(self, user: int) -> IntArray:
+        """The store's rows of one user."""
+        return self.rows[self.offsets[user] : self.offsets[user + 1]]
+
+
+def natural_partition(store: ImageStore) -> Partition:
+    """Each image with the user who took it."""
+    offsets = np.asarray(store.user_offsets, np.int64)
+    return Partition(store.user_ids, np.arange(offsets[-1]), offsets)
+
+
+def iid_partition(store: ImageStore, seed: int) -> Partition:
+    """As many users as there are, every image dealt to one of them at random, in equal shares.
+
+    Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once,
+    so that IID against non-IID compares the split and nothing else; pfl-research's FLAIR-IID gives each
+    user 50 images, six times the data (predecessors 6).
+    """
+    natural = natural_partition(store)
+    num_users, num_images = len(natural.user_ids), len(natural.rows)
+    offsets = (np.arange(num_users + 1, dtype=np.int64) * num_images) // num_users
+    rows = stream(seed, "iid partition").permutation(num_images)
+    return Partition([f"iid-{u:06d}" for u in range(num_users)], rows, offsets)
+
+
+@dataclass(frozen=True)
+class LocalSampling:
+    """How the images of one user become the batches of its local training in one round.
+
+    ``max_images``: users with more take part with this many (FLAIR paper, Section 5.1: 512), chosen anew
+    each round (``cap="random"``) or always the first (``"first"``, as pfl-research).
+    ``straddle``: batches run across the end of an epoch as in ml-flair's ``repeat(2).batch(16)``, so a
+    user with n <= B / 2 images makes one step of 2n, not two of n. ``reshuffle``: a new order each epoch.
+    ``virtual_size``: FedVC (Hsu et al. 2020, Section 5.3) in the place of ``max_images``: every user takes
+    part with exactly so many, drawn uniformly each round; without replacement from as many or more, else
+    each of them from all of its images ("with replacement"), so that some come twice and some not at all.
+    """
+
+    num_epochs: int = 2
+    batch_size: int = 16
+    max_images: int | None = 512
+    cap: Literal["random", "first"] = "random"
+    straddle: bool = True
+    reshuffle: bool = True
+    crop: Crop = "crop"
+    flip: Flip = "both"
+    input_size: int = 224
+    virtual_size: int | None = None
+
+    def take(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
+        """The rows that take part, in the store's order; where all do, nothing is drawn."""
+        if self.virtual_size is not None and 0 < len(rows) < self.virtual_size:
+            return rows[np.sort(rng.integers(len(rows), size=self.virtual_size))]
+        if self.virtual_size is not None and len(rows) > self.virtual_size:
+            return rows[np.sort(rng.choice(len(rows), self.virtual_size, replace=False))]
+        if self.virtual_size is not None:
+            return rows
+        if self.max_images is None or len(rows) <= self.max_images:
+            return rows
+        if self.cap == "first":
+            return rows[: self.max_images]
+        return rows[np.sort(rng.choice(len(rows), self.max_images, replace=False))]
+
+    def epochs(self, n: int, rng: np.random.Generator) -> list[list[IntArray]]:
+        """Per epoch, the batches of positions 0..n-1; with ``straddle`` all stand in the first epoch."""
+        first = rng.permutation(n)
+        orders = [first] + [
+            rng.permutation(n) if self.reshuffle else first for _ in range(self.num_epochs - 1)
+        ]
+        if self.straddle:
+            orders = [np.concatenate(orders)] + [first[:0]] * (self.num_epochs - 1)
+        size = self.batch_size
+        return [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
+
+    def taking_part(self, sizes: IntArray) -> IntArray:
+        """How many images users with so many train on."""
+        sizes = np.asarray(sizes)
+        if self.virtual_size is not None:
+            return np.where(sizes > 0, self.virtual_size, 0)
+        return sizes if self.max_images is None else np.minimum(sizes, self.max_images)
+
+    def num_steps(self, sizes: IntArray) -> IntArray:
+        """Local steps of users with so many images."""
+        n = self.taking_part(sizes)
+        if self.straddle:
+            return -(-n * self.num_epochs // self.batch_size)
+        return self.num_epochs * -(-n // self.batch_size)
+
+    def image_passes(self, sizes: IntArray) -> IntArray:
+        """Images trained on, over all epochs, by users with so many."""
+        return self.taking_part(sizes) * self.num_epochs
+
+
+class UserImages(Dataset):
+    """One user in one round: a pfl ``Dataset`` that yields (images, targets, boxes) batches.
+
+    pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
+    ``boxes`` ``[B, 6]`` says how each image is cropped and flipped; the device does it.
+    """
+
+    def __init__(
+        self,
+        images: ByteArray,
+        targets: ByteArray | npt.NDArray[np.float32],
+        user_id: str,
+        sampling: LocalSampling,
+        rng: np.random.Generator,
+    ) -> None:
+        assert len(images) == len(targets)
+        super().__init__(raw_data=(images, targets), user_id=user_id)
+        self._epochs = iter(sampling.epochs(len(images), rng))
+        self._sampling, self._rng = sampling, rng
+        self._aside = rng.bit_generator.jumped()  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self.raw_data[0])
+
+    def iter(self, batch_size: int | None) -> Iterator[Batch]:
+        """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
+        assert batch_size == self._sampling.batch_size
+        for positions in next(self._epochs):
+            yield self._batch(positions, self._rng)
+
+    def once(self) -> Iterator[Batch]:
+        """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
+        rng, size = np.random.Generator(self._aside), self._sampling.batch_size
+        for first in range(0, len(self), size):
+            yield self._batch(np.arange(first, min(first + size, len(self))), rng)
+
+    def _batch(self, positions: IntArray, rng: np.random.Generator) -> Batch:
+        images, targets = self.raw_data
+        sampling = self._sampling
+        boxes = draw_boxes(
+            rng, len(positions), images.shape[1], sampling.input_size, sampling.crop, sampling.flip
+        )
+        return (
+            torch.from_numpy(images[positions]),
+            torch.from_numpy(targets[positions]).float(),
+            torch.from_numpy(boxes),
+        )
+
+
+@dataclass(frozen=True)
+class Member:
+    """A place in a cohort: the user, which of its turns in this round it is (0 unless replaced), its work."""
+
+    user: int
+    turn: int
+    num_images: int
+    """Those that take part in this round."""
+    num_steps: int
+    num_passes: int
+    """Images of all steps together."""
+
+
+Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
+
+
+class FederatedImageDataset(FederatedDataset):
+    """A pfl ``FederatedDataset`` over an `ImageStore`.
+
+    The cohort of a round, the images that a heavy user brings, their order and their crops depend on
+    (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
+    paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
+    size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
+    "cyclic" takes the next users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws users
+    one after another from those left, with probabilities proportional to their images (so a user of more than
+    1 / cohort_size of them all comes less often than that); "proportional_replacement" from all, whose plain
+    mean of updates is without bias, and who comes twice brings two samples. Users of one size make them
+    "fixed" and "replacement".
+    ``reweight``: weights in the targets, as FedIR's.
+    ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
+    ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
+    bits of each). Where it is None they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these
+    mechanisms, because anybody who knows ``seed`` could subtract their noise.
+    Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
+
+    :raises ValueError: when a cohort is larger than the population.
+    """
+
+    def __init__(
+        self,
+        store: ImageStore,
+        sampling: LocalSampling,
+        *,
+        seed: int,
+        cohort_seed: int | None = None,
+        noise_seed: int | None = None,
+        partition: Partition | None = None,
+        sampler: Sampler = "fixed",
+        reweight: Reweighting | None = None,
+        prefetch: int = 4,
+        threads: int = 1,
+        cost: UserCost | None = None,
+    ) -> None:
+        self.partition = natural_partition(store) if partition is None else partition
+        super().__init__(self._user_by_id, self._no_sampler)
+        self._store, self._sampling, self._seed = store, sampling, seed
+        self._cohort_seed = seed if cohort_seed is None else cohort_seed
+        self.noise_seed = noise_seed
+        self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
+        self._reweight = reweight
+        self._cost = UserCost() if cost is None else cost
+        self._round = 0
+
+    @property
+    def num_users(self) -> int:
+        """U."""
+        return len(self.partition.user_ids)
+
+    @property
+    def total_images(self) -> int:
+        """Those that would take part if all users did."""
+        return int(self._sampling.taking_part(self.partition.sizes).sum())
+
+    def set_round(self, round_number: int) -> None:
+        """Say which round the next ``get_cohort`` is for."""
+        self._round = round_number
+
+    @staticmethod
+    def _no_sampler() -> int:
+        raise TypeError("users are drawn as cohorts: call set_round and get_cohort")
+
+    def _user_by_id(self, user_id: str) -> UserImages:
+        return self.user_dataset(list(self.partition.user_ids).index(user_id))
+
+    def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
+        """The users of the cohort of this round, or of the one given; the same on every worker."""
+        number = self._round if round_number is None else round_number
+        population = len(self.partition.user_ids)
+        if self._sampler in ("poisson", "fixed", "cyclic"):
+            return private_cohort(self._sampler, self._cohort_seed, number, population, cohort_size)
+        replace = self._sampler.endswith("replacement")
+        if cohort_size > population and not replace:
+            raise ValueError(
+                f"cohort_size is {cohort_size} but there are only {population} training users: "
+                f"set cohort_size to at most {population}"
+            )
+        rng = stream(self._cohort_seed, "cohort", number)
+        sizes, chances = self.partition.sizes, None
+        if self._sampler.startswith("proportional") and (sizes != sizes[0]).any():
+            chances = sizes / sizes.sum()
+        return rng.choice(population, cohort_size, replace=replace, p=chances).astype(np.int64)
+
+    def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:
+        """Positions of the cohort for each worker, by predicted time, longest first."""
+        sizes = self.partition.sizes[cohort]
+        steps, images = self._sampling.num_steps(sizes), self._sampling.image_passes(sizes)
+        return longest_first(self._cost.predict(steps, images), world_size)
+
+    def user_dataset(self, user: int, turn: int = 0) -> UserImages:
+        """What user number ``user`` trains on in this round."""
+        rng = stream(self._seed, "local training", self._round, user, turn)
+        own = self.partition.rows_of(user)
+        rows = self._sampling.take(own, rng)
+        if len(rows) > len(own):  # FedVC: some come twice, but are read once
+            rows, places = np.unique(rows, return_inverse=True)
+            images, targets = (part[places] for part in self._store.read(rows))
+        else:
+            images, targets = self._store.read(rows)
+        weighted: ByteArray | npt.NDArray[np.float32] = targets
+        if self._reweight is not None:
+            weighted = self._reweight(targets, self._store.targets(own))
+        return UserImages(images, weighted, self.partition.user_ids[user], self._sampling, rng)
+
+    def members(self, cohort_size: int) -> list[Member]:
+        """The round's cohort, the same on every worker."""
+        cohort = self.cohort(cohort_size)
+        sizes = self.partition.sizes[cohort]
+        steps, sizes = self._sampling.num_steps(sizes), self._sampling.taking_part(sizes)
+        turns: Counter[int] = Counter()
+        members = []
+        for user, size, num_steps in zip(cohort.tolist(), sizes.tolist(), steps.tolist()):
+            members.append(Member(user, turns[user], size, num_steps, size * self._sampling.num_epochs))
+            turns[user] += 1
+        return members
+
+    def share(self, cohort_size: int) -> list[Member]:
+        """This worker's part of the round's cohort, user by user."""
+        members, distributed = self.members(cohort_size), get_ops().distributed
+        shares = self.assign(np.array([m.user for m in members], np.int64), distributed.world_size)
+        return [members[p] for p in shares[distributed.global_rank]]
+
+    def read(self, member: Member) -> UserImages:
+        """What this member of the round's cohort trains on."""
+        return self.user_dataset(member.user, member.turn)
+
+    def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
+        """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
+        mine = self.share(cohort_size)
+        datasets = prefetched(self.read, mine, ahead=self._prefetch, threads=self._threads)
+        if self._sampler == "poisson" and not mine:
+            nobody = self._store.read(np.empty(0, np.int64))
+            yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0
+        seed = self._seed if self.noise_seed is None else self.noise_seed
+        for member, dataset in zip(mine, datasets):
+            yield dataset, seed32(seed, "local noise", self._round, member.user, member.turn)

@@ -1,0 +1,1 @@
+"""Networks: built, initialised, loaded."""

@@ -1,0 +1,426 @@
+"""torchvision's classifiers made fit for private federated training, as pfl's PyTorchModel wants them.
+
+A live BatchNorm has no place in federated learning with privacy: its statistics mix the images of a batch and
+travel outside the update. It becomes GroupNorm (from scratch) or keeps its pretrained statistics for good.
+
+Shape letters: B images of a batch, H x W their stored size, S the side of the network's input, K labels.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import torchvision.models as zoo
+from pfl.metrics import MetricValue, Weighted
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torchvision.ops import StochasticDepth
+
+from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, augment, normalise, resize
+from pfl_ext.models.small import SMALL_MODELS
+from pfl_ext.tasks.objectives import ObjectiveName, objective_named
+
+Norm = Literal["group", "frozen_batch"]
+Init = Literal["paper", "torchvision"]
+Trained = Literal["all", "two_layers"]
+
+IMAGENET = "imagenet"
+"""As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
+
+
+class FrozenStatisticsBatchNorm2d(nn.Module):
+    """BatchNorm with given statistics (buffers) and trainable scale and shift.
+
+    It is ``nn.BatchNorm2d`` in eval mode, whatever mode it is in: ``train()`` changes nothing and forward
+    writes nothing.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, H, W]`` -> the same shape."""
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return f"{len(self.weight)}, eps={self.eps}"
+
+
+def build_backbone(
+    arch: str,
+    num_labels: int,
+    *,
+    norm: Norm,
+    weights: str | Path | None,
+    init: Init,
+    generator: torch.Generator,
+    groups: int = 32,
+    input_size: int | None = None,
+    bottleneck: int | None = None,
+    train: Trained = "all",
+) -> nn.Module:
+    """A classifier with K outputs and without live BatchNorm, on the CPU.
+
+    * ``arch``: any name of torchvision's classifiers that has one output in training, e.g. ``resnet18``; or
+      one of `pfl_ext.models.small`, which are made for one ``input_size``.
+    * ``norm``: "group" replaces each BatchNorm2d of C channels by GroupNorm with eps 1e-5 and the largest
+      divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
+    * ``init``: "paper": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
+      (Keras' he_normal and glorot_uniform; FLAIR's code). "torchvision": torchvision's own.
+    * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture, be it
+      torchvision's or a run's ``model.safetensors``. The head is always new.
+    * ``bottleneck``: units of a linear layer put between the features and the head; Hsu et al. 2020 have 64
+      for Landmarks (Section 6.5, which names no activation; there is none here).
+    * ``train``: "two_layers" freezes all but the bottleneck and the head.
+
+    All draws come from ``generator`` (a CPU one), the same ones whatever ``weights`` is. Dropout and
+    stochastic depth, which would draw from the global generator during training, are removed; ResNets have
+    none. Raises ValueError for a name or a file that does not fit.
+    """
+    choices = (
+        ("norm", norm, get_args(Norm)),
+        ("init", init, get_args(Init)),
+        ("train", train, get_args(Trained)),
+    )
+    for key, value, known in choices:
+        if value not in known:
+            raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
+    if num_labels < 1 or groups < 1 or (bottleneck is not None and bottleneck < 1):
+        raise ValueError(
+            f"num_labels ({num_labels}), groups ({groups}) and bottleneck ({bottleneck}) must be at least 1"
+        )
+    if train == "two_layers" and bottleneck is None:
+        raise ValueError("train two_layers trains the bottleneck and the head: set bottleneck, e.g. to 64")
+    with _DrawFrom(generator):
+        backbone = _untrained(arch, num_labels, input_size)
+    if getattr(backbone, "aux_logits", False):
+        raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
+    if init == "paper":
+        _initialise_as_paper(backbone, generator)
+    _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, norm, groups))
+    _replace(backbone, (nn.modules.dropout._DropoutNd, StochasticDepth), lambda _: nn.Identity())
+    assert_no_live_batchnorm(backbone)
+    if weights is not None:
+        tensors, source = _read_weights(arch, weights)
+        _load(backbone, arch, tensors, source)
+    if bottleneck is not None:
+        _insert_bottleneck(backbone, arch, bottleneck, init, generator)
+    if train == "two_layers":
+        backbone.requires_grad_(False)
+        head = head_of(backbone)[0].rpartition(".")[0]
+        backbone.get_submodule(head).requires_grad_(True)
+    return backbone
+
+
+def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
+    if arch in SMALL_MODELS:
+        if input_size is None:
+            raise ValueError(f"{arch} is made for one size of input: give input_size")
+        return SMALL_MODELS[arch](num_labels, input_size)
+    known = [*zoo.list_models(module=zoo), *SMALL_MODELS]
+    if arch not in known:
+        near = difflib.get_close_matches(arch, known, 1)
+        hint = f"did you mean {near[0]}?" if near else "resnet18 is the paper's"
+        raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
+    return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels))
+
+
+def _insert_bottleneck(
+    backbone: nn.Module, arch: str, units: int, init: Init, generator: torch.Generator
+) -> None:
+    """Replace the head by two linear layers, both drawn anew."""
+    name, head = head_of(backbone)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{arch} ends in a convolution, before which there is no bottleneck; leave it out")
+    with _DrawFrom(generator):
+        both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
+    if init == "paper":
+        _initialise_as_paper(both, generator)
+    backbone.set_submodule(name, both)
+
+
+class _DrawFrom(TorchFunctionMode):
+    """While active (in this thread), initialisers draw from ``generator`` instead of the global one."""
+
+    _DRAWING = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "rand", "randn", "randint"})
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        assert generator.device.type == "cpu"
+        self._generator = generator
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if "generator" in kwargs or getattr(func, "__name__", "") in self._DRAWING:
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def _initialise_as_paper(backbone: nn.Module, generator: torch.Generator) -> None:
+    """Keras' he_normal for convolutions, glorot_uniform for linear layers, zero biases, norms 1 and 0."""
+    for module in backbone.modules():
+        if isinstance(module, nn.Conv2d):
+            fan_in = module.weight[0].numel()
+            # Keras draws from a normal cut off at two standard deviations and widened to keep the variance.
+            _truncated_normal(module.weight, math.sqrt(2 / fan_in) / 0.87962566103423978, generator)
+        elif isinstance(module, nn.Linear):
+            limit = math.sqrt(6 / (module.in_features + module.out_features))
+            module.weight.uniform_(-limit, limit, generator=generator)
+        elif isinstance(module, (_BatchNorm, nn.GroupNorm)):
+            module.weight.fill_(1)
+        else:
+            continue
+        if module.bias is not None:
+            module.bias.zero_()
+
+
+def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> None:
+    """By the inverse distribution function: one uniform per weight, whatever torch's own method is."""
+    edge = math.erf(math.sqrt(2))  # P(|x| < 2 standard deviations)
+    uniform = torch.empty(out.shape, dtype=torch.float64).uniform_(-edge, edge, generator=generator)
+    out.copy_(torch.erfinv(uniform) * (math.sqrt(2) * std))
+
+
+def _replacement(bn: _BatchNorm, norm: Norm, groups: int) -> nn.Module:
+    channels = bn.num_features
+    if norm == "frozen_batch":
+        frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
+        frozen.load_state_dict({name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim})
+        return frozen
+    divisor = next(g for g in range(min(groups, channels), 0, -1) if channels % g == 0)
+    group = nn.GroupNorm(divisor, channels, eps=1e-5)
+    group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
+    return group
+
+
+def _replace(
+    module: nn.Module,
+    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    by: Callable[[Any], nn.Module],
+) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, kind):
+            setattr(module, name, by(child))
+        else:
+            _replace(child, kind, by)
+
+
+def assert_no_live_batchnorm(module: nn.Module) -> None:
+    """Fail if any layer of ``module`` would move running statistics or mix the images of a batch."""
+    live = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    assert not live, f"live BatchNorm at {', '.join(live)}"
+
+
+def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
+    """The last layer (a 1x1 convolution in SqueezeNet), whose outputs are the K logits, and its name."""
+    layers = [(n, m) for n, m in backbone.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    return layers[-1]
+
+
+def _read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors by name and where they came from, for messages."""
+    if str(weights) == IMAGENET:
+        return _download(arch), "torchvision's ImageNet weights"
+    path = Path(weights)
+    if path.suffix not in (".pth", ".safetensors"):
+        raise ValueError(f"weights {path}: must be {IMAGENET!r} or a file named .pth or .safetensors")
+    if not path.is_file():
+        raise ValueError(f"weights file {path} does not exist")
+    try:
+        if path.suffix == ".safetensors":
+            tensors = safetensors.torch.load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or foreign file makes the parsers raise
+        reason = str(error).strip().split("\n")[0][:150] or type(error).__name__
+        raise ValueError(
+            f"weights file {path} cannot be read as {path.suffix} ({reason}); it is damaged or of another "
+            "kind, so fetch it again"
+        ) from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"weights file {path} holds something else than tensors by name; save a state_dict")
+    return dict(tensors), f"weights file {path}"
+
+
+def _download(arch: str) -> dict[str, Tensor]:
+    known = {} if arch in SMALL_MODELS else zoo.get_model_weights(arch).__members__
+    if "IMAGENET1K_V1" not in known:
+        raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
+    pinned = known["IMAGENET1K_V1"]
+    try:
+        return cast(dict[str, Tensor], pinned.get_state_dict(progress=True, check_hash=True))
+    except (OSError, RuntimeError, EOFError) as error:  # no network, no space; a wrong hash; a damaged cache
+        name = PurePosixPath(pinned.url).name
+        raise ValueError(
+            f"the ImageNet weights of {arch} cannot be downloaded ({error}); fetch {name} by hand from "
+            f"{pinned.url} and give it with --weights FILE"
+        ) from error
+
+
+def _load(backbone: nn.Module, arch: str, tensors: dict[str, Tensor], source: str) -> None:
+    """Copy every tensor but the head's; ValueError unless names and shapes are exactly the network's."""
+    if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
+        tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
+    head = f"{head_of(backbone)[0]}."  # one layer, or two where the file has a bottleneck
+    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(head)}
+    given = {
+        name: t
+        for name, t in tensors.items()
+        if not name.startswith(head) and not name.endswith("num_batches_tracked")
+    }
+    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
+    if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
+        raise ValueError(
+            f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
+            "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
+        )
+    wrong = [
+        f"{name} is {tuple(given[name].shape)} {given[name].dtype} for {tuple(own[name].shape)}"
+        for name in own
+        if name in given
+        and not (given[name].shape == own[name].shape and _same_kind(given[name].dtype, own[name].dtype))
+    ]
+    found = [
+        *([f"missing {_some(sorted(missing))}"] if missing else []),
+        *([f"unexpected {_some(sorted(unexpected))}"] if unexpected else []),
+        *([f"of the wrong shape or type {_some(wrong)}"] if wrong else []),
+    ]
+    if found:
+        raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+
+def _same_kind(a: torch.dtype, b: torch.dtype) -> bool:
+    return a.is_floating_point == b.is_floating_point
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class ImageClassifier(nn.Module):
+    """A backbone with its transform inside, on the device: uint8 images in, K logits out.
+
+    It is what pfl's PyTorchModel trains: pfl calls ``loss(*batch)`` and ``metrics(*batch)`` on batches
+    (images, targets, boxes). Training and evaluation mode are the same thing; forward changes no state.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        input_size: int,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        exact_crops: bool | None = None,
+        objective: ObjectiveName = "multi_label",
+    ):
+        """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.augment`; True where crop is "crop".
+
+        ``objective``: what the K outputs mean and which loss follows (`pfl_ext.tasks.objectives`).
+        """
+        super().__init__()
+        assert_no_live_batchnorm(backbone)
+        self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
+        self.backbone = backbone
+        self.input_size = input_size
+        self.exact_crops = exact_crops
+        self.objective = objective_named(objective)
+        self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
+        self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
+
+    @property
+    def num_labels(self) -> int:
+        """K."""
+        head = head_of(self.backbone)[1]
+        return head.out_features if isinstance(head, nn.Linear) else head.out_channels
+
+    @torch.no_grad()
+    def prepare(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+        """The backbone's input ``[B, 3, S, S]``, float32, in the memory format of its weights.
+
+        uint8 ``[B, H, W, 3]``, cut by ``boxes`` ``[B, 6]``, or wholly resized where there are none. Input and
+        weights of different formats cost a copy in every layer: a third of a step on a CPU.
+        """
+        if boxes is None:
+            pixels = resize(images, self.input_size)
+        else:
+            pixels = augment(images, boxes, self.input_size, exact=self.exact_crops)
+        return normalise(pixels, self.mean, self.std).contiguous(memory_format=self.memory_format)
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """That of the first convolution's weights; ``to(memory_format=torch.channels_last)`` changes it."""
+        weight = next((p for p in self.backbone.parameters() if p.ndim == 4), None)
+        return torch.contiguous_format if weight is None else memory_format(weight)
+
+    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+        """Logits ``[B, K]`` of uint8 images ``[B, H, W, 3]``; without ``boxes``, the evaluation transform."""
+        return cast(Tensor, self.backbone(self.prepare(images, boxes)))
+
+    def loss(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> Tensor:
+        """The objective's loss of a batch; ``targets`` ``[B, K]``."""
+        loss = self.objective.loss(self(images, boxes), targets)
+        if self.noted is not None:
+            self.noted.append((loss.detach().clone(), len(images)))  # pfl adds to its loss in place
+        return loss
+
+    @torch.no_grad()
+    def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> dict[str, MetricValue]:
+        """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
+        loss = self.objective.loss(self(images, boxes), targets)
+        return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
+
+
+def memory_format(weight: Tensor) -> torch.memory_format:
+    """Of a tensor of four dimensions."""
+    return torch.contiguous_format if weight.is_contiguous() else torch.channels_last
+
+
+@torch.no_grad()
+def probe_checksum(model: ImageClassifier) -> str:
+    """SHA-256 of the logits of two made images (to 3 decimals) and of the number of parameters.
+
+    For run records: a changed initialisation, weights file, normalisation or layer shows. Compare it within
+    one kind of hardware only; kernels differ in the last bits, and rounding can turn one into a digit.
+    """
+    shape = (2, model.input_size, model.input_size, 3)
+    mixed = np.arange(math.prod(shape), dtype=np.uint64) * np.uint64(2654435761) >> np.uint64(13)
+    images = torch.from_numpy(mixed.astype(np.uint8).reshape(shape)).to(model.mean.device)
+    logits = model(images).double().cpu().numpy().round(3) + 0.0  # no negative zeros
+    digest = hashlib.sha256(np.ascontiguousarray(logits).tobytes())
+    digest.update(str(sum(p.numel() for p in model.parameters())).encode())
+    return digest.hexdigest()

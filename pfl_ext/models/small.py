@@ -1,0 +1,41 @@
+"""Small networks of federated learning's papers that torchvision lacks, built by `pfl_ext.models.classifier`.
+
+Shape letters: B images of a batch, S side of the input, K labels.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+
+def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
+    """The CIFAR network of Hsu, Qi and Brown 2020 (Section 6.5), ``[B, 3, S, S]`` -> ``[B, K]``.
+
+    Two 5 x 5 convolutions of 64 channels, each before a 2 x 2 max-pooling, then 384, 192 and K units, ReLU
+    between. The paper leaves the padding open: here outputs are as large as inputs, as in TensorFlow's CIFAR
+    tutorial from which these widths come; 1.76 million parameters for S = 32 and K = 10.
+    """
+    if input_size < 4:
+        raise ValueError(f"input_size is {input_size}, but cifar_cnn halves the image twice: use at least 4")
+    side = input_size // 2 // 2
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv1", nn.Conv2d(3, 64, 5, padding=2)),
+        ("relu1", nn.ReLU(inplace=True)),
+        ("pool1", nn.MaxPool2d(2)),
+        ("conv2", nn.Conv2d(64, 64, 5, padding=2)),
+        ("relu2", nn.ReLU(inplace=True)),
+        ("pool2", nn.MaxPool2d(2)),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(64 * side * side, 384)),
+        ("relu3", nn.ReLU(inplace=True)),
+        ("fc2", nn.Linear(384, 192)),
+        ("relu4", nn.ReLU(inplace=True)),
+        ("fc3", nn.Linear(192, num_labels)),
+    ]
+    return nn.Sequential(OrderedDict(layers))
+
+
+SMALL_MODELS = {"cifar_cnn": cifar_cnn}
+"""By name: functions of the number of labels and the side of the input."""

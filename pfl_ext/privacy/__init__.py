@@ -1,0 +1,1 @@
+"""Differential privacy: mechanisms, calibration, accounting, sampling, audit."""

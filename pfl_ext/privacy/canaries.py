@@ -1,0 +1,461 @@
+"""Canaries: users with known updates, sent through private training as it is, and what betrays them.
+
+A `Game` is one run of some rounds. Each canary is a user who is in the data or not by a fair coin, and whose
+update is as long as it may be along a direction of its own, orthogonal to all others'. Half of the canaries
+are axes of one tensor, the others are split evenly over all tensors, as clipping each tensor by itself treats
+the two differently. Everything but the users' training is what production calls: `FederatedImageDataset`
+draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers, `private_mean` clips,
+adds noise and divides. A game's ``path`` says what stands in for training:
+
+* ``synthetic``: updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` does; 10^5
+  canaries and their rounds take a second.
+* ``loop``: updates are made up and go one by one through pfl's loop and `PrivateMean.postprocess_one_user`.
+* ``engine``: `CohortEngine` trains a linear network on images, of which each has the gradient of a canary.
+
+The neighbouring relation is that of the sampler: a canary that is out is absent (poisson), sends nothing in
+its rounds (cyclic), or sends the opposite (fixed, where a user is replaced).
+
+Letters: m canaries, T rounds, V tensors, K labels, n columns of a tensor, U users of a cohort, C the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.aggregate.weighting import WeightByUser
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.common_types import Population
+from pfl.context import CentralContext
+from pfl.hyperparam.base import NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from scipy.linalg import hadamard
+from torch import Tensor, nn
+
+from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling, Member
+from pfl_ext.engine.cohort import CohortEngine, CohortSum, Task
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.accounting import Calibration
+from pfl_ext.privacy.banded import BandedFactor
+from pfl_ext.privacy.bounds import BoolArray, FloatArray, Trials
+from pfl_ext.privacy.central import TALLY, PrivateMean, metric_name, private_mean
+from pfl_ext.privacy.sampling import private_cohort
+from pfl_ext.randomness import derive, stream
+
+IntArray = npt.NDArray[np.int64]
+Path = Literal["synthetic", "loop", "engine"]
+
+TENSORS = 4  # V, a power of two
+LONG = 50.0  # length of a canary's update, in bounds
+WHOLE = 0.999  # length of one that is not to be clipped: see `privacy_mechanisms.MARGIN`
+PUBLIC_SEED = 7  # what stands in a run's config, and any attacker knows
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The orthonormal directions of V K n canaries in V tensors ``[K, n]``.
+
+    Canary (v, k, i) has in the first half of the columns the direction ``h_k`` of the K labels, in tensor v
+    alone; in the others ``h_k`` in every tensor, with the signs of ``h_v``; h are rows of Hadamard matrices
+    over the square root of their size.
+    """
+
+    columns: int  # n
+    labels: int = 1  # K, a power of two
+    all_split: bool = False  # no canary keeps to one tensor
+
+    @property
+    def whole(self) -> int:
+        """The columns whose canaries keep to one tensor: so many, from the first."""
+        return 0 if self.all_split else self.columns // 2
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """V, K, n."""
+        return TENSORS, self.labels, self.columns
+
+    @property
+    def size(self) -> int:
+        """P, and the most canaries."""
+        return TENSORS * self.labels * self.columns
+
+    def place(self, canary: IntArray | int) -> tuple[Any, Any, Any]:
+        """Its v, k and i."""
+        return cast("tuple[Any, Any, Any]", np.unravel_index(canary, self.shape))
+
+    def along(self, tensors: FloatArray) -> FloatArray:
+        """Coefficients ``[..., V K n]`` of V tensors ``[..., V, K, n]`` in the canaries' directions."""
+        out: FloatArray = np.einsum("kl,...vln->...vkn", _signs(self.labels), tensors)
+        split = out[..., self.whole :]
+        out[..., self.whole :] = np.einsum("vw,...wkn->...vkn", _signs(TENSORS), split)
+        return out.reshape(*out.shape[:-3], self.size)
+
+    def vector(self, canary: int) -> FloatArray:
+        """Its direction, ``[V, K, n]``."""
+        v, k, i = self.place(canary)
+        out = np.zeros(self.shape)
+        tensors = _signs(TENSORS)[v] if i >= self.whole else np.eye(TENSORS)[v]
+        out[:, :, i] = np.outer(tensors, _signs(self.labels)[k])
+        return out
+
+
+@lru_cache(maxsize=8)
+def _signs(size: int) -> FloatArray:
+    """A Hadamard matrix over the square root of its size: symmetric, and its own inverse."""
+    return np.asarray(hadamard(size) / size**0.5)
+
+
+class CanaryStore:
+    """One image per user. That of canary (v, k, i) has the gradient of its direction: see `PixelNetwork`.
+
+    A pixel of 128 is zero to the network, 255 and 1 are plus and minus 127; labels are the signs of ``h_k``.
+    """
+
+    def __init__(self, directions: Directions, signs: IntArray, num_users: int) -> None:
+        self.user_ids = [str(user) for user in range(num_users)]
+        self.user_offsets = np.arange(num_users + 1, dtype=np.int64)
+        self._directions, self._signs = directions, signs
+        self.side = 1
+        while 3 * self.side**2 < TENSORS * directions.columns:
+            self.side += 1
+
+    def read(self, rows: IntArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Images and labels: see `ImageStore`."""
+        n = self._directions.columns
+        images = np.full((len(rows), 3 * self.side**2), 128, np.uint8)
+        for image, row in zip(images, rows.tolist()):
+            v, _, i = self._directions.place(row)
+            pattern = np.sign(_signs(TENSORS)[v]) if i >= self._directions.whole else np.eye(TENSORS)[v]
+            image[i : TENSORS * n : n] = 128 + 127 * pattern * self._signs[row]
+        pictures = images.reshape(-1, 3, self.side, self.side).transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(pictures), self.targets(rows)
+
+    def targets(self, rows: IntArray) -> npt.NDArray[np.uint8]:
+        """The labels of `read`."""
+        _, k, _ = self._directions.place(rows)
+        labels: npt.NDArray[np.uint8] = (_signs(self._directions.labels)[k] > 0).astype(np.uint8)
+        return labels
+
+
+class PixelNetwork(nn.Module):
+    """V linear layers without bias, each of its part of the pixels, added up; all weights zero.
+
+    The gradient at an image x with labels y is ``(1/2 - y_k) x_i / K`` for each label k and pixel i.
+    """
+
+    def __init__(self, directions: Directions) -> None:
+        super().__init__()
+        self._columns = directions.columns
+        layers = [nn.Linear(self._columns, directions.labels, bias=False) for _ in range(TENSORS)]
+        for layer in layers:
+            nn.init.zeros_(layer.weight)
+        self.parts = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[B, K]`` of images ``[B, 3, S, S]``."""
+        pixels = x.flatten(1)
+        parts = torch.split(pixels[:, : TENSORS * self._columns], self._columns, 1)
+        logits = [layer(part) for layer, part in zip(self.parts, parts)]
+        return torch.stack(logits).sum(0)
+
+
+class CanaryUsers(FederatedImageDataset):
+    """The users of a game: absent canaries are taken out of the cohorts that production draws."""
+
+    present: BoolArray  # [users]
+
+    def drawn(self, cohort_size: int, round_number: int | None) -> IntArray:
+        """The cohort that production draws; what a defect of the sampler overrides."""
+        return super().cohort(cohort_size, round_number)
+
+    def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
+        """See `FederatedImageDataset`."""
+        drawn = self.drawn(cohort_size, round_number)
+        return drawn[self.present[drawn]]
+
+
+class SyntheticEngine:
+    """In the place of `CohortEngine`: made-up updates, scaled as it scales them."""
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+
+    def tasks(self, members: Sequence[Member], how: Any, scaling: Any = None) -> list[Task]:
+        """Some users each, so that workers can share them."""
+        return [Task(tuple(members[i : i + 256]), True) for i in range(0, len(members), 256)]
+
+    def train(
+        self,
+        dataset: Any,
+        tasks: Sequence[Task],
+        how: Any,
+        weight_of: Any,
+        scaling: PrivateMean,
+        scaffold: None = None,
+    ) -> CohortSum:
+        """The sum of these users' scaled updates."""
+        directions = self._game.directions
+        users = np.array([m.user for task in tasks for m in task.members], np.int64)
+        v, _, i = directions.place(users)
+        assert directions.labels == 1
+        patterns = np.where(
+            (i >= directions.whole)[:, None], _signs(TENSORS)[v], np.eye(TENSORS)[v]
+        )  # [U, V]
+        raw = patterns * (self._game.lengths(users) * scaling.clipping_bound)[:, None]
+        scales, tallies = scaling.user_scales(NAMES, torch.from_numpy(raw**2))
+        scaled = raw * scales.numpy()
+        total = np.zeros((directions.columns, TENSORS))
+        np.add.at(total, i, scaled)
+        sums = torch.from_numpy(total.T.copy()).float()
+        update = {name: part.reshape(1, -1) for name, part in zip(NAMES, sums)}
+        return CohortSum(update, len(users), len(users), tallies.sum(0), None)
+
+    def take_losses(self) -> tuple[float, int]:
+        """Made-up updates have no loss."""
+        return 0.0, 0
+
+
+NAMES = [f"backbone.parts.{v}.weight" for v in range(TENSORS)]
+
+
+class SyntheticAlgorithm:
+    """In the place of pfl's FedAvg: a user's made-up update, one at a time."""
+
+    def __init__(self, game: Game, mechanism: PrivateMean) -> None:
+        self._game, self._mechanism = game, mechanism
+
+    def simulate_one_user(
+        self, model: Any, user_dataset: Any, central_context: Any
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """See pfl's ``FederatedAlgorithm``."""
+        if len(user_dataset) == 0:  # the nobody of an empty cohort
+            return MappedVectorStatistics(
+                {n: torch.zeros(1, self._game.directions.columns) for n in NAMES}
+            ), Metrics()
+        user = int(user_dataset.user_id)
+        length = float(self._game.lengths(np.array([user]))[0]) * self._mechanism.clipping_bound
+        tensors = torch.from_numpy(self._game.directions.vector(user) * length).float()
+        return MappedVectorStatistics(dict(zip(NAMES, tensors))), Metrics()
+
+
+@dataclass(frozen=True)
+class Release:
+    """What everybody sees of T rounds."""
+
+    sums: FloatArray
+    """``[T, P]``: the noisy means times the expected cohort over the round's bound, along each direction."""
+    fractions: FloatArray
+    """``[T]``: the noisy fraction of unclipped updates; zero where the bound is fixed."""
+    drawn: BoolArray
+    """``[T, m]``: who was drawn for a round, in or not; not secret where the sampler is cyclic."""
+
+
+MakeMechanism = Callable[..., PrivateMean]
+
+
+@dataclass(frozen=True)
+class Game:
+    """One run with canaries.
+
+    Args:
+        calibration: the claim; its population is the canaries and the ``others``.
+        directions: of the canaries and the others.
+        others: users who are always in, after the canaries.
+        seed: of coins and secrets.
+        make_mechanism: `private_mean`, or one with a defect; it gets the calibration and ``noise_seed``.
+        users: the data set's class, or one with a defect.
+        public: which secrets are the public seed instead: "noise", "cohort".
+        length: of canaries' updates, in bounds.
+    """
+
+    calibration: Calibration
+    directions: Directions
+    others: int = 0
+    seed: int = 0
+    path: Path = "synthetic"
+    make_mechanism: MakeMechanism = private_mean
+    users: type[CanaryUsers] = CanaryUsers
+    public: frozenset[str] = field(default_factory=frozenset)
+    length: float = LONG
+
+    @property
+    def canaries(self) -> int:
+        """How many, m."""
+        return self.calibration.executed.population - self.others
+
+    @property
+    def sampler(self) -> str:
+        """By name."""
+        return self.calibration.config.sampler
+
+    @cached_property
+    def joined(self) -> BoolArray:
+        """``[m]``: the coins."""
+        return stream(self.seed, "canary coins").random(self.canaries) < 0.5
+
+    def lengths(self, users: IntArray) -> FloatArray:
+        """Of their updates, in bounds; negative where a canary has been replaced by its opposite."""
+        signs = np.ones(self.canaries + self.others)
+        if self.sampler == "fixed":
+            signs[: self.canaries] = np.where(self.joined, 1.0, -1.0)
+        return np.where(users < self.canaries, self.length, LONG) * signs[users]
+
+    def secret(self, purpose: str) -> int:
+        """Of this run, or the public seed."""
+        return PUBLIC_SEED if purpose in self.public else derive(self.seed, "secret", purpose)
+
+    def play(self) -> Release:
+        """Run all rounds; with several workers, this worker's share of them."""
+        mechanism = self.make_mechanism(self.calibration, noise_seed=self.secret("noise"))
+        signs = np.sign(self.lengths(np.arange(self.canaries + self.others))).astype(np.int64)
+        store = CanaryStore(self.directions, signs, len(signs))
+        sampling = LocalSampling(num_epochs=1, batch_size=1, flip="none", input_size=store.side)
+        data = self.users(
+            store,
+            sampling,
+            seed=PUBLIC_SEED,
+            cohort_seed=self.secret("cohort"),
+            sampler=cast(Any, self.sampler),
+        )
+        in_all = np.ones(self.others, bool)
+        data.present = np.concatenate([self.joined | (self.sampler == "fixed"), in_all])
+        network = ImageClassifier(
+            PixelNetwork(self.directions), input_size=store.side, mean=[128 / 255] * 3, std=[1.0] * 3
+        )
+        engine = CohortEngine(network) if self.path == "engine" else SyntheticEngine(self)
+        backend = CentrallyEvaluatedBackend(
+            data,
+            lambda model: Metrics(),
+            seed=PUBLIC_SEED,
+            postprocessors=[WeightByUser(), mechanism],
+            engine=None if self.path == "loop" else cast(CohortEngine, engine),
+        )
+        algorithm = SyntheticAlgorithm(self, mechanism) if self.path == "loop" else FederatedAveraging()
+        server = torch.optim.SGD(network.parameters(), lr=1.0)
+        model = PyTorchModel(network, torch.optim.SGD, server)
+        released = _rounds(backend, algorithm, model, mechanism, data, self)
+        if isinstance(engine, CohortEngine):
+            engine.close()
+        return released
+
+    def trials(self, release: Release) -> Trials:
+        """The canaries' coins, and what each attack makes of the release."""
+        return Trials(self.joined, attacks(self, release))
+
+
+def _rounds(
+    backend: CentrallyEvaluatedBackend,
+    algorithm: Any,
+    model: PyTorchModel,
+    mechanism: PrivateMean,
+    data: CanaryUsers,
+    game: Game,
+) -> Release:
+    expected = game.calibration.executed.cohort_size
+    rounds = game.calibration.num_rounds
+    train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=1e6, local_batch_size=1)
+    params = NNAlgorithmParams(rounds, rounds, expected, 1)
+    sums, fractions, drawn = [], [], np.zeros((rounds, game.canaries + game.others), bool)
+    loop = asyncio.new_event_loop()
+    try:
+        for r in range(rounds):
+            context = CentralContext(
+                current_central_iteration=r,
+                do_evaluation=False,
+                cohort_size=expected,
+                population=Population.TRAIN,
+                model_train_params=train,
+                model_eval_params=None,
+                algorithm_params=params,
+                seed=PUBLIC_SEED,
+            )
+            bound = mechanism.clipping_bound
+            drawn[r, data.drawn(expected, r)] = True
+            work = backend.async_gather_results(model, algorithm, central_context=context)
+            stats, metrics = loop.run_until_complete(work)
+            stats.average()
+            tensors = torch.stack([stats[name].reshape(game.directions.shape[1:]) for name in NAMES])
+            sums.append(game.directions.along(tensors.double().numpy()) * expected / bound)
+            named = {str(name): value for name, value in metrics}
+            vote = named.get(str(metric_name("noisy fraction unclipped")))
+            fractions.append(0.0 if vote is None else float(vote.overall_value))
+    finally:
+        loop.close()
+    return Release(np.stack(sums), np.array(fractions), drawn[:, : game.canaries])
+
+
+def attacks(game: Game, release: Release) -> dict[str, FloatArray]:
+    """Each attack's scores ``[m]``: what to look at in order to tell canaries that are in from the others.
+
+    The first is the best there is against the mechanism that is claimed (Neyman and Pearson): the likelihood
+    ratio, for known participations a matched filter. The others each look for a defect.
+    """
+    m = game.canaries
+    seen = release.sums[:, :m]
+    found = {"likelihood": _likelihood(game, release), "sum": seen.sum(0), "largest": seen.max(0)}
+    if game.sampler == "cyclic":
+        own, others = release.drawn, ~release.drawn
+        means = [(seen * of).sum(0) / np.maximum(of.sum(0), 1) for of in (own, others)]
+        found["own rounds against others"] = means[0] - means[1]
+    else:
+        found["outliers among rounds"] = seen.max(0) + seen.min(0) - 2 * np.median(seen, axis=0)
+        known = _public_cohorts(game)[:, :m]
+        found["public cohorts"] = (seen * known).sum(0) / np.sqrt(np.maximum(known.sum(0), 1))
+    found["public noise"] = (seen - _public_noise(game.calibration, game.directions)[:, :m]).sum(0)
+    return found
+
+
+def _likelihood(game: Game, release: Release) -> FloatArray:
+    """Log-likelihood ratio of in against out, up to increasing functions; from sums over the bound."""
+    system, seen = game.calibration.executed, release.sums[:, : game.canaries]
+    z = game.calibration.value_noise_multiplier * (
+        system.cohort_size / game.calibration.simulated.cohort_size
+    )
+    if game.sampler == "cyclic":
+        factor = BandedFactor(game.calibration.num_rounds, game.calibration.config.band).matrix()
+        pattern = factor @ release.drawn
+        return np.asarray(
+            (pattern * (factor @ seen)).sum(0) / np.maximum(np.linalg.norm(pattern, axis=0), 1e-9)
+        )
+    q = system.sampling_probability
+
+    def mixed(x: FloatArray) -> FloatArray:
+        drawn = (x - 0.5) / z**2
+        return np.asarray(np.logaddexp(np.log(q) + drawn, np.log1p(-q) if q < 1 else -np.inf))
+
+    ratio = mixed(seen) - mixed(-seen) if game.sampler == "fixed" else mixed(seen)
+    return np.asarray(ratio.sum(0))
+
+
+def _public_cohorts(game: Game) -> BoolArray:
+    """``[T, users]``: the cohorts that follow from the public seed."""
+    system, rounds = game.calibration.executed, game.calibration.num_rounds
+    out = np.zeros((rounds, system.population), bool)
+    for r in range(rounds):
+        out[r, private_cohort(system.sampler, PUBLIC_SEED, r, system.population, system.cohort_size)] = True
+    return out
+
+
+@lru_cache(maxsize=4)
+def _public_noise(calibration: Calibration, directions: Directions) -> FloatArray:
+    """``[T, P]``: what a mechanism whose noise came from the public seed would have added, over the bound."""
+    mechanism, rows = private_mean(calibration, noise_seed=PUBLIC_SEED), []
+    for r in range(calibration.num_rounds):
+        bound = mechanism.clipping_bound
+        context = CentralContext(r, False, 1, Population.TRAIN, None, None, seed=PUBLIC_SEED)
+        nothing = MappedVectorStatistics({"all": torch.zeros(directions.size), TALLY: torch.zeros(5)})
+        stats, _ = mechanism.postprocess_server(
+            stats=nothing, central_context=context, aggregate_metrics=Metrics()
+        )
+        rows.append(stats["all"].double().numpy().reshape(directions.shape) / bound)
+    return directions.along(np.stack(rows))

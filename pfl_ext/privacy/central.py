@@ -1,0 +1,281 @@
+"""Differential privacy for pfl: clip each user's update, add noise once to their sum; central privacy here.
+
+Letters: P parameters, G layers, C bound of one update's norm, U users of a round, T rounds.
+
+What differs from pfl 0.6, on whose classes this builds, and why:
+
+* **The mean is divided by a constant**, the expected cohort. pfl divides by the cohort that came, which
+  depends on who takes part, so that its sensitivity is not the one accounted for under Poisson sampling.
+* **The noise is drawn from a stream named by (seed, round)**. pfl's is unseeded where the seed is 0 (each
+  worker then adds its own), and torch's CPU generator keeps 32 bits of a seed: over 5,000 rounds two draw
+  the same noise with probability 0.3 %, and equal noise can be subtracted. Here: Philox with 128-bit keys.
+* **Clipping is one pass over one vector** and reads nothing back from the device. pfl compares and logs the
+  norm on the host for every user, scales tensor by tensor, and lets rounding exceed the bound.
+* **A user whose update is not finite contributes zero and is counted.** In pfl a NaN passes (``nan > C`` is
+  false) and destroys the model.
+* **State can be saved**: pfl's adaptive bound starts anew at each resume. No round is released twice.
+* The adaptive indicator is in the total budget, its minimal noise known beforehand (``Calibration``).
+
+Sums are floating point and the generator is not cryptographic: fit for research on simulated users, not
+for a deployment against an adversary who knows the code (Mironov 2012). The metrics are exact, not private.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from pfl.context import CentralContext, UserContext
+from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.privacy.adaptive_clipping import MutableClippingBound
+from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+from pfl_ext.privacy.accounting import Calibration
+from pfl_ext.privacy.banded import BandedFactor, CorrelatedNoise
+from pfl_ext.privacy.mechanisms import BOUND_RANGE, Clipped, FlatGaussianMechanism
+from pfl_ext.randomness import stream
+
+WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from anywhere in it
+TALLY = (
+    "pfl_ext.privacy.central/tally"  # key under which users' votes and counts are summed with their updates
+)
+
+
+def metric_name(description: str, local: bool = False) -> PrivacyMetricName:
+    """The name of a metric of a `NoisyMean`; its text is "Central DP | " (or "Local") and the description."""
+    return PrivacyMetricName(description, is_local_privacy=local)
+
+
+METRICS = (
+    "clipping bound",
+    "fraction clipped",
+    "norm before clipping",
+    "refused updates",
+    "users",
+    "noise std. dev. on the mean",
+    "signal-to-noise ratio",
+    "noisy fraction unclipped",
+)
+"""Descriptions of the metrics of a round: C used in it; exact fraction of users with a layer clipped or
+refused; their mean norm; how many were not finite; how many took part; the noise on each parameter of the
+mean; norm of the clipped mean over the expected norm of its noise; (adaptive only) what moved C."""
+
+
+def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
+    """``[..., 5]`` float32: present, clipped, refused, norm, vote of plus or minus 1/2 for unclipped."""
+    one, kept = torch.ones_like(norm), (whole & finite).double()
+    norm = torch.where(finite, norm, 0.0)
+    return torch.stack([one, one - kept, one - finite.double(), norm, kept - 0.5], -1).float()
+
+
+class Perturbation(Protocol):
+    """A pfl mechanism in the two steps that a `NoisyMean` needs."""
+
+    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
+        """Clip in place."""
+        ...
+
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        noise_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName],
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add noise ``[P]`` of unit scale, whose standard deviation is ``noise_std`` times the scale."""
+        ...
+
+
+class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
+    """A mean of clipped updates with noise on it: what central and local privacy share in a simulation.
+
+    A user's update must have weight 1 (``WeightByUser``, placed before this among the postprocessors).
+
+    Several workers: users' updates and tallies are summed over workers before ``postprocess_server``,
+    which runs on every worker with the same central seed; each adds the same noise once to the same sum.
+
+    Empty shares: pfl skips the server step in a round without users, and its workers fall out of step when
+    only one has none. A dataset must then yield one user *without data points*, who counts for nothing.
+    """
+
+    local = False
+
+    def __init__(self, mechanism: Any, bound: MutableClippingBound) -> None:
+        super().__init__(mechanism)
+        self._mechanism: Perturbation = mechanism
+        self._bound, self._next_round = bound, 0
+
+    @property
+    def clipping_bound(self) -> float:
+        """C of the coming round."""
+        return float(self._bound.value())
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds whose noisy mean was released."""
+        return self._next_round
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold besides the noise seed."""
+        return {"clipping_bound": self.clipping_bound, "rounds_done": float(self._next_round)}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`.
+
+        :raises ValueError: when it is not one.
+        """
+        if set(state) != {"clipping_bound", "rounds_done"} or not state["clipping_bound"] > 0:
+            raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start the run anew")
+        self._bound.set_value(float(state["clipping_bound"]))
+        self._next_round = int(state["rounds_done"])
+
+    @abstractmethod
+    def refuse_round(self, round_number: int) -> None:
+        """Raise ValueError for a round beyond the last that was promised for."""
+
+    @abstractmethod
+    def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
+        """The round's noise on the sum, ``[P]`` of unit scale, and its standard deviation."""
+
+    @abstractmethod
+    def _divisor(self, users: int) -> float:
+        """What the noisy sum is divided by."""
+
+    def _adapt(self, context: CentralContext, votes: float) -> Metrics:
+        """Nothing: the bound is fixed."""
+        return Metrics()
+
+    def postprocess_one_user(
+        self, *, stats: MappedVectorStatistics, user_context: UserContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Clip, and add the user's tally: present, clipped, refused, norm, vote of plus or minus 1/2."""
+        if stats.weight != 1:
+            raise ValueError("private training weights every user by 1: set federated.weighting to users")
+        clipped = self._mechanism.clip(stats)
+        tally = tally_of(clipped.norm, clipped.whole, clipped.finite)
+        if user_context.num_datapoints == 0:
+            for name in stats:
+                stats[name] = torch.zeros_like(stats[name])
+            tally.zero_()
+        stats[TALLY] = tally
+        return stats, Metrics()
+
+    def postprocess_server(
+        self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add the round's noise to the sum and make the divisor its weight.
+
+        :raises ValueError: when the round is beyond the last, was released before, or skips rounds (as
+            after a resume without `load_state`).
+        """
+        round_number = central_context.current_central_iteration
+        self.refuse_round(round_number)
+        if round_number != self._next_round:
+            raise ValueError(
+                f"round {round_number} of private training came where round {self._next_round} was due: "
+                "resume from a checkpoint that holds the privacy mechanism's state"
+            )
+        tally = stats.pop(TALLY)[0].tolist()
+        bound, users = self.clipping_bound, round(tally[0])
+        noise, noise_std = self._noise(central_context, sum(t.numel() for t in stats.values()), users)
+        stats, added = self._mechanism.add(stats, noise, noise_std, metric_name)
+        stats.weight = self._divisor(users)
+        metrics = self._round_metrics(bound, tally, added, stats.weight)
+        metrics |= self._adapt(central_context, tally[4])
+        self._next_round += 1
+        return stats, metrics
+
+    def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, divisor: float) -> Metrics:
+        users, clipped, refused, norms, _ = tally
+        std = added[metric_name("DP noise std. dev.")].overall_value
+        ratio = added[metric_name("signal-to-DP-noise ratio")].overall_value
+        values = [
+            Weighted.from_unweighted(bound),
+            Weighted(clipped, users),
+            Weighted(norms, users - refused),
+            Weighted.from_unweighted(refused),
+            Weighted.from_unweighted(users),
+            Weighted.from_unweighted(std / divisor),
+            Weighted.from_unweighted(ratio),
+        ]
+        return Metrics([(metric_name(name, self.local), value) for name, value in zip(METRICS, values)])
+
+
+class PrivateMean(NoisyMean):
+    """The mean of clipped updates under central DP, at a fixed bound.
+
+    The sum gets noise of standard deviation ``C * z_delta * C_sm / C_lg`` and, as its weight, the constant
+    expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
+    With a band above 1 the noise of successive rounds is correlated, and somewhat more in each alone.
+
+    :param calibration: how much noise; rounds beyond its last are refused.
+    :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
+        after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
+        with a band above 1, whose noise needs the seeds of earlier rounds.
+    :param threads: that draw the noise; no effect on it.
+    """
+
+    def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:
+        config, executed = calibration.config, calibration.executed
+        assert noise_seed is not None or config.band == 1
+        multiplier = calibration.value_noise_multiplier * (
+            executed.cohort_size / calibration.simulated.cohort_size
+        )
+        bound = MutableClippingBound(config.clipping_bound)
+        self._gaussian = FlatGaussianMechanism(bound, multiplier, clipping=config.clipping)
+        super().__init__(self._gaussian, bound)
+        self._correlated = CorrelatedNoise(BandedFactor(calibration.num_rounds, config.band), threads)
+        self.calibration, self._noise_seed = calibration, noise_seed
+
+    def refuse_round(self, round_number: int) -> None:
+        """Raise ValueError for a round beyond the budget."""
+        self.calibration.refuse_round(round_number)
+
+    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """`postprocess_one_user` for U users at once, from the squared norms ``[U, V]`` of their V variables.
+
+        Factors ``[U, V]`` by which each user's variables are to be multiplied, and the tallies ``[U, 5]``.
+        """
+        scales, norms, whole, finite = self._gaussian.user_scales(names, squared_norms)
+        return scales, tally_of(norms, whole, finite)
+
+    def _seed(self, context: CentralContext) -> int:
+        assert context.seed is not None
+        return context.seed if self._noise_seed is None else self._noise_seed
+
+    def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
+        return self._correlated(self._seed(context), context.current_central_iteration, size)
+
+    def _divisor(self, users: int) -> float:
+        return float(self.calibration.executed.cohort_size)
+
+
+class AdaptivePrivateMean(PrivateMean):
+    """`PrivateMean` whose bound follows a quantile of the norms (Andrew et al. 2021, arXiv 1905.03871).
+
+    ``C <- C exp(-step (b - quantile))`` with b the noisy fraction of unclipped updates, from votes of plus or
+    minus 1/2: ``b = 1/2 + (votes + N(0, (sigma_b C_sm / C_lg)^2)) / C_sm``, C_sm the expected cohort. An
+    absent user moves b towards 1/2, which keeps its sensitivity at 1/2. A refused update votes "clipped".
+    With per-layer clipping "unclipped" means in no layer.
+    """
+
+    def _adapt(self, context: CentralContext, votes: float) -> Metrics:
+        config, cohort = self.calibration.config, self.calibration.executed.cohort_size
+        noises = stream(self._seed(context), "dp indicator noise", context.current_central_iteration)
+        noise = noises.standard_normal()
+        fraction = 0.5 + votes / cohort + config.indicator_std_fraction * noise
+        change = -config.clip_step * (fraction - config.quantile)
+        bound = self.clipping_bound * math.exp(min(max(change, -WIDEST), WIDEST))
+        self._bound.set_value(min(max(bound, BOUND_RANGE[0]), BOUND_RANGE[1]))
+        return Metrics([(metric_name("noisy fraction unclipped"), Weighted.from_unweighted(fraction))])
+
+
+def private_mean(calibration: Calibration, **options: Any) -> PrivateMean:
+    """The mechanism that ``calibration.config`` names; for the options see `PrivateMean`."""
+    chosen = {"gaussian": PrivateMean, "adaptive": AdaptivePrivateMean}[calibration.config.mechanism]
+    return chosen(calibration, **options)

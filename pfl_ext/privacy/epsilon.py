@@ -1,0 +1,325 @@
+"""Epsilon of repeated Gaussian rounds, for each way of choosing who takes part.
+
+Letters: N population, C users in a round, T rounds, q = C / N, z noise multiplier, k participations of one
+user, b band. The unit of privacy is one user with all of their images. Every epsilon is
+computed by the library dp-accounting.
+
+What goes with what, and what is refused because no sound accounting is known to us:
+
+* ``sampler="poisson"``: each user joins a round independently with probability q. Neighbours differ by one
+  user added or removed. PLD (tight) or RDP.
+* ``sampler="fixed"``: exactly C users without replacement. Neighbours differ by one user replaced by
+  another (N and C are public), which moves the clipped sum by up to *twice* the bound. PLD: the dominating
+  pair of `without_replacement`, which this file builds, because dp-accounting has no PLD for this sampler.
+  RDP: the library's (Wang et al. 2019, arXiv 1808.00087, Theorem 27), asked about z / 2 because it is
+  written for sensitivity one. At the paper's setting PLD needs 35.30, RDP 75.12, Poisson sampling 17.33.
+  What is loose: the pair 35.30 comes from is one that dominates both directions at once; the natural
+  one-sided pair would need 34.67, but no proof is known to us that it may be composed.
+* ``sampler="cyclic"``: users stand in a circle and each round takes the next C. Nothing is random, so
+  nothing is amplified: a user takes part at most k = ceil(T C / N) times, and with one Gaussian round of z
+  each that is one Gaussian mechanism of z / sqrt(k). Neighbours differ by one user whose updates are
+  replaced by nothing (the circle stays). PLD or RDP. The only one for noise with a band, see
+  `pfl_ext.privacy.banded`, which shows that the same k holds there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import dp_accounting
+import numpy as np
+import numpy.typing as npt
+from dp_accounting.pld import PLDAccountant, pld_pmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from dp_accounting.rdp import RdpAccountant
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+Accountant = Literal["pld", "rdp"]
+Sampler = Literal["poisson", "fixed", "cyclic"]
+
+STEP = 1e-3  # noise multipliers are whole multiples of this, rounded up
+NO_GUARANTEE_BELOW = 0.1  # noise multiplier under which epsilon (then over 100) is given as infinite
+PAPER_ORDERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512)
+"""RDP orders of tensorflow_privacy's compute_noise, with which the paper's code calibrates."""
+GRID = 7e-3  # PLD's grid is this over sqrt(T): it then overstates epsilon by about T grid^2 = 5e-5, or less
+RELATIONS = {
+    "poisson": dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "fixed": dp_accounting.NeighboringRelation.REPLACE_ONE,
+    "cyclic": dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
+}
+
+
+def participations(population: int, cohort_size: int, rounds: int) -> int:
+    """The most often that one user of a circle takes part: its places come N apart among T C places."""
+    return -(-rounds * cohort_size // population)
+
+
+def min_separation(population: int, cohort_size: int) -> int:
+    """The least number of rounds between two participations of one user of a circle."""
+    return population // cohort_size
+
+
+class _Ledger(Protocol):
+    """Composed rounds that can be asked for their privacy; both answers are upper bounds."""
+
+    def get_epsilon(self, target_delta: float) -> float:
+        """The least epsilon known to hold at this delta."""
+        ...
+
+    def get_delta(self, target_epsilon: float) -> float:
+        """The least delta known to hold at this epsilon."""
+        ...
+
+
+def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> npt.NDArray[np.float64]:
+    """Delta of a Gaussian mechanism whose sensitivity is ``mu`` standard deviations of its noise.
+
+    ``Phi(mu / 2 - epsilon / mu) - exp(epsilon) Phi(-mu / 2 - epsilon / mu)`` (Balle and Wang 2018,
+    arXiv 1805.06530, Theorem 8).
+
+    Args:
+        epsilon: any shape, 0 or more.
+        mu: above 0.
+
+    Returns:
+        Of the same shape, between 0 and 1.
+    """
+    at = np.asarray(epsilon, np.float64)
+    kept = np.exp(log_ndtr(mu / 2 - at / mu))
+    delta: npt.NDArray[np.float64] = np.clip(kept - np.exp(at + log_ndtr(-mu / 2 - at / mu)), 0.0, 1.0)
+    return delta
+
+
+def without_replacement_delta(
+    epsilon: npt.ArrayLike, noise_multiplier: float, share: float
+) -> npt.NDArray[np.float64]:
+    """The hockey-stick profile of one Gaussian round of a cohort drawn without replacement; an upper bound.
+
+    Neighbours differ by one user replaced by another. For epsilon of 0 or more this is Balle, Barthe and
+    Gaboardi 2018 (arXiv 1807.01647, by their Theorem 2, advanced joint convexity):
+    ``q delta(log(1 + (exp(epsilon) - 1) / q))`` with delta that
+    of the Gaussian mechanism at sensitivity 2. The relation is symmetric, so the other half follows from
+    ``H_a(P, Q) = 1 - a + a H_{1/a}(Q, P)``. The whole is convex in ``a = exp(epsilon)``: its slopes at 1 are
+    ``q t - (1 + t) / 2`` on the left and ``-(1 - t) / 2`` on the right, with t the total variation at
+    sensitivity 2. Some pair of distributions therefore has it (Zhu, Dong and Wang 2022, arXiv 2106.08567, on
+    which functions are profiles), dominates the round in both directions, and may be composed (their
+    Theorem 10).
+
+    Args:
+        epsilon: any shape, of either sign.
+        noise_multiplier: standard deviation of the noise on the sum over the bound of one user's norm.
+        share: q, the cohort over the population, above 0 and at most 1.
+
+    Returns:
+        Of the same shape, between 0 and 1.
+    """
+    at = np.asarray(epsilon, np.float64)
+    inner = np.log1p(np.expm1(np.abs(at)) / share)
+    delta = share * gaussian_delta(inner, 2 / noise_multiplier)
+    return np.where(at < 0, -np.expm1(np.minimum(at, 0)) + np.exp(at) * delta, delta)
+
+
+@dataclass(frozen=True)
+class _WithoutReplacement:
+    """Rounds of `without_replacement_delta`, composed by dp-accounting."""
+
+    loss: PrivacyLossDistribution
+
+    @classmethod
+    def rounds(
+        cls, noise_multiplier: float, share: float, times: int, interval: float
+    ) -> _WithoutReplacement:
+        """On a grid of this interval, rounded so that every delta is at least the true one."""
+        mu = 2 / noise_multiplier
+        end = math.log1p(math.expm1(mu * mu / 2 + 9.5 * mu) * share)  # delta is below 1e-20 from here on
+        last = max(1, math.ceil(end / interval))
+        profile = without_replacement_delta(interval * np.arange(-last, last + 1), noise_multiplier, share)
+        one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, profile)
+        return cls(PrivacyLossDistribution(one).self_compose(times))
+
+    def get_epsilon(self, target_delta: float) -> float:
+        return float(self.loss.get_epsilon_for_delta(target_delta))
+
+    def get_delta(self, target_epsilon: float) -> float:
+        return float(self.loss.get_delta_for_epsilon(target_epsilon))
+
+
+@lru_cache(maxsize=16)
+def _composed(
+    noise_multiplier: float,
+    population: int,
+    cohort_size: int,
+    rounds: int,
+    sampler: Sampler,
+    accountant: Accountant,
+    coarse: bool,
+    orders: tuple[float, ...] | None,
+) -> _Ledger | None:
+    """The rounds of `epsilon_spent`; None where there is no guarantee to speak of."""
+    times = rounds
+    if sampler == "cyclic":
+        noise_multiplier /= math.sqrt(participations(population, cohort_size, rounds))
+        times = 1
+    if noise_multiplier < NO_GUARANTEE_BELOW:
+        return None
+    interval = max(1e-4, GRID / math.sqrt(max(times, 50))) * (5 if coarse else 1)
+    interval *= max(1.0, noise_multiplier**-2)
+    share = cohort_size / population
+    if sampler == "fixed" and accountant == "pld":
+        return _WithoutReplacement.rounds(noise_multiplier, share, times, interval)
+    if sampler == "cyclic":
+        event = dp_accounting.GaussianDpEvent(noise_multiplier)
+    elif sampler == "poisson":
+        event = dp_accounting.PoissonSampledDpEvent(share, dp_accounting.GaussianDpEvent(noise_multiplier))
+    else:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            population, cohort_size, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+        )
+    if accountant == "rdp":
+        ledger = RdpAccountant(range(2, 64, 4) if coarse else orders, neighboring_relation=RELATIONS[sampler])
+    else:
+        ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
+    composed: _Ledger = ledger.compose(event, times)
+    return composed
+
+
+@lru_cache(maxsize=512)
+def epsilon_spent(
+    noise_multiplier: float,
+    *,
+    population: int,
+    cohort_size: int,
+    rounds: int,
+    delta: float,
+    sampler: Sampler = "poisson",
+    accountant: Accountant = "pld",
+    coarse: bool = False,
+    orders: tuple[float, ...] | None = None,
+) -> float:
+    """Epsilon of ``rounds`` Gaussian rounds at ``delta``; an upper bound, infinite if hopeless. Remembered.
+
+    ``noise_multiplier`` is the noise's standard deviation on the sum over the bound of one user's norm.
+    ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above. ``orders``:
+    RDP's, or the library's.
+    """
+    assert 0 < cohort_size <= population
+    assert rounds >= 0
+    if rounds == 0:
+        return 0.0
+    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, coarse, orders)
+    return math.inf if ledger is None else float(ledger.get_epsilon(delta))
+
+
+def deltas_spent(
+    noise_multiplier: float,
+    epsilons: npt.ArrayLike,
+    *,
+    population: int,
+    cohort_size: int,
+    rounds: int,
+    sampler: Sampler = "poisson",
+    accountant: Accountant = "pld",
+) -> npt.NDArray[np.float64]:
+    """Delta of the rounds of `epsilon_spent` at each of these epsilons (0 or more); upper bounds, coarse.
+
+    Returns:
+        Of the shape of ``epsilons``; 1 where there is no guarantee to speak of.
+    """
+    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, True, None)
+    at = np.asarray(epsilons, np.float64)
+    if ledger is None:
+        return np.ones(at.shape)
+    found = [float(ledger.get_delta(epsilon)) for epsilon in at.ravel().tolist()]
+    return np.asarray(found).reshape(at.shape)
+
+
+@dataclass(frozen=True)
+class PrivacyProfile:
+    """What a run guarantees besides the one pair (epsilon, delta)."""
+
+    delta_at_epsilon: dict[float, float]
+    """An upper bound of delta at each of `EPSILONS`, at least `LEAST_DELTA`."""
+    mu: float
+    """The Gaussian mechanism of this sensitivity over noise (mu-GDP: Dong, Roth and Su 2019) has a delta at
+    least as large at every epsilon from 0 to the run's own; infinite without a guarantee."""
+
+
+EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
+
+
+@lru_cache(maxsize=64)
+def privacy_profile(
+    noise_multiplier: float,
+    *,
+    population: int,
+    cohort_size: int,
+    rounds: int,
+    delta: float,
+    sampler: Sampler = "poisson",
+    accountant: Accountant = "pld",
+    points: int = 256,
+) -> PrivacyProfile:
+    """Of the rounds of `epsilon_spent`. ``points``: of the grid of epsilons on which mu is found.
+
+    Mu is an upper bound: between two points of the grid, delta is taken from the left one, and the Gaussian's
+    from the right one.
+    """
+    if rounds == 0:
+        return PrivacyProfile(dict.fromkeys(EPSILONS, 0.0), 0.0)
+    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, False, None)
+    if ledger is None:
+        return PrivacyProfile(dict.fromkeys(EPSILONS, 1.0), math.inf)
+    grid = np.linspace(0.0, ledger.get_epsilon(delta), points + 1)
+    deltas = [float(ledger.get_delta(at)) for at in grid[:-1]]
+    mu = max(_gaussian_mu(right, left) for right, left in zip(grid[1:].tolist(), deltas))
+    return PrivacyProfile({at: max(float(ledger.get_delta(at)), LEAST_DELTA) for at in EPSILONS}, mu)
+
+
+def _gaussian_mu(epsilon: float, delta: float) -> float:
+    """The mu at which a Gaussian mechanism has this delta at this epsilon."""
+    if delta <= 0:
+        return 0.0
+    high = 1.0
+    while gaussian_delta(epsilon, high) < delta:
+        high *= 2
+        if high > 1e4:
+            return math.inf
+    return float(brentq(lambda mu: float(gaussian_delta(epsilon, mu)) - delta, 1e-9, high, xtol=1e-9)) + 1e-9
+
+
+def refuse_unsound(sampler: Sampler, band: int = 1) -> None:
+    """Raise ValueError for what no sound accounting is known for."""
+    if band > 1 and sampler != "cyclic":
+        raise ValueError(
+            f"privacy.band is {band}, which needs users to take part at fixed distances: "
+            "set privacy.sampler to cyclic, or band to 1"
+        )
+
+
+def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start: float) -> float:
+    """The smallest whole multiple of ``STEP`` with ``epsilon_of(it) <= epsilon``, searched from ``start``.
+
+    ``epsilon_of`` must fall as the multiplier grows.
+    """
+    high = max(1, math.ceil(start / STEP))
+    low = 0  # no noise: never private
+    while epsilon_of(high * STEP) > epsilon:
+        low, high = high, 2 * high
+        if high * STEP > 1e6:
+            raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
+    stride = max(1, high // 512)
+    while high - stride > low:
+        if epsilon_of((high - stride) * STEP) > epsilon:
+            low = high - stride
+            break
+        high, stride = high - stride, 2 * stride
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if epsilon_of(middle * STEP) <= epsilon else (middle, high)
+    return round(high * STEP, 6)

@@ -1,0 +1,208 @@
+"""Local differential privacy: every user's update is noised before it leaves the device.
+
+Letters: P parameters, C bound of one update's norm, U users of a round.
+
+pfl's mechanisms take a user's own bound C for the sensitivity. The definition of local privacy compares any
+two updates that a user might send, which lie up to 2C apart; with pfl's noise an epsilon of 1 is in truth 2
+(Laplace). Here the noise is for 2C. The guarantee is of one participation, and a user takes part in many:
+`LocalPrivacyConfig.epsilon_after` composes them. It needs no trust in the server and no secret cohorts.
+
+`LocalPrivacyConfig.make` is what a device would run. `LocallyPrivateMean` simulates a round of it: noise is
+drawn once, on the sum, from the very distribution of the sum of U users' noises (a normal one, or the
+difference of two gammas of shape U), where pfl approximates Laplace noise by a normal one. pfl's own draws
+are seeded with 32 bits (among a million participations 116 pairs would get the same noise), and a NaN
+passes its clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import dp_accounting
+import numpy as np
+from dp_accounting.pld import PLDAccountant
+from pfl.context import CentralContext
+from pfl.metrics import Metrics, StringMetricName
+from pfl.privacy.adaptive_clipping import MutableClippingBound
+from pfl.privacy.compute_parameters import AnalyticGM_robust
+from pfl.privacy.laplace_mechanism import LaplaceMechanism
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.privacy.mechanisms import (
+    BOUND_RANGE,
+    Clipped,
+    FlatGaussianMechanism,
+    FloatArray,
+    clip,
+    gaussian_noise,
+    in_chunks,
+    with_noise,
+)
+from pfl_ext.randomness import derive, stream
+
+LARGEST_EPSILON = 1e5  # no accounting computes with more, and there is no privacy long before
+LEAST_MULTIPLIER = 2e-3  # of noise; dp-accounting finds no epsilon for less Laplace noise, or overflows
+
+
+def laplace_sum(seed: int, size: int, users: int, threads: int = 1) -> Tensor:
+    """``[size]`` float32, each the sum of ``users`` independent Laplace variables of scale 1.
+
+    The difference of two gamma variables of that shape has that distribution. A function of ``seed`` alone.
+    """
+
+    def draw(chunk: int, out: FloatArray) -> None:
+        rng = stream(seed, "laplace noise", chunk)
+        out[:] = rng.standard_gamma(users, len(out))
+        out -= rng.standard_gamma(users, len(out)).astype(np.float32)
+
+    return in_chunks(size, threads, draw)
+
+
+class FlatLaplaceMechanism(LaplaceMechanism):
+    """pfl's ``LaplaceMechanism`` clipped in one pass, NaN and infinity to zero, noise by 128-bit seeds.
+
+    :param clipping_bound: C, L1.
+    :param epsilon: the noise's scale is C over this.
+    """
+
+    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
+        """Clip in place (the mapping, not the tensors)."""
+        clipped = clip(list(statistics.values()), [len(statistics)], float(self._clipping_bound), order=1)
+        for name, tensor in zip(list(statistics.keys()), clipped.tensors):
+            statistics[name] = tensor
+        return clipped
+
+    def constrain_sensitivity(
+        self,
+        statistics: MappedVectorStatistics,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+        seed: int | None = None,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Clip."""
+        self.clip(statistics)
+        return statistics, Metrics()
+
+    def add_noise(
+        self,
+        statistics: MappedVectorStatistics,
+        cohort_size: int,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+        seed: int | None = None,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
+        assert seed is not None, "noise without a seed would differ between workers"
+        noise = laplace_sum(seed, sum(t.numel() for t in statistics.values()), 1)
+        return self.add(statistics, noise, math.sqrt(2), name_formatting_fn)
+
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        noise_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add ``noise`` ``[P]``, of that standard deviation, times C / epsilon."""
+        scale = float(self._clipping_bound) / self._epsilon
+        return with_noise(statistics, noise, scale, scale * noise_std, name_formatting_fn)
+
+
+@dataclass(frozen=True)
+class LocalPrivacyConfig:
+    """What every user's update is protected by before it leaves the device.
+
+    :raises ValueError: when a value makes no sense, naming its key.
+    """
+
+    mechanism: Literal["gaussian", "laplace"] = "gaussian"
+    clipping_bound: float = 0.1
+    """L2 norm for gaussian, L1 norm for laplace."""
+    epsilon: float = 8.0
+    """Of one participation."""
+    delta: float = 1e-6
+    """Of one participation of gaussian; laplace needs none. Also the one at which participations are
+    composed, of either."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= LARGEST_EPSILON:
+            raise ValueError(
+                f"local_privacy.epsilon is {self.epsilon}: it must be positive and at most "
+                f"{LARGEST_EPSILON:g}"
+            )
+        if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
+            raise ValueError(
+                f"local_privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}"
+            )
+        if not 0 < self.delta < 1:
+            raise ValueError(f"local_privacy.delta is {self.delta}: it must lie between 0 and 1")
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The noise's scale (gaussian: standard deviation) over the clipping bound."""
+        if self.mechanism == "laplace":
+            return 2 / self.epsilon
+        return float(AnalyticGM_robust(self.epsilon, self.delta, l2=2))
+
+    def make(self) -> FlatGaussianMechanism | FlatLaplaceMechanism:
+        """The mechanism of a device, to be placed last among the postprocessors: noise on every update."""
+        if self.mechanism == "laplace":
+            return FlatLaplaceMechanism(self.clipping_bound, self.epsilon / 2)
+        return FlatGaussianMechanism(self.clipping_bound, self.noise_multiplier)
+
+    def epsilon_after(self, participations: int, delta: float) -> float:
+        """What a user who took part so often has spent at ``delta``, by dp-accounting's PLD.
+
+        Any two inputs, which the library sees as one added or removed at sensitivity 2C.
+        """
+        return _composed(self.mechanism, self.noise_multiplier / 2, participations, delta)
+
+
+@lru_cache(maxsize=512)
+def _composed(mechanism: str, multiplier: float, participations: int, delta: float) -> float:
+    if participations == 0:
+        return 0.0
+    if multiplier < LEAST_MULTIPLIER:
+        return math.inf
+    events = {"laplace": dp_accounting.LaplaceDpEvent, "gaussian": dp_accounting.GaussianDpEvent}
+    ledger = PLDAccountant(value_discretization_interval=1e-4 * max(1.0, multiplier**-2))
+    return float(ledger.compose(events[mechanism](multiplier), participations).get_epsilon(delta))
+
+
+class LocallyPrivateMean(NoisyMean):
+    """The mean of updates each of which was noised on its device, in distribution; for simulations.
+
+    :param num_rounds: rounds beyond these are refused, as nothing was said of them.
+    :param noise_seed: as for `PrivateMean`; a secret.
+    """
+
+    local = True
+
+    def __init__(
+        self, config: LocalPrivacyConfig, num_rounds: int, *, noise_seed: int, threads: int = 1
+    ) -> None:
+        super().__init__(config.make(), MutableClippingBound(config.clipping_bound))
+        self.config, self.num_rounds = config, num_rounds
+        self._noise_seed, self._threads = noise_seed, threads
+
+    def refuse_round(self, round_number: int) -> None:
+        """Raise ValueError for a round after the last."""
+        if round_number >= self.num_rounds:
+            raise ValueError(
+                f"round {round_number} is beyond the {self.num_rounds} rounds whose privacy was stated: "
+                "start a new run with a larger num_rounds"
+            )
+
+    def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
+        assert users > 0
+        seed = derive(self._noise_seed, "local noise of all users", context.current_central_iteration)
+        if self.config.mechanism == "laplace":
+            return laplace_sum(seed, size, users, self._threads), math.sqrt(2 * users)
+        return gaussian_noise(seed, size, self._threads) * math.sqrt(users), math.sqrt(users)
+
+    def _divisor(self, users: int) -> float:
+        return float(users)

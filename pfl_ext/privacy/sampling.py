@@ -1,0 +1,54 @@
+"""Who takes part in a private round. Letters: N population, C (expected) cohort size.
+
+Each sampler is a pure function of (seed, round) and the one that its accounting in `pfl_ext.privacy.epsilon`
+is for; each returns user numbers ``[C]``, every user at most once. `private_cohort` is the only way to them:
+`pfl_ext.data.federated_dataset` draws every cohort of these three kinds by it, private or not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_ext.privacy.epsilon import Sampler
+from pfl_ext.randomness import stream
+
+IntArray = npt.NDArray[np.int64]
+
+
+def _poisson(seed: int, round_number: int, population: int, expected_size: int) -> IntArray:
+    """Each of N users independently with probability C / N. The cohort's size varies; it may be empty."""
+    draws = stream(seed, "cohort", round_number).random(population)
+    return np.flatnonzero(draws < expected_size / population).astype(np.int64)
+
+
+def _fixed(seed: int, round_number: int, population: int, size: int) -> IntArray:
+    """Exactly C of N users, every such set equally likely."""
+    return stream(seed, "cohort", round_number).choice(population, size, replace=False).astype(np.int64)
+
+
+def _cyclic(seed: int, round_number: int, population: int, size: int) -> IntArray:
+    """The next C users of a circle in which all N stand in an order of ``seed``, everyone alike often.
+
+    Between two participations of one user lie at least ``N // C`` rounds, and in T rounds it has at most
+    ``ceil(T C / N)``: its places on the line that the circle unrolls to are N apart.
+    """
+    places = (round_number * size + np.arange(size)) % population
+    return np.sort(stream(seed, "circle of users").permutation(population)[places]).astype(np.int64)
+
+
+def private_cohort(
+    sampler: Sampler, seed: int, round_number: int, population: int, cohort_size: int
+) -> IntArray:
+    """The cohort of a round by the sampler's name.
+
+    Raises:
+        ValueError: when the cohort is larger than the population, or below 1.
+    """
+    if not 0 < cohort_size <= population:
+        raise ValueError(
+            f"cohort_size is {cohort_size} but there are only {population} training users: "
+            f"set cohort_size to at least 1 and at most {population}"
+        )
+    draw = {"poisson": _poisson, "fixed": _fixed, "cyclic": _cyclic}[sampler]
+    return draw(seed, round_number, population, cohort_size)

@@ -1,0 +1,425 @@
+"""Multi-label metrics as sufficient statistics that add up over batches and workers.
+
+Scores are probabilities (sigmoid of the logits), targets are 0/1. Two statistics are pfl metric values:
+`MultiLabelScores` keeps the scored rows themselves, from which every metric is exact; `BinnedCounts` keeps
+200 counts per class, from which the average precision (AP) published for FLAIR is computed. `summarise`
+turns scores and targets into the eight columns of the FLAIR paper's Table 1.
+
+C-x is the macro and O-x the micro variant: C averages over *all* classes, and a class without a positive
+in the evaluated split counts 0, as in the paper's code; O flattens all (image, class) pairs into one task.
+Fractions lie in [0, 1] everywhere except in `summarise`, which returns percent like the paper.
+
+Shape letters: N images of the evaluation set, B images of a batch, K labels (classes), T thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.metrics import MetricValue, Weighted
+
+from pfl_ext.tasks.ranking import (
+    NUM_THRESHOLDS,
+    Array,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    Ranking,
+    as_bool,
+    check_probabilities,
+    checked,
+    diverged,
+    left_step_ap,
+    rank,
+    ratio,
+)
+from pfl_ext.tasks.ranking_device import rank_on
+
+COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
+"""The columns of Table 1 in the FLAIR paper, in its order."""
+
+EXACT = {"C-AP": "C-AP exact", "O-AP": "O-AP exact"}
+BINNED = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
+"""Two kinds of AP. In what people read, a column of `COLUMNS` is the published one, of 200 thresholds. Among
+the keys of `summarise`, ``C-AP`` is the exact one and ``C-AP-binned200`` the published one."""
+
+FLOAT32_EXACT = 1 << 24
+"""Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
+
+
+def _ranked(scores: Array, targets: BoolArray, *, overall: bool) -> Ranking:
+    """Sorted on the GPU if pfl computes on one."""
+    device = get_default_device()
+    if device.type == "cuda":
+        return rank_on(device, scores, targets, overall=overall)
+    return rank(scores, targets, overall=overall)
+
+
+def average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> FloatArray:
+    """Exact AP of each class, ``[K]`` float64; equal to scikit-learn's ``average_precision_score``.
+
+    AP = sum_n (R_n - R_{n-1}) P_n over the distinct scores, so tied scores share one threshold. A class
+    without positives gets 0 (the paper counts such classes as 0 in its macro mean).
+
+    Args:
+        scores: ``[N, K]`` floats; only their order matters.
+        targets: ``[N, K]`` 0/1, bool or integer.
+
+    Raises:
+        ValueError: shapes differ, a score is NaN (the message says how many), a target is not 0/1.
+    """
+    return _ranked(*checked(scores, targets), overall=False).ap
+
+
+def overall_average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> float:
+    """O-AP: the exact AP of all N x K (image, class) pairs as one task. Arguments as `average_precision`."""
+    return _ranked(*checked(scores, targets), overall=True).overall_ap
+
+
+def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]:
+    """The paper's eight `COLUMNS` in percent, AP exact, then ``C-AP-binned200`` and ``O-AP-binned200``.
+
+    P and R hold at score > 0.5; a class never predicted has P = 0. C-F1 is the harmonic mean of C-P and
+    C-R, *not* the mean of per-class F1 (FLAIR paper, Table 1: 71.7 and 49.3 give 58.4). With K = 1 the
+    columns are the ordinary binary metrics, and ``accuracy`` (percent) is added.
+
+    Args:
+        scores: ``[N, K]`` probabilities, float32.
+        targets: ``[N, K]`` 0/1, bool or integer.
+
+    Raises:
+        ValueError: as `average_precision`, or there is nothing to evaluate (N or K is 0).
+    """
+    scores, targets = checked(scores, targets)
+    if not scores.size:
+        raise ValueError(f"scores of shape {scores.shape} hold nothing to evaluate")
+    ranking = _ranked(scores, targets, overall=True)
+    tp, predicted, positives = ranking.tp[-1], ranking.predicted[-1], ranking.positives
+    c_p, c_r = ratio(tp, predicted).mean(), ratio(tp, positives).mean()
+    o_p, o_r = ratio(tp.sum(), predicted.sum()), ratio(tp.sum(), positives.sum())
+    binned = BinnedCounts.from_ranking(ranking)
+    values = (ranking.ap.mean(), c_p, c_r, f1(c_p, c_r), ranking.overall_ap, o_p, o_r, f1(o_p, o_r))
+    summary = {name: 100 * float(value) for name, value in zip(COLUMNS, values)}
+    summary |= {"C-AP-binned200": 100 * binned.c_ap, "O-AP-binned200": 100 * binned.o_ap}
+    if scores.shape[1] == 1:
+        wrong = (positives - tp) + (predicted - tp)
+        summary["accuracy"] = 100 * float(1 - wrong[0] / len(scores))
+    return summary
+
+
+def shown(name: str) -> str:
+    """What people read for a score of `summarise`: ``C-AP exact`` for ``C-AP``, which is exact there."""
+    return {**EXACT, **{key: column for column, key in BINNED.items()}}.get(name, name)
+
+
+def for_people(scores: Mapping[str, float]) -> dict[str, float]:
+    """Scores of `summarise` for a table: the exact AP, then the published columns, then the rest."""
+    first = (*EXACT, *(BINNED.get(column, column) for column in COLUMNS))
+    return {shown(name): scores[name] for name in dict.fromkeys((*first, *scores)) if name in scores}
+
+
+def f1(precision: Any, recall: Any) -> float:
+    """Harmonic mean of precision and recall, in whatever unit they come; 0 if both are 0."""
+    return float(ratio(2 * precision * recall, precision + recall))
+
+
+def binary_cross_entropy(logits: npt.ArrayLike, targets: npt.ArrayLike) -> Weighted:
+    """Binary cross-entropy in nats, mean over classes, summed over the batch's images; weight = B.
+
+    Computed from logits ``[B, K]`` so that saturated scores stay finite; sums over batches and workers give
+    the mean over all images and classes.
+    """
+    x, t = np.asarray(logits, np.float64), np.asarray(targets)
+    if x.ndim != 2 or x.shape != t.shape:
+        raise ValueError(f"logits {x.shape} and targets {t.shape} must have one shape [B, K]")
+    losses = np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x)))
+    return Weighted(losses.sum() / max(x.shape[1], 1), len(x))
+
+
+class BinnedCounts(MetricValue):
+    """The published AP's statistic: true and false positives at 200 thresholds per class.
+
+    AP = sum_i (R_i - R_{i+1}) P_i over `pfl_ext.tasks.ranking.binned_thresholds`, 0/0 := 0 (so do
+    ml-flair and pfl-research, after Keras' AUC). It understates AP where scores crowd between two thresholds,
+    as rare labels' do near 0; it serves comparison with the paper, `average_precision` is the headline.
+    """
+
+    def __init__(self, tp: IntArray, fp: IntArray, positives: IntArray, unknown: IntArray | None = None):
+        """Counts: ``tp`` and ``fp`` ``[T, K]`` at score > threshold, ``positives`` and NaNs ``[K]``."""
+        assert tp.shape == fp.shape == (NUM_THRESHOLDS, *positives.shape)
+        self.tp, self.fp, self.positives = tp, fp, positives
+        self.unknown = np.zeros_like(positives) if unknown is None else unknown
+
+    @classmethod
+    def from_batch(cls, scores: npt.ArrayLike, targets: npt.ArrayLike) -> BinnedCounts:
+        """Count a batch: float32 probabilities ``[B, K]`` and 0/1 targets ``[B, K]``.
+
+        NaN scores are counted apart and reported when the AP is read, by all workers alike.
+
+        Raises:
+            ValueError: shapes differ, a score lies outside [0, 1], a target is not 0/1.
+        """
+        values, truth = np.asarray(scores, np.float32), as_bool(targets)
+        unknown = np.count_nonzero(np.isnan(values), axis=0).astype(np.int64)
+        values, truth = checked(np.nan_to_num(values, nan=0.0) if unknown.any() else values, truth)
+        check_probabilities(values)
+        # 199 is odd, so no float32 in (0, 1) equals i / 199, and 199 x is exact in
+        # float64: the number of thresholds below x is ceil(199 x), and 1 (the negative one) at 0.
+        passed = np.maximum(np.ceil(values * np.float64(NUM_THRESHOLDS - 1)), 1).astype(np.int64)
+        k = values.shape[1]
+        cell = (passed - 1) * k + np.arange(k)
+        predicted, tp = (
+            np.bincount(cells, minlength=NUM_THRESHOLDS * k).reshape(NUM_THRESHOLDS, k)[::-1].cumsum(0)[::-1]
+            for cells in (cell.ravel(), cell[truth])
+        )
+        return cls(tp, predicted - tp, tp[0].copy(), unknown)
+
+    @classmethod
+    def from_ranking(cls, ranking: Ranking) -> BinnedCounts:
+        """From a pass over sorted scores that was made anyway."""
+        tp = ranking.tp[:-1]
+        return cls(tp, ranking.predicted[:-1] - tp, ranking.positives)
+
+    @property
+    def per_class_ap(self) -> FloatArray:
+        """Binned AP of each class, ``[K]``; 0 without positives. ValueError if scores were NaN."""
+        self._check_known()
+        return left_step_ap(self.tp, self.fp, self.positives)
+
+    @property
+    def c_ap(self) -> float:
+        """Mean of `per_class_ap` over all classes; 0 if there are none."""
+        return float(self.per_class_ap.sum() / max(len(self.positives), 1))
+
+    @property
+    def o_ap(self) -> float:
+        """Binned AP of all (image, class) pairs as one task. ValueError if scores were NaN."""
+        self._check_known()
+        return float(left_step_ap(self.tp.sum(1), self.fp.sum(1), self.positives.sum()))
+
+    @property
+    def overall_value(self) -> float:
+        """`c_ap`."""
+        return self.c_ap
+
+    def _check_known(self) -> None:
+        if self.unknown.any():
+            raise diverged(int(self.unknown.sum()), int(self.tp[0].sum() + self.fp[0].sum()))
+
+    def _counts(self) -> IntArray:
+        return np.concatenate([self.tp.ravel(), self.fp.ravel(), self.positives, self.unknown])
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, BinnedCounts)
+        return np.array_equal(self._counts(), other._counts())
+
+    def __add__(self, other: BinnedCounts) -> BinnedCounts:
+        assert isinstance(other, BinnedCounts)
+        return self._from_counts(self._counts() + other._counts())
+
+    def to_vector(self) -> npt.NDArray[np.float32]:
+        """All counts, ``[2 (T + 1) K]``. Each is at most the number of images, so float32 is exact."""
+        return self._counts().astype(np.float32)
+
+    def from_vector(self, vector: Array) -> BinnedCounts:
+        """The counts back, exact below 2**24 images."""
+        assert vector.max(initial=0) < FLOAT32_EXACT, "2**24 images or more: float32 sums are no longer exact"
+        return self._from_counts(vector.astype(np.int64))
+
+    def _from_counts(self, counts: IntArray) -> BinnedCounts:
+        table = counts.reshape(-1, len(self.positives))
+        return BinnedCounts(table[:NUM_THRESHOLDS], table[NUM_THRESHOLDS:-2], table[-2], table[-1])
+
+    def __repr__(self) -> str:
+        return f"BinnedCounts({self.tp.shape[1]} labels, {self.positives.sum()} positives)"
+
+
+class _Rows(NamedTuple):
+    """Some rows of the evaluation set."""
+
+    rows: IntArray  # [B]
+    scores: npt.NDArray[np.float32]  # [B, K]
+    targets: BoolArray  # [B, K]
+
+
+class MultiLabelScores(MetricValue):
+    """The exact statistic: the scored rows of one evaluation set of N images.
+
+    ``+`` is a union. It is O(1) and copies nothing; the rows are put together once, when first read.
+    Every row must be scored once: a row scored twice is an error at reading, on whichever workers the two
+    copies lay. Rows not scored by anybody are absent from `scores` and `targets`.
+    """
+
+    def __init__(self, num_rows: int, num_labels: int, tree: Any):
+        """``tree`` is a `_Rows` or a list of two trees; use `from_batch`."""
+        self.num_rows, self.num_labels = num_rows, num_labels
+        self._tree = tree
+        self._merged: _Rows | None = None
+        self._c_ap: float | None = None
+
+    @classmethod
+    def from_batch(
+        cls, num_rows: int, rows: npt.ArrayLike, scores: npt.ArrayLike, targets: npt.ArrayLike
+    ) -> MultiLabelScores:
+        """Rows ``[B]`` (each in ``0..num_rows - 1``) of the evaluation set, scored.
+
+        The arrays are kept, not copied: do not write into them afterwards. A batch of no rows,
+        ``scores`` ``[0, K]``, is the zero of the addition. NaN scores are carried along and reported when
+        the metric is read, by all workers alike, lest one worker stop and the others wait for it.
+
+        Args:
+            num_rows: N, the size of the whole evaluation set.
+            rows: ``[B]`` int64, the position of each image in the evaluation set.
+            scores: ``[B, K]`` float32 probabilities in [0, 1].
+            targets: ``[B, K]`` 0/1, bool or uint8.
+
+        Raises:
+            ValueError: shapes differ, a score lies outside [0, 1], a target is not 0/1.
+        """
+        rows, scores, targets = np.asarray(rows, np.int64), np.asarray(scores, np.float32), as_bool(targets)
+        if scores.ndim != 2 or scores.shape != targets.shape or rows.shape != scores.shape[:1]:
+            raise ValueError(
+                f"rows {rows.shape}, scores {scores.shape} and targets {targets.shape} "
+                "must have shapes [B], [B, K] and [B, K]"
+            )
+        check_probabilities(scores)
+        assert not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
+        return cls(num_rows, scores.shape[1], _Rows(rows, scores, targets))
+
+    def scores(self) -> npt.NDArray[np.float32]:
+        """Scores of the rows present, in row order, ``[number present, K]``; N rows once all are in."""
+        return self._read().scores
+
+    def targets(self) -> BoolArray:
+        """Targets of the rows present, in row order, ``[number present, K]``."""
+        return self._read().targets
+
+    def rows(self) -> IntArray:
+        """The rows present, ascending."""
+        return self._read().rows
+
+    def summary(self) -> dict[str, float]:
+        """`summarise` of the rows present."""
+        return summarise(self.scores(), self.targets())
+
+    @property
+    def overall_value(self) -> float:
+        """Exact C-AP in [0, 1] of the rows present, 0 if there are none; computed once."""
+        if self._c_ap is None:
+            ap = average_precision(self.scores(), self.targets())
+            self._c_ap = float(ap.sum() / max(len(ap), 1))
+        return self._c_ap
+
+    def __add__(self, other: MultiLabelScores) -> MultiLabelScores:
+        assert isinstance(other, MultiLabelScores)
+        assert (self.num_rows, self.num_labels) == (other.num_rows, other.num_labels)
+        return MultiLabelScores(self.num_rows, self.num_labels, [self._tree, other._tree])
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, MultiLabelScores)
+        mine, others = self._read(), other._read()
+        return (
+            self.num_rows == other.num_rows
+            and np.array_equal(mine.rows, others.rows)
+            and np.array_equal(mine.targets, others.targets)
+            and np.array_equal(mine.scores, others.scores, equal_nan=True)
+        )
+
+    def to_vector(self) -> npt.NDArray[np.float32]:
+        """Float32 vector of N (K + 1) values; the sum over workers is the union of their rows.
+
+        Row by row: K scores, then how often the row was scored. A score p >= 0 is stored with its exponent
+        raised by one and with a minus sign if the target is 1. So a score of 0 is the smallest normal float
+        and an absent row is 0; no value is subnormal, which a device might flush; and as a row's other
+        addends are 0, every bit survives the sum.
+        """
+        table = np.zeros((self.num_rows, self.num_labels + 1), np.float32)
+        for part in self._parts():
+            table[part.rows, :-1] = _encode(part.scores, part.targets)
+            np.add.at(table[:, -1], part.rows, 1)
+        return table.ravel()
+
+    def from_vector(self, vector: Array) -> MultiLabelScores:
+        """The union back, bit for bit; ValueError if workers scored a row twice."""
+        table = np.asarray(vector, np.float32).reshape(self.num_rows, self.num_labels + 1)
+        _check_disjoint(table[:, -1])
+        rows = np.flatnonzero(table[:, -1])
+        body = table[:, :-1] if len(rows) == self.num_rows else table[rows, :-1]
+        return MultiLabelScores(self.num_rows, self.num_labels, _Rows(rows, *_decode(body)))
+
+    def _parts(self) -> Iterator[_Rows]:
+        """The leaves; a loop, because as many batches deep a tree would exceed Python's recursion limit."""
+        stack = [self._tree]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, _Rows):
+                yield node
+            else:
+                stack.extend(reversed(node))
+
+    def _read(self) -> _Rows:
+        """All rows as one, ascending; the parts are let go."""
+        if self._merged is None:
+            parts = list(self._parts())
+            if len(parts) == 1 and (np.diff(parts[0].rows) > 0).all():
+                self._merged = parts[0]
+                return self._merged
+            counts = np.bincount(np.concatenate([p.rows for p in parts]), minlength=self.num_rows)
+            _check_disjoint(counts)
+            place = np.cumsum(counts) - 1
+            rows = np.flatnonzero(counts)
+            merged = _Rows(
+                rows,
+                np.empty((len(rows), self.num_labels), np.float32),
+                np.empty((len(rows), self.num_labels), np.bool_),
+            )
+            for part in parts:
+                merged.scores[place[part.rows]] = part.scores
+                merged.targets[place[part.rows]] = part.targets
+            self._tree = self._merged = merged
+        return self._merged
+
+    def __repr__(self) -> str:
+        scored = sum(len(part.rows) for part in self._parts())
+        return f"MultiLabelScores({scored} of {self.num_rows} rows, {self.num_labels} labels)"
+
+
+def _check_disjoint(counts: Array) -> None:
+    """Raise ValueError if one of the rows was scored more than once; counts ``[N]``."""
+    twice = np.flatnonzero(counts > 1)
+    if len(twice):
+        raise ValueError(
+            f"{len(twice)} of {len(counts)} evaluation rows were scored more than once, the first is row "
+            f"{twice[0]}: give each row to one worker"
+        )
+
+
+_EXPONENT_STEP = np.int32(1 << 23)  # one more in the exponent field of a float32
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits but the sign
+_SIGN = np.int32(-(1 << 31))
+_NAN = np.float32(4).view(np.int32)  # the code of NaN: no probability is encoded above 2
+
+
+def _encode(scores: npt.NDArray[np.float32], targets: BoolArray) -> npt.NDArray[np.float32]:
+    """Pack score and target into one normal float32 each, see `MultiLabelScores.to_vector`."""
+    code = np.ascontiguousarray(scores).view(np.int32) & _MAGNITUDE
+    code += _EXPONENT_STEP
+    code[np.isnan(scores)] = _NAN
+    np.bitwise_or(code, _SIGN, out=code, where=targets)
+    return code.view(np.float32)
+
+
+def _decode(table: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], BoolArray]:
+    """Undo `_encode`."""
+    code = table.view(np.int32)
+    targets = code < 0
+    code = code & _MAGNITUDE
+    unknown = code >= _NAN
+    code -= _EXPONENT_STEP
+    scores = code.view(np.float32)
+    scores[unknown] = np.nan
+    return scores, targets

@@ -1,0 +1,1 @@
+"""Horovod and torch.distributed behind pfl's DistributedContext."""

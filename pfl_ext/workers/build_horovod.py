@@ -1,0 +1,230 @@
+"""Build and install Horovod 0.28.1, its last release, against the torch of this environment.
+
+    make horovod            (or: python -m pfl_ext.workers.build_horovod)
+
+The published source does not build with a torch of today (predecessors 18). What is mended, in the order of
+`MENDS`, and nothing else:
+
+1. C++ standard. Horovod asks for C++14 in two places; torch's headers need C++17 since 2.1 and C++20 since
+   2.10. Upstream's change (horovod pull request 3998) was never released.
+2. CUDA. Horovod's `FindPytorch.cmake` builds CUDA kernels whenever torch has CUDA and an nvcc is found, and
+   stops where that is not a whole toolkit. It is told what this script found instead (`cuda_home`). Without
+   a toolkit Horovod is built for CPU with Gloo, and `pfl_ext.workers.distributed` takes sums over the CPU.
+3. ``distutils``, which Python 3.12 no longer has: two uses, replaced by ``sysconfig`` and ``shutil``.
+
+Needs a C++ compiler and make; cmake comes by pip where there is none. Takes 3 to 6 minutes of two cores. Ends
+with an all-reduce over two processes under ``horovodrun``, which is the proof that it works here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+CMAKE = "cmake==3.31.6"
+BUILDING = ("setuptools<=84.2.1", "wheel<=0.45.1")  # newer ones have not been tried
+RUNTIME = ("cloudpickle", "psutil", "cffi", "packaging", "PyYAML")
+CXX_STANDARD = "20"
+
+MENDS: tuple[tuple[str, str, str], ...] = (
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
+    (
+        "cmake/Modules/FindPytorch.cmake",
+        "print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        "print({cuda})",
+    ),
+    (
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_path('include'))",
+    ),
+    (
+        "horovod/runner/js_run.py",
+        "from distutils.spawn import find_executable",
+        "from shutil import which as find_executable",
+    ),
+)
+
+PROOF = """
+import horovod.torch as hvd, torch
+hvd.init()
+total = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
+assert hvd.size() == 2 and total.tolist() == [3.0] * 3, total
+hvd.shutdown()
+"""
+
+
+def run(
+    command: Sequence[str], what: str, env: Mapping[str, str] | None = None, log: Path | None = None
+) -> None:
+    """Run a command to its end.
+
+    :raises ValueError: naming what was being done, the last lines of its output and where all of it is.
+    """
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if log is not None:
+        log.write_text(done.stdout)
+    if done.returncode:
+        faults = [line for line in done.stdout.splitlines() if "error" in line.lower()] or ["no word of why"]
+        where = f"; all of its output is in {log}" if log else ""
+        raise ValueError(f"{what} failed: {' | '.join(faults[:3])}{where}")
+
+
+def pip(*words: str) -> list[str]:
+    """A pip command of this environment."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+
+
+def cuda_home(nvcc: str | None, torch_cuda: str | None) -> Path | None:
+    """The toolkit's folder if it is whole and of torch's CUDA release, else None: then build for CPU.
+
+    Whole means what Horovod needs: nvcc, the runtime's header and library, and a header of NCCL, the
+    system's or that of torch's own nvidia-nccl package. ``nvcc`` may be a script around it.
+    """
+    if nvcc is None or torch_cuda is None:
+        return None
+    told = subprocess.run(
+        [nvcc, "--dryrun", "-", "-x", "cu"], input="", capture_output=True, text=True
+    ).stderr
+    tops = [line.partition("TOP=")[2].strip() for line in told.splitlines() if "TOP=" in line]
+    home = Path(tops[0]).resolve() if tops else Path(nvcc).resolve().parent.parent
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    if f"release {torch_cuda}" not in version:
+        return None
+    has_runtime = (home / "include/cuda_runtime.h").is_file() and any(home.glob("lib*/libcudart*"))
+    has_nccl = nccl_home() is not None or Path("/usr/include/nccl.h").is_file()
+    return home if has_runtime and has_nccl else None
+
+
+def nccl_home() -> Path | None:
+    """The folder of torch's own NCCL package, if it has the header."""
+    found = importlib.util.find_spec("nvidia")
+    places = list(found.submodule_search_locations or []) if found else []
+    return next((Path(p) / "nccl" for p in places if (Path(p) / "nccl/include/nccl.h").is_file()), None)
+
+
+def build_environment(cuda: Path | None) -> dict[str, str]:
+    """What tells Horovod's setup.py what to build."""
+    out = {
+        **os.environ,
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITHOUT_MPI": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # CMake 4 refuses the older one that Gloo names
+        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",  # by itself: eight compilers, 1 GB each
+    }
+    own_cmake = Path(sys.executable).parent / "cmake"
+    if shutil.which("cmake") is None:
+        out["HOROVOD_CMAKE"] = str(own_cmake)
+    if cuda is not None:
+        out |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(cuda), "CUDA_HOME": str(cuda)}
+        nccl = nccl_home()
+        if nccl is not None:
+            out |= {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"}
+    return out
+
+
+def check_tools() -> None:
+    """Compiler and make must be there; cmake is fetched if it is not.
+
+    :raises ValueError: naming what is missing and the command that brings it.
+    """
+    for names, package in ((("c++", "g++", "clang++"), "g++"), (("make", "gmake"), "make")):
+        if not any(map(shutil.which, names)):
+            raise ValueError(
+                f"Horovod is built from source and there is no {names[0]} here: apt-get install {package}, "
+                "or train with LAUNCHER=torchrun, which needs no compiler"
+            )
+    if shutil.which("cmake") is None:
+        run(pip("install", "--quiet", CMAKE), "installing cmake by pip")
+
+
+def fetch(folder: Path) -> Path:
+    """The published source, checked and unpacked.
+
+    :raises ValueError: when PyPI cannot be reached or what came is not what was published.
+    """
+    words = ("download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", f"horovod=={VERSION}")
+    run(pip(*words, "--dest", str(folder)), "downloading Horovod's source from PyPI")
+    archive = folder / f"horovod-{VERSION}.tar.gz"
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+        raise ValueError(
+            f"{archive.name} is not the published file (its SHA-256 differs): check the pip index"
+        )
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / f"horovod-{VERSION}"
+
+
+def mend(source: Path, cuda: Path | None) -> None:
+    """Apply `MENDS`; each must find exactly the text that it replaces."""
+    for name, old, new in MENDS:
+        path = source / name
+        text = path.read_text()
+        assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
+        path.write_text(text.replace(old, new.format(cuda=cuda is not None) if "{cuda}" in new else new))
+
+
+def prove() -> None:
+    """An all-reduce over two processes under horovodrun."""
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    command = [str(horovodrun), "--gloo", "-np", "2", sys.executable, "-c", PROOF]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    run(command, "the all-reduce over two processes under horovodrun", {**os.environ, "PATH": path})
+
+
+def main(argv: Sequence[str]) -> None:
+    """Build, install and prove Horovod, unless this environment has it already."""
+    parser = argparse.ArgumentParser(prog="python -m pfl_ext.workers.build_horovod", description=main.__doc__)
+    parser.add_argument(
+        "--force", action="store_true", help="build again, after torch was changed for example"
+    )
+    force = parser.parse_args(argv).force
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("Horovod is built against torch, which is not installed here: run make setup first")
+    import torch
+
+    if force or importlib.util.find_spec("horovod") is None:
+        check_tools()
+        cuda = cuda_home(shutil.which("nvcc"), torch.version.cuda)
+        kind = (
+            f"NCCL, with {cuda}" if cuda else "Gloo on CPU (no whole CUDA toolkit of torch's release found)"
+        )
+        print(f"building Horovod {VERSION} for torch {torch.__version__}: {kind}; some minutes", flush=True)
+        log = Path(tempfile.gettempdir()) / f"horovod-build-{os.getuid()}.log"
+        with tempfile.TemporaryDirectory(prefix="horovod-") as folder:
+            run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
+            source = fetch(Path(folder))
+            mend(source, cuda)
+            words = (
+                "install",
+                "--verbose",
+                "--no-deps",
+                "--no-build-isolation",
+                "--force-reinstall",
+                str(source),
+            )
+            run(pip(*words), "building Horovod", build_environment(cuda), log)
+    prove()
+    print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as mistake:
+        sys.exit(f"error: {mistake}")

@@ -1,0 +1,292 @@
+"""Workers: processes that share a cohort's users, over Horovod or torch.distributed.
+
+Both stand behind pfl 0.6's ``DistributedContext``, so that pfl, the engine and the evaluation reduce through
+``pfl.internal.ops.pytorch_ops.distributed`` whatever the launcher. pfl itself knows torchrun only, picks NCCL
+wherever there is CUDA, and under ``horovodrun`` puts every worker on GPU 0 (predecessors 17, 21).
+
+    with connected("auto", timeout=120) as device:    # before CUDA wakes up
+        begin_work(round=3, cohort="1f0c", config="9a2e")
+        ...                                           # train this worker's users
+        all_reduce([flat_sum])                        # through pfl's context; compares the words above first
+
+Every reduction is one collective over one flat vector, after a small one in which workers compare where they
+are (`Workers.all_reduce`); a worker that is lost ends the job on all of them (`pfl_ext.workers.watchdog`).
+
+Shape letters: W workers, P values reduced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pfl.internal.ops import pytorch_ops
+from pfl.internal.ops.distributed import DistributedContext
+from pfl.internal.ops.selector import set_framework_module
+from torch import Tensor
+
+from pfl_ext.workers.launch import Launch, find_launch, place
+from pfl_ext.workers.transport import Transport, open_transport
+from pfl_ext.workers.watchdog import Watchdog
+
+HEADER = 1024
+"""Bytes of a worker's word before a reduction."""
+COMPRESSIBLE = 1024
+"""Tensors of fewer values, as counts and norms' parameters, are never rounded to bf16."""
+START_S = 300.0
+"""Workers may start so far apart, in seconds."""
+
+
+class Workers(DistributedContext):
+    """pfl's view of the workers; see `connected`, which makes the one of a process.
+
+    :param compress: sums of the model's tensors travel as bf16: half the bytes, 2^-8 relative error each way.
+    """
+
+    def __init__(self, launch: Launch, transport: Transport, watchdog: Watchdog, *, compress: bool) -> None:
+        self._launch, self._transport, self._watchdog = launch, transport, watchdog
+        self.compress = compress
+        self.seconds: list[float] = []
+        self._words: dict[str, Any] = {}
+        self._reductions, self._since = 0, time.perf_counter()
+
+    @property
+    def local_rank(self) -> int:
+        """On this machine."""
+        return self._launch.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        """Of all W."""
+        return self._launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """W."""
+        return self._launch.world_size
+
+    @property
+    def local_size(self) -> int:
+        """Workers on this machine."""
+        return self._launch.local_size
+
+    def begin_work(self, **words: Any) -> None:
+        """Say what this worker is about to do, to be compared before reductions; start its clock."""
+        self._words, self._since = words, time.perf_counter()
+
+    def all_reduce(self, tensors: list[Tensor], average: bool = False) -> list[Tensor]:
+        """Sum (or mean) over workers, in place, as one flat vector: float64 if any tensor is, else float32.
+
+        :raises ValueError: on every worker alike, when they are not at the same place: another round, cohort,
+            config or size; the message has the worker and the value that differ.
+        """
+        wide = any(t.dtype == torch.float64 for t in tensors)
+        flat = torch.cat(
+            [t.detach().reshape(-1).to(torch.float64 if wide else torch.float32) for t in tensors]
+        )
+        with self._together():
+            self._agree(flat)
+            self._transport.sum_(flat)
+        if average:
+            flat /= self.world_size
+        for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
+            tensor.data.copy_(part.view_as(tensor))
+        return tensors
+
+    def sum_model(self, exact: list[Tensor], model: list[Tensor]) -> None:
+        """Sum over workers, in place, in one reduction; ``model`` apart, as bf16, if that is asked for."""
+        if not self.compress:
+            self.all_reduce([*exact, *model])
+            return
+        self.all_reduce([*exact, *(t for t in model if t.numel() < COMPRESSIBLE)])
+        large = [t for t in model if t.numel() >= COMPRESSIBLE]
+        if not large:
+            return
+        flat = torch.cat([t.detach().reshape(-1).float() for t in large])
+        with self._together():
+            total = self._sum_as_bf16(flat)
+        for tensor, part in zip(large, torch.split(total, [t.numel() for t in large])):
+            tensor.data.copy_(part.view_as(tensor))
+
+    def _sum_as_bf16(self, flat: Tensor) -> Tensor:
+        """Each worker sums its W-th part in float32, so bf16 rounds twice and not W times."""
+        size, pad = flat.numel(), -flat.numel() % self.world_size
+        sent = torch.nn.functional.pad(flat, (0, pad)).bfloat16().view(self.world_size, -1)
+        part = self._transport.exchange(sent.view(torch.uint8)).view(torch.bfloat16).float().sum(0)
+        return (
+            self._transport.gather(part.bfloat16().view(torch.uint8))
+            .view(torch.bfloat16)
+            .float()
+            .view(-1)[:size]
+        )
+
+    def broadcast(self, content: bytes | None) -> bytes:
+        """Worker 0's bytes, on every worker."""
+        with self._together():
+            size = self._transport.broadcast(torch.tensor([len(content or b"")]))
+            data = torch.frombuffer(bytearray(content or bytes(int(size))), dtype=torch.uint8)
+            return bytes(self._transport.broadcast(data).numpy()) if len(data) else b""
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what needs all workers."""
+        try:
+            with self._watchdog.waiting():
+                yield
+        except RuntimeError:  # torch's and Horovod's for a lost peer; neither says which
+            self._watchdog.linger()
+            raise
+
+    def _agree(self, flat: Tensor) -> None:
+        """Compare this worker's words with the others', and learn how long each worked."""
+        self._reductions += 1
+        words = {**self._words, "reduction": self._reductions, "size": f"{flat.numel()} {flat.dtype}"}
+        text = json.dumps([time.perf_counter() - self._since, words]).encode()
+        assert len(text) <= HEADER
+        mine = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
+        told = [json.loads(bytes(row.numpy())) for row in self._transport.gather(mine)]
+        self.seconds = [seconds for seconds, _ in told]
+        first = told[0][1]
+        differing = [
+            f"worker {rank} has {key} {words.get(key)}, worker 0 has {first.get(key)}"
+            for rank, (_, words) in enumerate(told)
+            for key in first | words
+            if words.get(key) != first.get(key)
+        ]
+        if differing:
+            raise ValueError(f"the workers are not at the same place: {'; '.join(differing[:4])}")
+
+
+def current() -> Workers | None:
+    """The workers that this process is connected to, if there are others."""
+    found = pytorch_ops.distributed
+    return found if isinstance(found, Workers) else None
+
+
+def is_main() -> bool:
+    """Whether this process is worker 0, the only one that writes files and prints."""
+    workers = current()
+    return workers is None or workers.global_rank == 0
+
+
+def begin_work(**words: Any) -> None:
+    """`Workers.begin_work`; nothing without other workers."""
+    workers = current()
+    if workers is not None:
+        workers.begin_work(**words)
+
+
+def worker_seconds() -> list[float]:
+    """What each worker spent between its last `begin_work` and its next reduction; empty without others."""
+    workers = current()
+    return [] if workers is None else list(workers.seconds)
+
+
+def from_main(value: Any) -> Any:
+    """Worker 0's ``value`` (anything that JSON holds), on every worker; the others' is not looked at."""
+    workers = current()
+    if workers is None:
+        return value
+    return json.loads(workers.broadcast(json.dumps(value).encode() if is_main() else None))
+
+
+def tensors_from_main(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Worker 0's named CPU tensors, on every worker, as one broadcast of their bytes."""
+    workers = current()
+    mine = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()}
+    if workers is None:
+        return mine
+    forms = from_main(
+        [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in mine.items()]
+    )
+    parts = [t.reshape(-1).view(torch.uint8) for t in mine.values()]
+    content = torch.cat(parts).numpy().tobytes() if parts else b""
+    data = torch.frombuffer(
+        bytearray(workers.broadcast(content if is_main() else None) or b"\0"), dtype=torch.uint8
+    )
+    out, start = {}, 0
+    for name, dtype_name, shape in forms:
+        dtype = getattr(torch, dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        out[name] = data[start : start + size].clone().view(dtype).view(shape)
+        start += size
+    return out
+
+
+def barrier() -> None:
+    """Wait until all workers are here."""
+    workers = current()
+    if workers is not None:
+        workers.broadcast(b"-" if is_main() else None)
+
+
+@contextlib.contextmanager
+def connected(
+    device: str, *, threads: int | None = None, timeout: float = 120.0, compress: bool = False
+) -> Iterator[str]:
+    """Join the workers that the launcher started; the device for pfl to use within.
+
+    :param device: ``auto`` or ``cuda``: each worker of a machine takes the GPU of its local rank, round
+        robin where there are fewer; anything else is taken as it is.
+    :param threads: of torch; by default the machine's cores are shared out among its workers.
+    :param timeout: seconds after which a dead or stuck worker ends the job on all.
+    :raises ValueError: started by horovodrun without Horovod; more GPUs asked for than there are.
+    """
+    launch = find_launch(os.environ)
+    if launch.world_size == 1:
+        yield device
+        return
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // launch.local_size))
+    device = place(launch, device)
+    transport = open_transport(launch, timeout)
+    names = _introduce(launch, transport, device)
+    watchdog = Watchdog(transport.store(timeout), launch.rank, names, timeout)
+    workers = Workers(launch, transport, watchdog, compress=compress)
+    alone, pytorch_ops.distributed = pytorch_ops.distributed, workers
+    set_framework_module(pytorch_ops)
+    watchdog.start()
+    try:
+        yield device
+        barrier()
+    except Exception as fault:
+        watchdog.report(f"{type(fault).__name__}: {fault}")
+        raise
+    except BaseException:  # a signal, which all workers get from their launcher
+        watchdog.stop()
+        raise
+    finally:
+        pytorch_ops.distributed = alone
+    watchdog.stop()
+    transport.close()
+
+
+def _introduce(launch: Launch, transport: Transport, device: str) -> list[str]:
+    """Tell each other who is where, choose what carries the sums, print the map; every worker's name."""
+    store = transport.store(START_S)
+    gpu = (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{torch.get_num_threads()} threads"
+    )
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "device": device, "what": gpu}
+    store.set(f"worker/{launch.rank}", json.dumps(me))
+    all_of_them = [json.loads(store.get(f"worker/{rank}")) for rank in range(launch.world_size)]
+    places = {(w["host"], w["device"]) for w in all_of_them if w["device"].startswith("cuda")}
+    means = transport.choose(on_own_gpus=len(places) == launch.world_size)
+    if launch.rank == 0:
+        print(
+            f"{launch.world_size} workers, started by {launch.launcher}, sums over {means}:", file=sys.stderr
+        )
+        for rank, w in enumerate(all_of_them):
+            print(
+                f"  worker {rank}: {w['device']} ({w['what']}) on {w['host']}, process {w['pid']}",
+                file=sys.stderr,
+            )
+    return [f"worker {rank} ({w['host']}, process {w['pid']})" for rank, w in enumerate(all_of_them)]

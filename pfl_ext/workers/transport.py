@@ -1,0 +1,183 @@
+"""How bytes and sums get from worker to worker: torch.distributed, or Horovod.
+
+Both have Gloo for CPU tensors. NCCL, which refuses two workers on one GPU, carries CUDA tensors where every
+worker has a GPU of its own; elsewhere CUDA tensors go over the CPU. All methods of a transport
+but ``store`` are collective: every worker calls them in the same order, with the same sizes.
+
+Shape letters: W workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from pfl_ext.workers.launch import Launch
+
+COLLECTIVE_S = 30 * 24 * 3600.0
+"""Collectives give up by themselves after so many seconds, which is never: waiting for a worker that works is
+no fault, and one that is lost or stands still is the watchdog's, which names it."""
+
+
+class Transport(Protocol):
+    """What `pfl_ext.workers.distributed.Workers` needs. Tensors of bytes are uint8."""
+
+    def choose(self, *, on_own_gpus: bool) -> str:
+        """Get ready to carry sums, by NCCL if every worker has its own GPU; the name of the means."""
+        ...
+
+    def sum_(self, flat: Tensor) -> None:
+        """Sum over workers, in place; the same bits on all."""
+        ...
+
+    def gather(self, data: Tensor) -> Tensor:
+        """``[n]`` bytes of each worker -> ``[W, n]``, on the same device."""
+        ...
+
+    def exchange(self, data: Tensor) -> Tensor:
+        """``[W, n]`` bytes, row r for worker r -> ``[W, n]``, row r from worker r."""
+        ...
+
+    def broadcast(self, data: Tensor) -> Tensor:
+        """Worker 0's tensor."""
+        ...
+
+    def store(self, timeout: float) -> Any:
+        """A new client of the store that all workers share, for one thread."""
+        ...
+
+    def close(self) -> None:
+        """Leave in good order, all together."""
+        ...
+
+
+def _client(host: str, port: int, timeout: float, prefix: str, *, server: bool = False) -> Any:
+    store = TCPStore(host, port, is_master=server, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    return PrefixStore(f"pfl_ext/{prefix}", store)
+
+
+class _TorchTransport:
+    """torch.distributed, under torchrun (or anything that sets its variables)."""
+
+    def __init__(self, launch: Launch, timeout: float) -> None:
+        self._launch, self._timeout = launch, timeout
+        self._prefix = (
+            f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        )
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's own process
+        if launch.rank == 0 and not served:
+            self._server = _client(*self._address, timeout, self._prefix, server=True)
+
+    def choose(self, *, on_own_gpus: bool) -> str:
+        self._nccl = on_own_gpus and dist.is_nccl_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._nccl else "gloo",
+            store=PrefixStore("group", self.store(COLLECTIVE_S)),
+            rank=self._launch.rank,
+            world_size=self._launch.world_size,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
+        return "NCCL" if self._nccl else "Gloo"
+
+    def _there(self, data: Tensor) -> Tensor:
+        return data if self._nccl else data.cpu()
+
+    def sum_(self, flat: Tensor) -> None:
+        carried = self._there(flat)
+        dist.all_reduce(carried)
+        if carried is not flat:
+            flat.copy_(carried)
+
+    def gather(self, data: Tensor) -> Tensor:
+        carried = self._there(data)
+        rows = [torch.empty_like(carried) for _ in range(self._launch.world_size)]
+        dist.all_gather(rows, carried)
+        return torch.stack(rows).to(data.device)
+
+    def exchange(self, data: Tensor) -> Tensor:
+        carried = self._there(data)
+        out = torch.empty_like(carried)
+        dist.all_to_all_single(out, carried)
+        return out.to(data.device)
+
+    def broadcast(self, data: Tensor) -> Tensor:
+        dist.broadcast(data, src=0)
+        return data
+
+    def store(self, timeout: float) -> Any:
+        return _client(*self._address, timeout, self._prefix)
+
+    def close(self) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class _HorovodTransport:
+    """Horovod, under horovodrun; the store is worker 0's.
+
+    :raises ValueError: when Horovod is not installed.
+    """
+
+    def __init__(self, launch: Launch, timeout: float) -> None:
+        try:
+            self._hvd: Any = importlib.import_module("horovod.torch")
+        except ImportError as missing:
+            raise ValueError(
+                f"started by horovodrun, but Horovod cannot be imported ({missing}): make horovod builds "
+                "it, or use torchrun"
+            ) from missing
+        os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(COLLECTIVE_S)))
+        self._hvd.init()
+        assert (self._hvd.rank(), self._hvd.size()) == (launch.rank, launch.world_size)
+        host, port = os.environ.get("HOROVOD_HOSTNAME", "127.0.0.1"), 0
+        if launch.rank == 0:
+            self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+            port = self._server.port
+        told = f"{host}:{port}".encode().ljust(256)
+        carried = self.broadcast(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        name, _, number = bytes(carried.numpy()).decode().strip().rpartition(":")
+        self._address = name, int(number)
+
+    def choose(self, *, on_own_gpus: bool) -> str:
+        self._nccl = on_own_gpus and bool(self._hvd.nccl_built())
+        return "NCCL" if self._nccl else "Gloo"
+
+    def sum_(self, flat: Tensor) -> None:
+        carried = flat if self._nccl or not flat.is_cuda else flat.cpu()
+        self._hvd.allreduce_(carried, op=self._hvd.Sum)
+        if carried is not flat:
+            flat.copy_(carried)
+
+    def gather(self, data: Tensor) -> Tensor:
+        rows = self._hvd.allgather(data.cpu())
+        return torch.as_tensor(rows).view(-1, len(data)).to(data.device)
+
+    def exchange(self, data: Tensor) -> Tensor:
+        received = self._hvd.alltoall(data.cpu())
+        return torch.as_tensor(received).view_as(data).to(data.device)
+
+    def broadcast(self, data: Tensor) -> Tensor:
+        return torch.as_tensor(self._hvd.broadcast(data, root_rank=0))
+
+    def store(self, timeout: float) -> Any:
+        return _client(*self._address, timeout, "horovod")
+
+    def close(self) -> None:
+        self._hvd.barrier()
+        self._hvd.shutdown()
+
+
+def open_transport(launch: Launch, timeout: float) -> Transport:
+    """The transport of the launcher that was found; ``timeout`` in seconds.
+
+    :raises ValueError: under horovodrun without Horovod.
+    """
+    return (_HorovodTransport if launch.launcher == "horovod" else _TorchTransport)(launch, timeout)

@@ -1,0 +1,277 @@
+"""A run survives damaged files, changed data and hurried users, or says in one line why not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.core import recorder
+from benchmarks.core.federated import RoundCallback
+from benchmarks.core.settings import Tree
+from dataset.flair.mini import write_mini
+from pfl_ext import checkpoint
+from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
+from tests.benchmarks.test_train import error_line, lines, results
+
+PASSING = ("wall_clock_s",)
+
+
+def lasting(directory: Path) -> Tree:
+    """``results.json`` without the times."""
+    return {key: value for key, value in results(directory).items() if key not in PASSING}
+
+
+@pytest.fixture
+def cut(train: Train, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """A run that dies in the round after ``dies_in``, checkpointed every second round."""
+
+    def call(*argv: str, dies_in: int, name: str = "run") -> Path:
+        real = recorder.Recorder.step_done
+
+        def die(self: Any, step: int, *rest: Any) -> None:
+            real(self, step, *rest)
+            if step == dies_in:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder.Recorder, "step_done", die)
+            return train(*LONG, *argv, name=name, code=130)
+
+    return call
+
+
+SHORT = ("--federated.num_rounds=1",)
+LONG = ("--federated.num_rounds=6", "--runtime.checkpoint_every=2")
+
+
+@pytest.fixture(scope="module")
+def whole(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run that nothing happened to."""
+    return train_into(tmp_path_factory.mktemp("runs") / "whole", mini_file, *LONG)
+
+
+@pytest.fixture(scope="module")
+def short(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished short run, to be copied."""
+    return train_into(tmp_path_factory.mktemp("runs") / "short", mini_file, *SHORT)
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # the bytes of the previous checkpoint are another file
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_costs_the_rounds_since_the_one_before(
+    whole: Path, train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = cut(dies_in=4)
+    damage(directory / "checkpoint" / "last.safetensors")
+    capsys.readouterr()
+    train(*LONG)
+    said = capsys.readouterr().err
+    assert "going on from the one before it" in said
+    assert "resuming at round 2" in said
+    assert lines(directory) == lines(whole)
+    assert lasting(directory) == lasting(whole)
+
+
+def test_two_damaged_checkpoints_are_refused(
+    train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = cut(dies_in=4)
+    for name in ("last", "last.previous"):
+        damage(directory / "checkpoint" / f"{name}.safetensors")
+    capsys.readouterr()
+    train(*LONG, code=2)
+    assert "nor is there one before it" in error_line(capsys)
+
+
+def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
+    whole: Path, train: Train, cut: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round that was lost had scored best; done again it does not (as on another device, say)."""
+    real = recorder.Recorder.evaluated
+
+    def flattered(self: recorder.Recorder, step: int, metrics: Any, model: Any) -> None:
+        real(self, step, metrics, model)
+        if step == 2:
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in self.best.weights.items()}
+            self.best = recorder.Best(2, -1.0, self.best.val, zeros)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.Recorder, "evaluated", flattered)
+        directory = cut(dies_in=2)  # after the checkpoint of step 2 and the scoring that follows it
+    train(*LONG)
+    assert lasting(directory) == lasting(whole)
+
+
+def test_another_data_file_is_refused_and_a_copy_is_not(
+    train: Train, cut: Train, mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut(dies_in=2)
+    other = tmp_path / "other.hdf5"
+    write_mini(other, replace(TINY, seed=1))
+    capsys.readouterr()
+    train(*LONG, f"--data_path={other}", code=2)
+    assert "holds a run on other data" in error_line(capsys)
+    copy = Path(shutil.copy(mini_file, tmp_path / "copy.hdf5"))
+    directory = train(*LONG, f"--data_path={copy}")
+    assert "resuming at round 2" in capsys.readouterr().err
+    train(*LONG, f"--data_path={other}", code=2)  # nor are its results shown as those of other data
+    assert len(results(directory)["data_sha256"]) == 64
+
+
+def test_metrics_that_were_changed_under_a_checkpoint_are_refused(
+    train: Train, cut: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = cut(dies_in=4)
+    metrics = directory / "metrics.jsonl"
+    content = metrics.read_bytes()
+    for changed in (content[:20], content.replace(b'"round": 1', b'"round": 7'), b""):
+        metrics.write_bytes(changed)
+        capsys.readouterr()
+        train(*LONG, code=2)
+        assert "metrics.jsonl is not the one" in error_line(capsys)
+    metrics.write_bytes(content + b'{"round": 5, "sec')  # a line that a kill cut off
+    train(*LONG)
+    assert [line["round"] for line in lines(directory)] == list(range(7))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "results.json", "checkpoint/data.json"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2", b"- 1", b"{}"], ids=repr)
+def test_a_damaged_small_file_is_named_in_one_line(
+    name: str, content: bytes, short: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(short, tmp_path / "run"))
+    (directory / name).write_bytes(content)
+    capsys.readouterr()
+    if (name, content) == ("results.json", b"{}"):  # no results of this config: they are made again
+        train(*SHORT)
+        assert results(directory)["model_sha256"]
+        return
+    train(*SHORT, code=2)
+    said = error_line(capsys)
+    assert str(directory) in said
+
+
+def test_the_run_directory_is_left_when_two_want_it(
+    train: Train, cut: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = cut(dies_in=2)
+    before = (directory / "metrics.jsonl").read_bytes()
+
+    def taken(*_: object) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "lockf", taken)
+    capsys.readouterr()
+    train(*LONG, code=2)
+    assert "is in use by another process" in error_line(capsys)
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
+    number: signal.Signals,
+    whole: Path,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm's pre-emption; in a round after which no checkpoint was due."""
+    argv = (*LONG, "--runtime.checkpoint_every=100")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundCallback, "after_central_iteration", signalled(number, 1, times=1))
+        directory = train(*argv, code=75)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"{number.name}: stopping after this round; once more abandons it",
+        f"stopped by {number.name}, round 1 is done and {directory}/checkpoint/last.safetensors is written; "
+        "the same command goes on from here",
+    ]
+    assert [line["round"] for line in lines(directory)] == [0, 1]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    train(*argv)
+    assert "resuming at round 2" in capsys.readouterr().err
+    assert lines(directory) == lines(whole)
+    assert lasting(directory) == lasting(whole)
+
+
+def signalled(number: int, in_round: int, times: int) -> Callable[..., Any]:
+    """The round's callback of training, in which signals come."""
+    real = RoundCallback.after_central_iteration
+
+    def call(self: RoundCallback, metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        if central_iteration == in_round:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+        return real(self, metrics, model, central_iteration=central_iteration)
+
+    return call
+
+
+def test_a_second_signal_abandons_the_round(
+    whole: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(RoundCallback, "after_central_iteration", signalled(signal.SIGTERM, 3, times=2))
+        directory = train(*LONG, code=75)
+    assert "the round under way is lost" in capsys.readouterr().err
+    assert [line["round"] for line in lines(directory)] == [0, 1, 2]
+    train(*LONG)
+    assert lasting(directory) == lasting(whole)
+
+
+def test_a_signal_before_the_first_round_stops_at_once(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def early(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder.Recorder, "finished", early)
+        train(*SHORT, code=75)
+    assert capsys.readouterr().err == "stopped by SIGTERM; the same command goes on from here\n"
+    train(*SHORT)
+
+
+def test_a_full_disk_is_named_and_the_checkpoints_are_whole(
+    whole: Path, train: Train, mini_file: Path, tmp_path: Path
+) -> None:
+    """On a real small disk: the third checkpoint of 12 MB does not fit beside two."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no private mounts (unshare -rm)")
+    disk, saved = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    argv = [*SMALL, *LONG, "--runtime.checkpoint_every=1", "--config=fl-r-17", f"--data_path={mini_file}"]
+    argv.append("--runtime.threads=1")  # as in this process: other numbers of threads round otherwise
+    command = f"{sys.executable} -m benchmarks.flair.train {' '.join(argv)} --run_dir={disk}/run"
+    script = (
+        f"mount -t tmpfs -o size=30m none {disk} || exit 99; {command}; code=$?; cp -r {disk}/run {saved}"
+    )
+    script += "; exit $code"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
+    if done.returncode == 99:
+        pytest.skip("this machine allows no tmpfs")
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "checkpoint/last.safetensors cannot be written" in line
+    assert "No space left on device" in line
+    assert checkpoint.load(saved / "checkpoint" / "last.safetensors")[1]["step"] == 2
+    assert checkpoint.load(saved / "checkpoint" / "last.previous.safetensors")[1]["step"] == 1
+    assert not list(saved.rglob("*.partial"))
+    assert lasting(train(*LONG)) == lasting(whole)  # room was made: it goes on

@@ -1,0 +1,64 @@
+"""Which file a command runs on, and what it says where that is the mini data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.core import mini
+from benchmarks.core.mini import CLASSES_FILE, MINI_FILE
+from benchmarks.flair import train as flair
+from benchmarks.flair.config import parse as parse_flair
+from benchmarks.visual_classification import train as vision
+from benchmarks.visual_classification.config import parse as parse_vision
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn; there is no file but those that a test makes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mini, "write_mini", lambda path, spec: path.touch())
+
+
+@pytest.mark.parametrize(
+    "argv, present, told",
+    [
+        ([], False, "no FLAIR file (make flair-data gets it): running on the embedded mini data set"),
+        (["--data_path=mini"], True, "--data_path mini: running on the embedded mini data set"),
+        ([], True, ""),
+    ],
+)
+def test_the_reason_for_the_mini_set_is_said_once(
+    argv: list[str], present: bool, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue 17.22: ``--data_path mini`` said that there is no FLAIR file where there is one."""
+    flair.FLAIR_FILE.parent.mkdir()
+    if present:
+        flair.FLAIR_FILE.touch()
+    words, path = flair.resolve_data(argv)
+    flair.ready_data(parse_flair(words), path)
+    assert path == (MINI_FILE if told else flair.FLAIR_FILE)
+    assert capsys.readouterr().out == (f"{told}, {MINI_FILE}, at laptop scale\n" if told else "")
+    assert path.exists()
+
+
+def test_visual_classification_says_which_file_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    words, path = vision.resolve_data(["--config=cifar100-fedavg"])
+    vision.ready_data(parse_vision(words), path)
+    assert path == CLASSES_FILE
+    assert capsys.readouterr().out.startswith("no data/cifar100.hdf5 (make vision-data DATASET=cifar100 ")
+
+
+@pytest.mark.parametrize("resolve_data", [flair.resolve_data, vision.resolve_data])
+@pytest.mark.parametrize(
+    "words, told",
+    [(["--data_path=no.hdf5"], "--data_path no.hdf5: no such"), (["--data_path="], "--data_path is empty")],
+)
+def test_a_given_file_that_does_not_exist_is_an_error(
+    resolve_data: object, words: list[str], told: str
+) -> None:
+    """Issue 17.39."""
+    assert callable(resolve_data)
+    with pytest.raises(ValueError, match=told):
+        resolve_data(words)

@@ -1,0 +1,139 @@
+"""Every figure and sentence about a guarantee holds for every sampler, mechanism, band and kind of run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pfl.common_types import Population
+from pfl.context import CentralContext
+
+from benchmarks.core.ledger import CentralLedger
+from benchmarks.core.privacy_statement import (
+    USERS,
+    ProtectedUnit,
+    central_paragraph,
+    describe_epsilon,
+    rounded_up,
+)
+from benchmarks.core.secret import open_secret, public_secret
+from benchmarks.core.settings import Tree
+from benchmarks.flair.config import parse
+from pfl_ext.checkpoint import read_json
+from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
+from pfl_ext.privacy.banded import BandedFactor
+from pfl_ext.privacy.central import AdaptivePrivateMean
+from pfl_ext.privacy.mechanisms import BOUND_RANGE
+
+
+def calibration(**config: Any) -> Calibration:
+    """Twenty rounds of 20 of 2,000 users: a user of a circle takes part once."""
+    return PrivacyConfig(epsilon=8, delta=1e-5, **config).calibrate(2000, 20, 20)
+
+
+def test_five_runs_let_a_user_of_a_circle_take_part_five_times() -> None:
+    """A user who comes once in a run of 20 rounds comes five times in five runs, not once in 100 rounds."""
+    system = calibration(mechanism="gaussian", sampler="cyclic").executed
+    assert system.participations(20) == system.participations(100) == 1
+    alone, together = system.epsilon_after(20), system.epsilon_of_runs(5, 20)
+    assert together == system.epsilon_after(500), "500 rounds are five turns of the circle"
+    assert together > 2 * alone
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+def test_five_runs_of_drawn_cohorts_are_one_run_of_five_times_the_rounds(sampler: Any) -> None:
+    system = calibration(mechanism="gaussian", sampler=sampler).executed
+    assert system.epsilon_of_runs(5, 20) == system.epsilon_after(100)
+    assert system.epsilon_of_runs(1, 20) == system.epsilon_after(20)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(1.9941, "2"), (0.6041, "0.605"), (2.0, "2"), (0.01, "0.01"), (8.4026e-6, "8.41e-06"), (123.2, "124")],
+)
+def test_an_upper_bound_is_never_printed_below_itself(value: float, text: str) -> None:
+    assert rounded_up(value) == text
+    assert float(rounded_up(value)) >= value
+    assert describe_epsilon(value) == f"epsilon = {text}"
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "adaptive"])
+def test_the_paragraph_says_how_large_the_noise_of_a_round_is_with_a_band(mechanism: Any) -> None:
+    """With a band the noise of one round is larger than the independent noise that it is made from."""
+    made = calibration(mechanism=mechanism, sampler="cyclic", band=8, indicator_std_fraction=5.0)
+    text = central_paragraph(made, USERS, False)
+    multiplier = made.value_noise_multiplier
+    largest = multiplier * BandedFactor(20, 8).noise_scales.max()
+    assert largest > 1.3 * multiplier
+    assert f"independent noise with a standard deviation of {multiplier:.4g} times the bound" in text
+    assert f"in one round up to {largest:.4g} times" in text
+    assert (
+        f"Gaussian noise with a standard deviation of {multiplier:.4g} times the bound was added" not in text
+    )
+
+
+def ledger(directory: Path, *argv: str, secret: bool = False) -> CentralLedger:
+    """The ledger of a run with 2,000 users."""
+    config = parse(["--config=pfl-r-17", *argv]).config
+    drawn = open_secret(directory, "config", "data") if secret else public_secret(directory, 1)
+    return CentralLedger(config, 2000, ProtectedUnit(), drawn, directory)
+
+
+def written(directory: Path, *argv: str, rounds: int = 20, secret: bool = False) -> Tree:
+    """``privacy.json`` after so many rounds."""
+    ledger(directory, *argv, secret=secret).write(rounds, [])
+    return read_json(directory / "privacy.json")
+
+
+SHORT = ("--federated.num_rounds=20", "--federated.cohort_size=20", "--privacy.noise_cohort_size=none")
+WIDE = (*SHORT, "--privacy.mechanism=gaussian", "--privacy.noise_population=none")
+
+
+def test_no_guarantee_is_claimed_of_noise_that_anybody_can_subtract(tmp_path: Path) -> None:
+    assert "no protection" in written(tmp_path, *WIDE)["claim"]
+    assert written(tmp_path / "secret", *WIDE, secret=True)["claim"].startswith(
+        "as_executed is the guarantee"
+    )
+
+
+def test_a_finished_paragraph_does_not_say_that_the_secret_is_gone_while_it_lies_there(
+    tmp_path: Path,
+) -> None:
+    """It is written with the last round; the secret is deleted after that, and a kill may come between."""
+    told = written(tmp_path, *WIDE, secret=True)["paragraph"]
+    assert "was deleted" not in told
+    assert "which the run deletes after its last file" in told
+
+
+def test_the_warning_of_a_large_delta_names_the_population_that_it_follows_from(tmp_path: Path) -> None:
+    words = (*WIDE, "--privacy.noise_population=3000", "--privacy.noise_cohort_size=20")
+    told = written(tmp_path, *words)
+    assert told["delta"] == pytest.approx(3000**-1.1)
+    assert "N^-1.1 of 3,000 users" in told["warning"]
+
+
+def test_a_public_release_says_that_the_screen_is_not_covered(tmp_path: Path) -> None:
+    told = written(tmp_path, *WIDE, "--privacy.release=public", secret=True)
+    assert any("screen" in text for text in told["not_covered"])
+
+
+@pytest.mark.parametrize("clip_step", [0.2, 50.0, 1e4, 1e300])
+def test_the_adaptive_bound_stays_in_its_range_however_large_its_step(clip_step: float) -> None:
+    made = calibration(
+        mechanism="adaptive", sampler="cyclic", clip_step=clip_step, indicator_std_fraction=5.0
+    )
+    mean = AdaptivePrivateMean(made, noise_seed=1)
+
+    for number in range(20):
+        context = CentralContext(
+            current_central_iteration=number,
+            do_evaluation=False,
+            cohort_size=20,
+            population=Population.TRAIN,
+            algorithm_params=None,
+            model_train_params=None,
+            seed=0,
+        )
+        mean._adapt(context, 0.0)
+        assert BOUND_RANGE[0] <= mean.clipping_bound <= BOUND_RANGE[1]

@@ -1,0 +1,251 @@
+"""The matrix of options against privacy: every option has a row, every cell holds what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from benchmarks.core.experiment import build_model
+from benchmarks.core.federated import objective_of, train_federated
+from benchmarks.core.privacy_matrix import TABLE, markdown
+from benchmarks.core.recorder import Recorder
+from benchmarks.core.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
+from benchmarks.core.settings import AnyRun, Run
+from benchmarks.flair.config import FLAIR
+from benchmarks.visual_classification.config import VISION
+from pfl_ext.privacy.central import NoisyMean
+from tests.pfl_ext.stores import NumberedStore
+
+SECTIONS = ("privacy", "local_privacy")
+
+
+def fields(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Key, type and default of every leaf; a section that may be absent also under its own name."""
+    hints = get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        hint, key = hints[item.name], prefix + item.name
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        inner = [part for part in parts if dataclasses.is_dataclass(part)]
+        if inner:
+            if len(parts) > 1:
+                yield key, hint, None
+            yield from fields(inner[0], f"{key}.")
+        else:
+            yield key, hint, item.default
+
+
+BY_KEY = {
+    key: (hint, default)
+    for kind, prefix in ((VISION.kind, ""), (FLAIR.kind, ""), (Runtime, "runtime."))
+    for key, hint, default in fields(kind, prefix)
+}
+
+
+def candidates(key: str) -> list[Any]:
+    """Every value of a choice; of any other type the default and one more."""
+    hint, default = BY_KEY[key]
+    if key in SECTIONS:
+        return [None, {"privacy": PrivacySection, "local_privacy": LocalPrivacySection}[key]()]
+    kinds = set(get_args(hint) or (hint,))
+    for choice in (hint, *get_args(hint)):
+        if get_origin(choice) is Literal:
+            return [*get_args(choice), *([None] if type(None) in kinds else [])]
+    if bool in kinds:
+        return [True, False, *([None] if type(None) in kinds else [])]
+    other = {str: "another", int: 3, float: 0.25}
+    another = next(other[kind] for kind in (str, int, float) if kind in kinds)
+    return [default, another, *(TABLE[key].central or ())]
+
+
+def private(section: str, kind: type[TrainingConfig] = FLAIR.kind) -> TrainingConfig:
+    federated = dataclasses.replace(kind().federated, weighting="users", cohort_size=3, num_rounds=4)
+    sections: dict[str, Any] = {
+        "privacy": PrivacySection(epsilon=50, delta=0.01, mechanism="gaussian", clipping_bound=0.02),
+        "local_privacy": LocalPrivacySection(epsilon=100, delta=0.01, clipping_bound=0.02),
+    }
+    return dataclasses.replace(kind(), federated=federated, **{section: sections[section]})
+
+
+def with_value(tree: Any, key: str, value: Any) -> Any:
+    """A config with one leaf changed; nothing but types is checked."""
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(
+        tree, **{name: with_value(getattr(tree, name), rest, value) if rest else value}
+    )
+
+
+def run_of(section: str, key: str, value: Any) -> AnyRun:
+    name, _, rest = key.partition(".")
+    if name == "runtime":
+        return Run(private(section), with_value(Runtime(), rest, value))
+    kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
+    return Run(with_value(private(section, kind), key, value), Runtime())
+
+
+def test_every_option_has_a_row_and_every_row_an_option() -> None:
+    assert set(TABLE) == set(BY_KEY)
+    assert all(rule.argument for rule in TABLE.values())
+
+
+def test_an_option_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.core.privacy_matrix.TABLE", {k: r for k, r in TABLE.items() if k != "local.momentum"}
+    )
+    for section in SECTIONS:
+        with pytest.raises(ValueError, match=rf"{section} refuses local.momentum: nobody has argued"):
+            Run(private(section), Runtime())
+    Run(FLAIR.kind(), Runtime())
+
+
+CELLS = [
+    (section, key, value)
+    for section in SECTIONS
+    for key in BY_KEY
+    if not key.startswith(tuple(f"{name}." for name in SECTIONS)) or key.startswith(f"{section}.")
+    for value in candidates(key)
+    if key != section
+]
+
+
+def refusal(section: str, key: str, value: Any) -> str | None:
+    """What a run with this cell is refused with."""
+    try:
+        run_of(section, key, value)
+    except ValueError as fault:
+        return str(fault)
+    return None
+
+
+def test_every_cell_is_allowed_or_refused_as_the_table_says() -> None:
+    refused = []
+    for section, key, value in CELLS:
+        fault = refusal(section, key, value)
+        if TABLE[key].allows(section, value):
+            assert fault is None or key.startswith(f"{section}."), (
+                fault
+            )  # a section's check of its own values
+        else:
+            assert fault is not None
+            assert f"{section} refuses {key} = " in fault or "are both set" in fault
+            refused.append(key)
+    assert {"federated.reweight", "runtime.reduce", "federated.algorithm", "mode"} <= set(refused)
+
+
+def test_the_printed_table_has_a_line_for_each_row() -> None:
+    lines = markdown().splitlines()
+    assert len(lines) == len(TABLE) + 2
+    assert all(line.count("|") == 5 for line in lines)
+    (line,) = [line for line in lines if "`federated.reweight`" in line]
+    assert line.startswith("| `federated.reweight` | none | none | FedIR's weights hold")
+
+
+BOUND, SIZES = 0.02, (4, 7, 3, 6, 8)
+SMALL = (
+    "--seed=1",
+    "--model.arch=cifar_cnn",
+    "--model.input_size=8",
+    "--data.image_size=8",
+    "--local.batch_size=4",
+    "--federated.cohort_size=4",
+    "--federated.num_rounds=1",
+    "--federated.weighting=users",
+    "--evaluation.best_by=last",
+    "--runtime.progress=false",
+)
+CENTRAL = (
+    *SMALL,
+    "--privacy.epsilon=100",
+    "--privacy.delta=0.05",
+    f"--privacy.clipping_bound={BOUND}",
+    "--privacy.mechanism=gaussian",
+)
+
+
+def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path) -> torch.Tensor:
+    """The noisy sum of the first round that a private run makes, as one vector, by the production path.
+
+    Its noise and its cohort are those of the seed, whatever users have how many images.
+    """
+    run, store = FLAIR.parse(argv), NumberedStore(sizes)
+    sums: list[torch.Tensor] = []
+    real = NoisyMean.postprocess_server
+
+    def watched(self: NoisyMean, **given: Any) -> Any:
+        stats, metrics = real(self, **given)
+        flat = torch.cat([stats[name].double().reshape(-1) for name in sorted(stats)])
+        sums.append(flat.clone())
+        return stats, metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NoisyMean, "postprocess_server", watched)
+        module = build_model(run.config, 5, None, objective_of(run.config, "multi_label"))
+        recorder = Recorder(run, directory, 1, "round")
+        recorder.begin()
+        train_federated(run, store, NumberedStore([2, 2]), module, recorder)
+    return sums[0]
+
+
+def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
+    """How far the sum moves when the last user's images are gone, and how far rounding alone may move it."""
+    whole = released_sum(argv, SIZES, folder / "whole")
+    less = released_sum(argv, (*SIZES[:-1], 0), folder / "less")
+    return float((whole - less).norm()), float(2**-22 * whole.norm())
+
+
+TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.")
+NOT_OF_THE_SUM = (
+    "privacy.accountant",
+    "privacy.noise",
+    "privacy.release",
+    "runtime.track",
+    "runtime.artifact",
+    "runtime.progress",
+    "runtime.keep_checkpoints",
+)
+CHOICES = [
+    (key, value)
+    for key, (hint, _) in BY_KEY.items()
+    if key.startswith(TRAINING) and not key.startswith(NOT_OF_THE_SUM)
+    if get_origin(hint) is Literal or bool in (get_args(hint) or (hint,))
+    for value in candidates(key)
+    if value is not None and TABLE[key].allows("privacy", value)
+]
+
+
+@pytest.mark.parametrize("key, value", CHOICES, ids=lambda part: str(part))
+def test_no_allowed_choice_lets_one_user_move_the_sum_by_more_than_the_bound(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    everybody = ("--federated.cohort_size=5",) if value in ("fixed", "cyclic") else ()
+    distance, rounding = moved((*CENTRAL, *everybody, f"--{key}={text}"), tmp_path)
+    bound = 2 * BOUND if value == "fixed" else BOUND  # replaced, not removed
+    assert 0.9 * BOUND < distance <= bound * (1 + 1e-5) + rounding
+
+
+def test_fedirs_weights_would_let_a_user_outside_the_cohort_move_the_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why it is refused: without it such a user moves nothing."""
+    argv = (*CENTRAL, "--seed=9", "--federated.cohort_size=2")
+    assert moved(argv, tmp_path / "none")[0] == 0
+    with pytest.raises(ValueError, match=r"privacy refuses federated.reweight = fedir \("):
+        FLAIR.parse((*argv, "--federated.reweight=fedir"))
+    monkeypatch.setattr("benchmarks.core.settings.check_privacy", lambda *_: None)
+    assert moved((*argv, "--federated.reweight=fedir"), tmp_path / "fedir")[0] > 1e-3 * BOUND
+
+
+def test_a_sum_in_bf16_would_move_by_more_than_the_bound() -> None:
+    """Why it is refused: 200 clipped updates of C, and one more."""
+    with pytest.raises(ValueError, match=r"privacy refuses runtime.reduce = bf16 \("):
+        FLAIR.parse((*CENTRAL, "--runtime.reduce=bf16"))
+    updates = torch.randn(201, 1000, generator=torch.Generator().manual_seed(1))
+    updates = updates.abs() / updates.norm(dim=1, keepdim=True)
+    with_user, without = (updates[:n].sum(0).bfloat16().float() for n in (201, 200))
+    assert (with_user - without).norm() > 1.05

@@ -1,0 +1,198 @@
+"""Real jobs of several workers, by both launchers: they compute what one does, and end when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.core.recorder import MODEL
+from benchmarks.flair.train import main
+from dataset.cli import run as run_command
+from pfl_ext import checkpoint
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.core.worker_runs import RUNS, SMALL
+from tests.benchmarks.test_train import error_line, lines
+from tests.launching import LAUNCHERS, command, environment, run
+
+Job = tuple[Path, str]
+TIMEOUT_S = 8.0
+TOLERANCE = {"fl": 1e-6, "pfl": 1e-6, "fl32": 1e-4, "fast": 1e-6}
+"""Of parameters after ten rounds. With float64 sums they agree to the bit; the fast engine groups a cohort's
+users in the same way whoever trains them."""
+
+
+def start_runs(launcher: str, workers: int, data: Path, directory: Path) -> Job:
+    """All `RUNS` by so many workers; where, and what was printed."""
+    directory.mkdir()
+    words = ("-m", "tests.benchmarks.core.worker_runs", str(data), str(directory))
+    return directory, run(command(launcher, workers, *words))
+
+
+@pytest.fixture(scope="session")
+def alone(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The runs of one worker, under torchrun."""
+    return start_runs("torchrun", 1, mini_file, tmp_path_factory.mktemp("workers") / "alone")
+
+
+def parameters(directory: Path) -> dict[str, torch.Tensor]:
+    """The model after the last round."""
+    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+
+
+def distance(one: Path, other: Path, by_tensor: bool = True) -> float:
+    """Relative difference of two last checkpoints, by norm: of the worst tensor, or of all as one vector."""
+    a, b = parameters(one), parameters(other)
+    assert a.keys() == b.keys()
+    apart = torch.stack([(a[name].double() - b[name].double()).norm() for name in a])
+    size = torch.stack([a[name].double().norm() for name in a])
+    return float((apart / size.clamp(min=1e-12)).max() if by_tensor else apart.norm() / size.norm())
+
+
+def notes(directory: Path, name: str, workers: int) -> list[Any]:
+    """What each worker wrote of a run."""
+    return [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(workers)]
+
+
+@pytest.mark.xdist_group("workers")
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_any_number_of_workers_computes_the_same(
+    launcher: str, workers: int, alone: Job, mini_file: Path, tmp_path: Path
+) -> None:
+    """Cohorts, crops and noise to the bit, parameters after ten rounds within `TOLERANCE`."""
+    first, _ = alone
+    if (launcher, workers) == ("torchrun", 1):
+        directory, output = alone
+    else:
+        directory, output = start_runs(launcher, workers, mini_file, tmp_path / "job")
+    for name in RUNS:
+        told = notes(directory, name, workers)
+        trained = Counter(user for worker in told for user in worker["users"])
+        assert set(trained.values()) == {1}, "a user was trained by two workers in one round"
+        assert all(worker["noise"] == told[0]["noise"] for worker in told)
+        if name != "secret":
+            (reference,) = notes(first, name, 1)
+            assert {u: crc for worker in told for u, crc in worker["users"].items()} == reference["users"]
+            assert told[0]["noise"] == reference["noise"]
+            assert distance(first / name, directory / name, name != "fl32") < TOLERANCE[name]
+            for got, expected in zip(lines(directory / name), lines(first / name), strict=True):
+                assert (got.get("users"), got.get("images")) == (
+                    expected.get("users"),
+                    expected.get("images"),
+                )
+                if "val" in expected:
+                    assert got["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-3)
+    assert len(notes(directory, "pfl", 1)[0]["noise"]) == 10
+    if directory != first:
+        assert notes(directory, "secret", 1)[0]["noise"] != notes(first, "secret", 1)[0]["noise"]
+    assert output.count("run directory:") == len(RUNS), "one worker prints, once"
+    if workers > 1:
+        assert output.count("process ") == workers, "the map of workers and devices"
+        assert all(len(line["worker_seconds"]) == workers for line in lines(directory / "fl")[:10])
+
+
+class Running:
+    """A job of two workers whose output goes to a file."""
+
+    def __init__(self, launcher: str, words: tuple[str, ...], log: Path) -> None:
+        self._log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command(launcher, 2, "-m", "benchmarks.flair.train", *words),
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """So far."""
+        return self._log.read_text()
+
+    def pids(self) -> list[int]:
+        """Of the two workers, as they said at the start."""
+        found = dict(re.findall(r"worker (\d): .* process (\d+)", self.output))
+        return [int(found["0"]), int(found["1"])]
+
+    def wait_for(self, path: Path) -> None:
+        """Until the file is there."""
+        deadline = time.monotonic() + 300
+        while not path.exists():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest, mini_file: Path, tmp_path: Path) -> Iterator[Running]:
+    """The run "fl" with two workers of the launcher asked for; whatever is left of it is killed."""
+    words = (*SMALL, *RUNS["fl"], f"--data_path={mini_file}", f"--run_dir={tmp_path / 'run'}")
+    job = Running(request.param, (*words, f"--runtime.worker_timeout_s={TIMEOUT_S}"), tmp_path / "log")
+    yield job
+    if job.process.poll() is None:
+        os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+
+
+@pytest.mark.xdist_group("workers")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("running", LAUNCHERS, indirect=True)
+def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
+    running: Running, sent: signal.Signals, alone: Job, mini_file: Path, tmp_path: Path
+) -> None:
+    last = tmp_path / "run" / "checkpoint" / "last.safetensors"
+    running.wait_for(last)
+    pids = running.pids()
+    os.kill(pids[1], sent)
+    assert running.process.wait(TIMEOUT_S + 90) != 0  # torchrun gives a worker that does not end 30 s more
+    output = running.output
+    if sent == signal.SIGSTOP:
+        assert (
+            f"error: worker 1 ({os.uname().nodename}, process {pids[1]}) has not been heard of for 8 s"
+            in output
+        )
+    else:
+        assert re.search(r"error: worker 1 \(|rank +: 1 |Process 1 exit with status code 137", output)
+    deadline = time.monotonic() + 40
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(alive, pids)), "a worker outlives its job"
+    _, state = checkpoint.load(last)
+    assert 1 <= state["step"] < 10, "the job ended before the signal came"
+    words = [*SMALL, *RUNS["fl"], f"--data_path={mini_file}", f"--run_dir={tmp_path / 'run'}"]
+    assert run_command(main, words) == 0
+    assert distance(alone[0] / "fl", tmp_path / "run") < 1e-6
+    assert [line["round"] for line in lines(tmp_path / "run")] == list(range(11))
+
+
+def test_what_several_workers_cannot_do_is_refused(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.core.experiment.current", lambda: "others")
+    train("--config=c-r-17", code=2)
+    assert "centralised training runs in one process" in error_line(capsys)
+    monkeypatch.undo()
+    monkeypatch.setattr("benchmarks.core.federated.current", lambda: "others")
+    train("--federated.algorithm=scaffold", name="scaffold", code=2)
+    assert "scaffold's state of each user lies in one process" in error_line(capsys)

@@ -1,0 +1,116 @@
+"""Train a setting several times as one of the workers of a launcher, noting what each worker did.
+
+    worker_runs DATA DIRECTORY
+
+One launch for several runs: FL by pfl's loop with float64 and with float32 sums, FL by the fast engine, PFL,
+and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
+what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where
+pfl's loop trains, and the checksums of the noise that was added.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pfl_ext as pfl_ext  # before pfl, see there
+
+# isort: split
+import torch
+
+from benchmarks.core.experiment import execute
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import experiment
+from pfl_ext.data import federated_dataset
+from pfl_ext.privacy import banded, mechanisms
+from pfl_ext.workers.distributed import connected, current
+
+SMALL = (
+    "--data.image_size=20",
+    "--model.input_size=16",
+    "--model.arch=shufflenet_v2_x0_5",
+    "--model.groups=4",
+    "--local.learning_rate=0.05",
+    "--federated.num_rounds=10",
+    "--federated.cohort_size=5",
+    "--evaluation.every_rounds=5",
+    "--runtime.checkpoint_every=1",
+    "--runtime.keep_checkpoints=true",
+    "--runtime.progress=false",
+    "--runtime.threads=1",
+    "--runtime.accumulate=fp64",
+    "--runtime.engine=stock",
+)
+PRIVATE = (
+    "--config=pfl-r-17",
+    "--privacy.epsilon=50",
+    "--privacy.delta=0.01",
+    "--privacy.noise_cohort_size=10",
+    "--privacy.indicator_std_fraction=0.5",
+)
+RUNS = {
+    "fl": ("--config=fl-r-17",),
+    "fl32": ("--config=fl-r-17", "--runtime.accumulate=fp32"),
+    "fast": ("--config=fl-r-17", "--runtime.engine=fast"),
+    "pfl": (*PRIVATE, "--seed=1"),
+    "secret": (*PRIVATE, "--federated.num_rounds=2"),
+}
+
+
+class Notes:
+    """Wrapped around what feeds local training and around what draws noise."""
+
+    def __init__(self) -> None:
+        self.users: dict[str, int] = {}
+        self.noise: list[int] = []
+        self._round = -1
+
+    def install(self) -> None:
+        """Once a process."""
+        noise, batches = mechanisms.gaussian_noise, federated_dataset.UserImages.iter
+        set_round = federated_dataset.FederatedImageDataset.set_round
+
+        def noted_noise(*words: Any, **more: Any) -> torch.Tensor:
+            drawn = noise(*words, **more)
+            self.noise.append(zlib.crc32(drawn.numpy().tobytes()))
+            return drawn
+
+        def noted_round(data: Any, number: int) -> None:
+            self._round = number
+            set_round(data, number)
+
+        def noted_batches(user: Any, batch_size: int | None) -> Iterator[Any]:
+            for batch in batches(user, batch_size):
+                key = f"{self._round} {user.user_id}"
+                for tensor in batch:
+                    self.users[key] = zlib.crc32(tensor.numpy().tobytes(), self.users.get(key, 0))
+                yield batch
+
+        banded.gaussian_noise = noted_noise  # type: ignore[attr-defined]
+        federated_dataset.FederatedImageDataset.set_round = noted_round  # type: ignore
+        federated_dataset.UserImages.iter = noted_batches  # type: ignore
+
+
+def main(data: Path, directory: Path) -> None:
+    """All runs of `RUNS`, one after the other."""
+    notes = Notes()
+    notes.install()
+    torch.set_num_threads(1)
+    with connected("auto", threads=1, timeout=60):
+        workers = current()
+        rank = 0 if workers is None else workers.global_rank
+        for name, words in RUNS.items():
+            notes.users, notes.noise = {}, []
+            run = parse([*SMALL, *words, f"--run_dir={directory / name}"])
+            execute(run, data, partial(experiment, run))
+            text = json.dumps({"users": notes.users, "noise": notes.noise})
+            (directory / f"{name}-{rank}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,259 @@
+"""Federated visual classification end to end on a tiny file: every method, both engines, central training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.core.settings import Tree
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import main as flair_main
+from benchmarks.sweep.space import read_sweep
+from benchmarks.visual_classification.curves import read_run
+from benchmarks.visual_classification.train import main
+from dataset.cli import run
+from dataset.flair.mini import write_mini
+from dataset.store.hdf5 import FlairFile, FlairWriter
+from dataset.store.index import TAXONOMIES, DatasetIndex
+from tests.benchmarks.conftest import TINY
+
+COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
+SMALL = (
+    *COMMON,
+    "--federated.num_rounds=2",
+    "--federated.cohort_size=4",
+    "--local.batch_size=4",
+    "--local.learning_rate=0.05",
+    "--evaluation.every_rounds=1",
+)
+CENTRAL = (*COMMON, "--centralised.num_epochs=2")
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def classes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mini data set of a dozen users, one label an image."""
+    path = tmp_path_factory.mktemp("data") / "classes.hdf5"
+    write_mini(path, replace(TINY, coarse_labels=1))
+    return path
+
+
+@pytest.fixture
+def train(classes_file: Path, tmp_path: Path) -> Train:
+    """Run the training command on the tiny data set; the run directory."""
+
+    def call(*argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0) -> Path:
+        directory = tmp_path / name
+        small = CENTRAL if config.endswith("centralised") else SMALL
+        words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *small, *argv]
+        assert run(main, words) == code
+        return directory
+
+    return call
+
+
+def results(directory: Path) -> Tree:
+    return dict(json.loads((directory / "results.json").read_text()))
+
+
+def lines(directory: Path) -> list[Tree]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> np.ndarray:
+    tensors = load_file(directory / "model.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train()
+    told = results(directory)
+    assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"]
+    assert told["best_step"] == told["rounds"] == 2, "no model is chosen on test"
+    shares = [v for v in told["per_class_accuracy"].values() if v is not None]
+    assert told["test"]["C-accuracy"] == pytest.approx(np.mean(shares))
+    assert 0 < told["partition"]["mean_emd"] < 2
+    rounds = lines(directory)
+    assert all(line["max_local_steps"] >= 1 for line in rounds[:-1])
+    assert [line["tracked"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
+    assert rounds[-1]["tracked"]["accuracy"] == pytest.approx(told["test"]["accuracy"], abs=1e-6)
+    assert "val" not in told
+    assert not any("val" in line for line in rounds)
+    shown = capsys.readouterr().out
+    assert "mean EMD" in shown
+    assert "test is tracked and chooses nothing" in shown
+    assert "the model of round 2 of 2 is the last;" in shown
+    assert "best on val" not in shown
+    for name in ("training_curve", "per_class_accuracy"):
+        assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--recipe=vc", "--local.virtual_size=8"],
+        ["--recipe=ir"],
+        ["--recipe=fednova"],
+        ["--recipe=fedprox", "--federated.mu=1"],
+        ["--local.momentum=0.5", "--recipe=fednova"],
+        ["--local.momentum=0.5", "--local.max_grad_norm=0.5", "--local.clip_by=variable"],
+    ],
+    ids=["fedavgm", "fedvc", "fedir", "fednova", "fedprox", "fednova-momentum", "clipped-momentum"],
+)
+def test_both_engines_train_the_same(train: Train, words: list[str]) -> None:
+    fast = weights(train(*words, name="fast"))
+    stock = weights(train(*words, "--runtime.engine=stock", name="stock"))
+    assert np.linalg.norm(fast - stock) <= 1e-4 * np.linalg.norm(stock)
+    if words:
+        plain = weights(train(name="plain"))
+        assert np.linalg.norm(fast - plain) > 1e-4 * np.linalg.norm(plain), "the method does something"
+
+
+def test_virtual_clients_are_all_of_one_size(train: Train) -> None:
+    rounds = lines(train("--recipe=vc", "--local.virtual_size=8"))[:-1]
+    assert [(line["images"], line["max_local_steps"]) for line in rounds] == [(4 * 8, 2)] * 2
+
+
+def test_without_momentum_fedavgm_is_fedavg(train: Train) -> None:
+    plain = weights(train(name="plain", config="cifar10-fedavg"))
+    assert np.array_equal(plain, weights(train("--server.momentum=0", name="zero")))
+    assert not np.array_equal(plain, weights(train(name="momentum")))
+
+
+def test_centralised_training_is_scored_alike(train: Train) -> None:
+    told = results(train(config="cifar10-centralised"))
+    assert told["unit"] == "epoch"
+    assert set(told["test"]) == {"loss", "accuracy", "C-accuracy"}
+
+
+def test_an_unknown_partition_is_refused_in_one_line(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("--data.partition=alpha-9", code=2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "alpha-9" in error
+    assert error.count("\n") == 1
+
+
+def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) -> None:
+    """Our form of FedIR for several labels an image, in both engines."""
+    found = {}
+    for name, words in {
+        "plain": [],
+        "fast": ["--federated.reweight=fedir", "--federated.max_importance=10"],
+        "stock": ["--federated.reweight=fedir", "--federated.max_importance=10", "--runtime.engine=stock"],
+    }.items():
+        directory = tmp_path / name
+        argv = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *words]
+        assert run(flair_main, [*argv, "--server.optimizer=sgd", "--server.learning_rate=1"]) == 0
+        found[name] = weights(directory)
+    moved = np.linalg.norm(found["fast"] - found["plain"])
+    assert np.linalg.norm(found["fast"] - found["stock"]) <= 0.01 * moved
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--federated.algorithm=fednova"], "set federated.algorithm to fedavg"),
+        (["--federated.sampling=proportional"], "set federated.sampling to uniform"),
+    ],
+)
+def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(["--config=pfl-r-17", *words])
+
+
+@pytest.fixture(scope="session")
+def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
+    """The tiny data set as CIFAR's files are: with train and test only."""
+    path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
+    with FlairFile(classes_file) as file:
+        splits = {name: file.split(name) for name in ("train", "test")}
+        index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
+        size = file.image_size
+        assert size is not None
+        with FlairWriter(path, index, storage="raw", image_size=size) as writer:
+            for name, split in splits.items():
+                rows = np.arange(split.num_images)
+                writer.write(name, rows, file.read_images(name, rows, size))
+    return path
+
+
+def test_a_val_carved_from_train_chooses_the_model(
+    train: Train, file_without_val: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What sweeps rank by is not test: its images are training images, which are not trained on."""
+    words = [f"--data_path={file_without_val}", "--data.scored=val", "--data.val_share=0.3"]
+    directory = train(*words, "--evaluation.best_by=accuracy")
+    told, rounds = results(directory), lines(directory)
+    assert not any("tracked" in line for line in rounds)
+    best = max(line["val"]["accuracy"] for line in rounds)
+    assert told["val"]["accuracy"] == pytest.approx(best, abs=1e-6)
+    with FlairFile(file_without_val) as file:
+        images = file.split("train").num_images
+    assert 0.5 * images < told["partition"]["images"] < images
+    shown = capsys.readouterr().out
+    assert "val is 0.3 of each user's training images" in shown
+    assert "was best on val by accuracy;" in shown
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--evaluation.best_by=accuracy"], "which would choose a model on test: set data.scored to val"),
+        (["--data.val_share=0.2"], "data.val_share has no effect while test is followed"),
+        (["--data.scored=val", "--data.val_share=1"], "data.val_share is 1: give a share"),
+        (["--data.scored=train"], "data.scored"),
+    ],
+)
+def test_what_would_choose_by_test_is_refused(
+    train: Train, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not train(*words, code=2).exists()
+    error = capsys.readouterr().err
+    assert (error.startswith("error: "), error.count("\n"), said in error) == (True, 1, True)
+
+
+def test_the_shipped_sweep_ranks_by_val_and_a_sweep_by_test_is_refused(tmp_path: Path) -> None:
+    sweep, _, path = read_sweep("effective-learning-rate")
+    assert sweep.metric is not None
+    assert sweep.metric.name == "val/accuracy"
+    assert "--data.scored=val" in sweep.command
+    for name in ("tracked/accuracy", "test/accuracy"):
+        other = tmp_path / "sweep.yaml"
+        other.write_text(path.read_text().replace("name: val/accuracy", f"name: {name}"))
+        with pytest.raises(ValueError, match=f"metric.name is {name}, which is of test"):
+            read_sweep(str(other))
+
+
+@pytest.mark.parametrize("by, choices", [("C-AP", "loss, accuracy, last")])
+def test_the_best_is_not_chosen_by_what_is_not_scored(
+    train: Train, capsys: pytest.CaptureFixture[str], by: str, choices: str
+) -> None:
+    train(f"--evaluation.best_by={by}", "--data.scored=val", code=2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        error == f"error: evaluation.best_by is {by}, which this task does not score: choose one of {choices}"
+    )
+
+
+def test_a_public_private_run_tells_no_facts_of_its_partition(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--federated.weighting=users", "--privacy.epsilon=100", "--privacy.delta=0.01")
+    directory = train(*words, "--privacy.mechanism=gaussian", "--privacy.release=public")
+    assert "partition" not in results(directory)
+    assert 0 <= results(directory)["test"]["accuracy"] <= 100
+    assert results(directory)["per_class_accuracy"]
+    assert "Training was differentially private" in capsys.readouterr().out
+    assert read_run(directory).experiment[1].endswith("classes.hdf5")  # no checksum of the data

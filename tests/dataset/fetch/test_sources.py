@@ -1,0 +1,387 @@
+"""Sources: a local folder of either layout, Apple's server and Hugging Face, both played by this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataset.fetch.http import Patience, Remote, fetch
+from dataset.fetch.http import remote as remote_file
+from dataset.flair import remote
+from dataset.flair.sources import Source, _json_list, local
+from tests.dataset.drawn import (
+    Record,
+    add_member,
+    records,
+    write_archives,
+    write_files,
+    write_metadata,
+    write_mixed,
+    write_parquet,
+)
+
+
+def told(source: Source) -> dict[str, tuple[Any, ...]]:
+    """What a source says of each image; the second reading must agree with the first."""
+    found: dict[str, tuple[Any, ...]] = {}
+    first: list[Any] = []
+    parts = range(len(source.parts))
+    for batch in (batch for part in parts for batch in source.records(part)):
+        for row, image in zip(batch.table.to_pylist(), batch.images):
+            image = None if image is None else bytes(image)
+            first.append(image)
+            found[row["image_id"]] = (
+                row["user_id"],
+                row["partition"],
+                row["labels"],
+                row["fine_grained_labels"],
+                image,
+            )
+    images = (image for part in parts for batch in source.images(part) for image in batch)
+    again = [None if image is None else bytes(image) for image in images]
+    assert again == first
+    return found
+
+
+def expected(rows: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
+    return {
+        str(one.image_id): (one.user_id, one.partition, one.labels, one.fine_grained_labels, one.image)
+        for one in rows
+    }
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_files, write_archives, write_mixed])
+def test_each_local_layout_gives_the_same_records(tmp_path: Path, write: Any) -> None:
+    rows = records(150)
+    source = local(write(tmp_path / "flair", rows))
+    assert source.num_images == 150
+    assert source.download_bytes == 0
+    assert told(source) == expected(rows)
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    rows = records(9)
+    folder = write_parquet(tmp_path / "flair", rows)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "unfinished.parquet").write_bytes(b"PAR1")
+    assert told(local(folder)) == expected(rows)
+
+
+def test_members_of_an_archive_cannot_reach_outside_or_pose_as_images(tmp_path: Path) -> None:
+    rows = records(6)
+    write_metadata(tmp_path / "flair", rows)
+    with tarfile.open(tmp_path / "flair" / "small_images-00.tar.gz", "w:gz") as archive:
+        add_member(archive, "../../../evil.jpg", b"evil")
+        add_member(archive, f"small_images/._{rows[0].image_id}.jpg", b"a Mac's notes")
+        add_member(archive, "small_images/unlisted.jpg", b"unlisted")
+        link = tarfile.TarInfo(f"small_images/{rows[0].image_id}.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+        for one in rows:
+            add_member(archive, f"/absolute/{one.image_id}.jpg", one.image or b"")
+    before = sorted(tmp_path.rglob("*"))
+    assert told(local(tmp_path / "flair")) == expected(rows)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("write", [write_files, write_archives])
+def test_an_image_that_is_listed_but_not_there_comes_as_none(tmp_path: Path, write: Any) -> None:
+    rows = records(70)
+    folder = write(tmp_path / "flair", rows[:-1])
+    (folder / "labels_and_metadata.json").unlink()
+    write_metadata(folder, rows)
+    found = told(local(folder))
+    assert found.pop(str(rows[-1].image_id))[-1] is None
+    assert found == expected(rows[:-1])
+
+
+@given(
+    st.lists(
+        st.recursive(
+            st.text() | st.none(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=5,
+        ).map(lambda value: {"v": value})
+    ),
+    st.integers(1, 40),
+    st.sampled_from([None, 1]),
+)
+def test_a_json_list_is_read_alike_in_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, values: list[Any], block: int, indent: int | None
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "list.json"
+    path.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8")
+    assert list(_json_list(path, block)) == values
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{}", "is not a JSON list"),
+        ('[{"user_id": "a"', "is not valid JSON, or is cut off"),
+        ('[{"user_id": "a"}]', "record 0 lacks 'image_id'"),
+        ("", "is not a JSON list"),
+        ("[]", "no usable|0"),
+    ],
+)
+def test_damaged_metadata_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "small_images").mkdir()
+    (tmp_path / "labels_and_metadata.json").write_text(text)
+    if text == "[]":
+        assert told(local(tmp_path)) == {}
+        return
+    with pytest.raises(ValueError, match=message) as caught:
+        told(local(tmp_path))
+    assert "labels_and_metadata.json" in str(caught.value)
+
+
+def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
+    folder = write_archives(tmp_path / "flair", records(60), archives=1)
+    archive = folder / "small_images-00.tar.gz"
+    archive.write_bytes(archive.read_bytes()[:-400])
+    with pytest.raises(ValueError, match=r"small_images-00\.tar\.gz is damaged .*; delete it"):
+        told(local(folder))
+
+
+def test_parquet_of_another_kind_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    row = {**Record(1).row(), "image": {"bytes": b"x", "path": ""}}
+    cases: dict[str, list[dict[str, Any]]] = {
+        "no column 'partition'": [{key: value for key, value in row.items() if key != "partition"}],
+        "the images' bytes": [{**row, "image": "a path"}],
+        "records without user_id": [row, {**row, "user_id": None}],
+        "columns of other types": [{**row, "labels": "dog"}],
+    }
+    for number, (message, content) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        pq.write_table(pa.Table.from_pylist(content), folder / "train.parquet")
+        with pytest.raises(ValueError, match=message) as caught:
+            told(local(folder))
+        assert "train.parquet" in str(caught.value)
+
+
+def test_a_truncated_shard_and_a_wrong_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is neither hf, apple nor a folder"):
+        local(tmp_path / "missing")
+    with pytest.raises(ValueError, match=r"holds neither \*\.parquet nor labels_and_metadata\.json"):
+        local(tmp_path)
+    folder = write_parquet(tmp_path / "flair", records(20), shards=1)
+    shard = next(folder.rglob("*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=r"train-00000-of-00001\.parquet cannot be read as parquet"):
+        local(folder)
+
+
+@dataclass
+class Server:
+    """A web server of one folder that can break connections off and refuse ranges."""
+
+    root: Path
+    url: str = ""
+    break_after: int | None = None
+    ranges: bool = True
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    state = Server(tmp_path / "served")
+    state.root.mkdir()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, body: bool) -> None:
+            path = state.root / self.path.lstrip("/")
+            if not path.is_file():
+                self.send_error(404)
+                return
+            content, wanted = path.read_bytes(), self.headers["Range"]
+            start = 0
+            if wanted is not None and state.ranges:
+                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if body:
+                state.asked.append((self.path, wanted))
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(content) - start))
+            self.end_headers()
+            if body:
+                stop = len(content) if state.break_after is None else start + state.break_after
+                self.wfile.write(content[start:stop])
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        state.url = f"http://127.0.0.1:{httpd.server_port}/"
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield state
+        httpd.shutdown()
+        thread.join(5)
+
+
+def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Server) -> None:
+    content = bytes(range(256)) * 40
+    (server.root / "f").write_bytes(content)
+    server.break_after = 3000
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    assert (tmp_path / "got").read_bytes() == content
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=3000-", "bytes=6000-", "bytes=9000-"]
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    assert len(server.asked) == 4  # what is whole is not asked for again
+
+
+def test_a_later_run_takes_up_an_earlier_one(tmp_path: Path, server: Server) -> None:
+    content = bytes(range(256)) * 40
+    (server.root / "f").write_bytes(content)
+    server.break_after = 1000
+    with pytest.raises(OSError, match=r"cannot download .*IncompleteRead.*run the command again"):
+        fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), replace(QUICK, attempts=3))
+    assert not (tmp_path / "got").exists()
+    server.break_after = None
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    assert server.asked[-1] == ("/f", "bytes=3000-")
+    assert (tmp_path / "got").read_bytes() == content
+
+
+def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path: Path, server: Server) -> None:
+    content = bytes(range(256)) * 40
+    (server.root / "f").write_bytes(content)
+    (tmp_path / "got.part").write_bytes(b"x" * 5000)
+    (tmp_path / "got.version").write_text("")
+    server.ranges = False
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    assert (tmp_path / "got").read_bytes() == content
+
+
+def test_what_cannot_be_reached_is_said_in_one_line(tmp_path: Path, server: Server) -> None:
+    with pytest.raises(OSError, match=rf"cannot download {server.url}nothing.*404"):
+        remote_file(server.url + "nothing", QUICK)
+    with pytest.raises(OSError, match=r"cannot download http://127.0.0.1:9/x"):
+        fetch("http://127.0.0.1:9/x", tmp_path / "x", Remote(10, ""), QUICK)
+
+
+def test_apples_archives_are_fetched_one_by_one_and_deleted(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = records(30)
+    folder = write_archives(tmp_path / "made", rows, archives=2)
+    for name, place in (("labels", "labels_and_metadata.json"), ("images/small", "small_images-0*.tar.gz")):
+        (server.root / name).mkdir(parents=True)
+        for path in folder.glob(place):
+            path.rename(server.root / name / path.name)
+    monkeypatch.setattr(remote, "NUM_ARCHIVES", 2)
+    source = remote.apple(tmp_path / "down", server.url)
+    total = sum(path.stat().st_size for path in server.root.rglob("*") if path.is_file())
+    assert source.download_bytes == total
+    batches = source.records(0)
+    next(batches)
+    assert [path for path, _ in server.asked][1:] == ["/images/small/small_images-00.tar.gz"]
+    assert told(source) == expected(rows)
+    assert len(server.asked) == 3
+    assert remote.apple(tmp_path / "down", server.url).download_bytes == 0
+    (tmp_path / "down" / "mine.txt").write_text("not downloaded")
+    source.discard()
+    assert [path.name for path in (tmp_path / "down").iterdir()] == ["mine.txt"]
+
+
+QUICK = Patience(attempts=5, timeout_s=5, pause_s=0.01)
+COMMIT = "227b0632" + "0" * 32
+
+
+@dataclass
+class Hub:
+    """Stands for huggingface_hub: lists and 'downloads' the shards of a folder."""
+
+    root: Path
+    downloads: list[tuple[str, str]] = field(default_factory=list)
+    damage: bool = False
+
+    def list_repo_commits(self, repository: str, *, repo_type: str) -> list[Any]:
+        assert (repository, repo_type) == ("apple/flair", "dataset")
+        return [SimpleNamespace(commit_id="f" * 40), SimpleNamespace(commit_id=COMMIT)]
+
+    def dataset_info(self, repository: str, *, revision: str) -> Any:
+        raise ConnectionError(f"no revision {revision}\nin apple/flair")
+
+    def list_repo_tree(
+        self, repository: str, *, recursive: bool, revision: str, repo_type: str
+    ) -> Iterator[Any]:
+        assert revision == COMMIT
+        yield SimpleNamespace(path="README.md", size=10, lfs=None)
+        for path in sorted(self.root.rglob("*.parquet"), reverse=True):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            lfs = SimpleNamespace(sha256=digest)
+            yield SimpleNamespace(path=str(path.relative_to(self.root)), size=path.stat().st_size, lfs=lfs)
+
+    def hf_hub_download(
+        self, repository: str, path: str, *, repo_type: str, revision: str, local_dir: Path, **_: object
+    ) -> str:
+        self.downloads.append((path, revision))
+        target = local_dir / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (local_dir / ".cache" / "huggingface").mkdir(parents=True, exist_ok=True)
+        content = bytearray((self.root / path).read_bytes())
+        if self.damage:
+            content[100] ^= 1
+        target.write_bytes(content)
+        return str(target)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    stand_in = Hub(write_parquet(tmp_path / "hub", records(30)))
+    monkeypatch.setattr(remote, "HfApi", lambda **_: stand_in)
+    monkeypatch.setattr(remote, "hf_hub_download", stand_in.hf_hub_download)
+    return stand_in
+
+
+def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: Path, hub: Hub) -> None:
+    source = remote.hugging_face(tmp_path / "down")
+    assert source.provenance["revision"] == COMMIT
+    assert source.download_bytes == sum(path.stat().st_size for path in hub.root.rglob("*.parquet"))
+    next(iter(source.records(0)))
+    assert hub.downloads == [("data/train-00000-of-00003.parquet", COMMIT)]
+    assert told(source) == expected(records(30))
+    assert len(hub.downloads) == 3
+    again = remote.hugging_face(tmp_path / "down")  # a later run: all is there
+    assert again.download_bytes == 0
+    assert told(again) == expected(records(30))
+    assert len(hub.downloads) == 3
+    again.discard()
+    assert not (tmp_path / "down").exists()
+
+
+def test_a_shard_that_arrives_damaged_is_not_kept(tmp_path: Path, hub: Hub) -> None:
+    hub.damage = True
+    with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet arrived damaged"):
+        told(remote.hugging_face(tmp_path / "down"))
+    hub.damage = False
+    assert told(remote.hugging_face(tmp_path / "down")) == expected(records(30))
+
+
+def test_an_unknown_revision_is_said_in_one_line(tmp_path: Path, hub: Hub) -> None:
+    with pytest.raises(
+        OSError, match=r"cannot list apple/flair at revision abc .*no revision abc.*--source DIR"
+    ) as caught:
+        remote.hugging_face(tmp_path / "down", "abc")
+    assert "\n" not in str(caught.value)

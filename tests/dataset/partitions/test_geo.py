@@ -1,0 +1,114 @@
+"""Division by place: against hand-made cells, and against s2cell's own ancestors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import s2cell
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset.partitions.geo import ancestors, geo_partition, leaf_ids, read_coordinates
+
+FACE = "1"  # the cube's face around (0, 0); its four children have these tokens
+CHILDREN = ("04", "0c", "14", "1c")
+
+
+def within(token: str, count: int, seed: int = 0) -> list[int]:
+    """Leaves below a cell: its id plus even numbers within its range."""
+    cell = s2cell.token_to_cell_id(token)
+    reach = (cell & -cell) - 1
+    rng = np.random.default_rng(seed)
+    return [cell + 2 * int(step) for step in rng.integers(-reach // 2 + 1, reach // 2, count)]
+
+
+def test_tokens_are_known_places() -> None:
+    """The face around (0, 0) is cell 1; the leaf at (0, 0) is that of S2's own documentation."""
+    assert s2cell.cell_id_to_token(int(ancestors(leaf_ids([0.0], [0.0]), 0)[0])) == FACE
+    assert s2cell.cell_id_to_token(int(leaf_ids([0.0], [0.0])[0])) == "1000000000000001"
+    faces = ancestors(leaf_ids([0, 0, 90, 0, 0, -90], [0, 90, 0, 180, -90, 0]), 0)
+    assert [s2cell.cell_id_to_token(int(face)) for face in faces] == ["1", "3", "5", "7", "9", "b"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(latitude=st.floats(-90, 90), longitude=st.floats(-180, 180), level=st.integers(0, 30))
+def test_ancestors_are_those_of_s2cell(latitude: float, longitude: float, level: int) -> None:
+    leaf = leaf_ids([latitude], [longitude])
+    assert int(ancestors(leaf, level)[0]) == s2cell.cell_id_to_parent_cell_id(int(leaf[0]), level)
+
+
+def test_a_cell_is_divided_only_while_it_holds_too_many() -> None:
+    """Of a face with 10 + 3 + 2 + 0 images at N_max = 5, the first child is divided once more: 5, 4, 1."""
+    grandchildren = [s2cell.cell_id_to_token(_child(CHILDREN[0], number)) for number in range(4)]
+    leaves = within(grandchildren[0], 5) + within(grandchildren[1], 4) + within(grandchildren[3], 1)
+    leaves += within(CHILDREN[1], 3) + within(CHILDREN[2], 2)
+    leaves += within("3", 5)  # another face, just full
+    order = np.random.default_rng(1).permutation(len(leaves))
+    found = geo_partition(np.array(leaves, np.uint64)[order], 5)
+    expected = [grandchildren[0]] * 5 + [grandchildren[1]] * 4 + [grandchildren[3]]
+    expected += [CHILDREN[1]] * 3 + [CHILDREN[2]] * 2 + ["3"] * 5
+    assert found == [expected[i] for i in order]
+
+
+def test_small_cells_are_dropped_and_those_of_just_the_least_number_are_not() -> None:
+    """At N_max = 200, N_min is 2."""
+    leaves = (
+        within(CHILDREN[0], 150) + within(CHILDREN[1], 100) + within(CHILDREN[2], 2) + within(CHILDREN[3], 1)
+    )
+    found = Counter(geo_partition(np.array(leaves, np.uint64), 200))
+    assert found == {CHILDREN[0]: 150, CHILDREN[1]: 100, CHILDREN[2]: 2, "NA": 1}
+
+
+def test_images_at_one_place_cannot_be_divided() -> None:
+    leaf = leaf_ids([48.8584] * 7, [2.2945] * 7)
+    assert geo_partition(leaf, 3) == [s2cell.cell_id_to_token(int(leaf[0]))] * 7
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), most=st.integers(1, 60))
+def test_every_image_lies_in_its_cell_and_no_cell_could_have_stayed_whole(seed: int, most: int) -> None:
+    rng = np.random.default_rng(seed)
+    leaves = leaf_ids(rng.normal(40, 8, 200).clip(-90, 90).tolist(), rng.normal(0, 30, 200).tolist())
+    cells = geo_partition(leaves, most, min_share=0.0)
+    for leaf, token in zip(leaves, cells):
+        level = s2cell.token_to_level(token)
+        assert s2cell.cell_id_to_token(int(ancestors(leaf[None], level)[0])) == token
+        if level:
+            parent = ancestors(leaf[None], level - 1)[0]
+            assert (ancestors(leaves, level - 1) == parent).sum() > most
+    assert max(Counter(cells).values()) <= most
+
+
+def test_what_is_no_place_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no place at latitude 91"):
+        leaf_ids([91.0], [0.0])
+    with pytest.raises(ValueError, match="give at least 1"):
+        geo_partition(np.zeros(0, np.uint64), 0)
+    path = tmp_path / "c.csv"
+    for text, said in [
+        ("image_id,lat\n", "has no column 'latitude'"),
+        ("image_id,latitude,longitude\na,1,2\nb,north,2\n", "line 3 has no latitude and longitude"),
+        ("image_id,latitude,longitude\na,1\n", "line 2 has no latitude and longitude"),
+        (
+            "image_id,latitude,longitude\na,1,nan\n",
+            "line 2: there is no place at latitude 1.0, longitude nan",
+        ),
+        ("image_id,latitude,longitude\na,1,2\na,1,2\n", "line 3 lists image a a second time"),
+        ('image_id,latitude,longitude\n"a\n', "is no CSV"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_coordinates(path)
+    path.write_text("latitude,image_id,longitude\n-33.9,a.jpg,18.4\n")
+    assert read_coordinates(path) == {"a.jpg": (-33.9, 18.4)}
+
+
+def _child(token: str, number: int) -> int:
+    """Child 0..3 of a cell, in S2's order along its curve."""
+    cell = s2cell.token_to_cell_id(token)
+    last = cell & -cell
+    return int(cell - last + (2 * number + 1) * (last >> 2))

@@ -1,0 +1,203 @@
+"""One class an image: who has it, which class it is and which pixels, under every way of dealing them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataset.store.hdf5 import FlairFile
+from dataset.store.index import LabelMatrix, PartitionIndex, SplitIndex
+from dataset.store.single_label import SingleLabelImages, SingleLabelTask, _carved
+from pfl_ext.data.federated_dataset import ImageStore, natural_partition
+from tests.dataset.drawn import number_in
+from tests.dataset.store.test_hdf5 import partitioned, write
+
+CLOTHING = Path("/tmp/clothing.hdf5")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+    """Image i of train shows i + 1 and has labels[i % 2]; of the fine, i % 3 == 2 has one."""
+    return FlairFile(write(tmp_path_factory.mktemp("s") / "f.hdf5", "raw", splits=partitioned()))
+
+
+def shown(store: SingleLabelImages, rows: list[int]) -> list[int]:
+    """The file's rows that the pixels of these rows of a store belong to."""
+    return [number_in(image) - 1 for image in store.read(np.array(rows))[0]]
+
+
+def users_rows(store: SingleLabelImages) -> dict[str, list[int]]:
+    """The file's rows of each user of a store."""
+    bounds = zip(store.user_ids, store.user_offsets, store.user_offsets[1:])
+    return {user: store.file_rows[start:stop].tolist() for user, start, stop in bounds}
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 10**8])
+@pytest.mark.parametrize(
+    "partition, users, offsets, rows",
+    [
+        (None, ["a", "b", "c"], [0, 2, 3, 7], [0, 1, 2, 3, 4, 5, 6]),
+        ("crossed", ["p", "q"], [0, 3, 7], [6, 0, 3, 1, 2, 5, 4]),
+        ("geo-100", ["one", "two", "é"], [0, 1, 3, 5], [5, 2, 3, 0, 6]),
+    ],
+)
+def test_a_partition_deals_the_images_in_its_own_order(
+    file: FlairFile,
+    partition: str | None,
+    users: list[str],
+    offsets: list[int],
+    rows: list[int],
+    cache_bytes: int,
+) -> None:
+    store = SingleLabelTask(file, partition, cache_bytes=cache_bytes).split("train")
+    assert list(store.user_ids) == users
+    assert store.user_offsets.tolist() == offsets
+    assert store.num_images == len(rows)
+    assert shown(store, list(range(len(rows)))) == rows
+    assert store.classes.tolist() == [row % 2 for row in rows]
+    asked = [2, 0, 0]
+    images, targets = store.read(np.array(asked))
+    assert [number_in(image) - 1 for image in images] == [rows[i] for i in asked]
+    np.testing.assert_array_equal(targets, np.eye(2, dtype=np.uint8)[[rows[i] % 2 for i in asked]])
+    np.testing.assert_array_equal(store.targets(np.array(asked)), targets)
+    assert store.label_counts().tolist() == [
+        sum(row % 2 == 0 for row in rows),
+        sum(row % 2 for row in rows),
+    ]
+    protocol: ImageStore = store
+    assert natural_partition(protocol).sizes.tolist() == np.diff(offsets).tolist()
+
+
+def test_images_without_exactly_one_label_and_users_without_others_are_left_out(file: FlairFile) -> None:
+    """Of the fine labels {i % 3, 2}, rows 2 and 5 of train have one; user a has neither."""
+    task = SingleLabelTask(file, taxonomy="fine_grained_labels")
+    assert task.label_names == ("p", "q", "r")
+    store = task.split("train")
+    assert (task.num_left_out("train"), store.num_images) == (5, 2)
+    assert list(store.user_ids) == ["b", "c"]
+    assert store.user_offsets.tolist() == [0, 1, 2]
+    assert shown(store, [0, 1]) == [2, 5]
+    assert store.classes.tolist() == [2, 2]
+    part = SingleLabelTask(file, "geo-100", "fine_grained_labels")
+    assert part.num_left_out("train") == 3
+    assert list(part.split("train").user_ids) == ["one", "two"]
+    assert shown(part.split("train"), [0, 1]) == [5, 2]
+
+
+def test_a_partition_is_of_the_training_images_only(file: FlairFile) -> None:
+    task = SingleLabelTask(file, "crossed")
+    assert list(task.split("val").user_ids) == ["d", "é"]
+    assert task.num_left_out("val") == 0
+
+
+def test_what_a_file_cannot_give_is_said_in_one_line(file: FlairFile, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no partition 'geo-30k'; there are crossed, geo-100"):
+        SingleLabelTask(file, "geo-30k")
+    plain = FlairFile(write(tmp_path / "plain.hdf5", "raw"))
+    assert SingleLabelTask(plain).partition_names == ()
+    with pytest.raises(ValueError, match=r"no partition 'crossed'; there are none, only users of its own"):
+        SingleLabelTask(plain, "crossed")
+    with pytest.raises(ValueError, match="'colours' is not a taxonomy"):
+        SingleLabelTask(plain, taxonomy="colours")
+    with pytest.raises(ValueError, match="no images in the split 'test'"):
+        SingleLabelTask(plain).split("test")
+
+
+def many_images(count: int) -> SplitIndex:
+    """Users of 1, 2, ... images, the last of what is left; image i has labels[i % 2]."""
+    sizes = [*range(1, 10), count - 45]
+    labels = LabelMatrix.from_rows([[i % 2] for i in range(count)], 2)
+    return SplitIndex(
+        [f"user {size}" for size in range(len(sizes))],
+        np.cumsum([0, *sizes]),
+        np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
+        [str(i) for i in range(count)],
+        {"labels": labels, "fine_grained_labels": LabelMatrix(labels.indptr, labels.indices, 3)},
+    )
+
+
+@pytest.fixture(scope="module")
+def without_val(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+    """60 training images, of which "crossed" deals 40 to users of 1, 2, 3, 4, 10 and 20 images."""
+    train = many_images(60)
+    rows = np.random.default_rng(0).permutation(60)[:40]
+    offsets = np.cumsum([0, 1, 2, 3, 4, 10, 20])
+    crossed = PartitionIndex(list("abcdef"), rows, offsets)
+    splits = {"train": dataclasses.replace(train, partitions={"crossed": crossed})}
+    path = write(tmp_path_factory.mktemp("v") / "f.hdf5", "raw", splits=splits)
+    return FlairFile(path)
+
+
+@pytest.mark.parametrize("partition", [None, "crossed"])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.99])
+def test_a_carved_val_is_that_share_of_each_users_images(
+    without_val: FlairFile, partition: str | None, share: float
+) -> None:
+    whole = SingleLabelTask(without_val, partition).split("train")
+    task = SingleLabelTask(without_val, partition, val_share=share, cache_bytes=10**8)
+    train, val = task.split("train"), task.split("val")
+    assert list(train.user_ids) == list(whole.user_ids)
+    found = {name: users_rows(store) for name, store in (("train", train), ("val", val))}
+    for user, rows in users_rows(whole).items():
+        carved = found["val"].get(user, [])
+        assert sorted([*found["train"][user], *carved]) == sorted(rows)
+        assert len(carved) in {
+            min(whole_number, len(rows) - 1)
+            for whole_number in (int(np.floor(share * len(rows))), int(np.ceil(share * len(rows))))
+        }
+    for store in (train, val):
+        assert shown(store, list(range(store.num_images))) == store.file_rows.tolist()
+        assert store.classes.tolist() == [row % 2 for row in store.file_rows]
+    assert task.splits == ("train", "val")
+    assert (task.num_left_out("train"), task.num_left_out("val")) == (0, 0)
+
+
+def test_a_carved_val_is_a_function_of_seed_user_and_images_alone() -> None:
+    """Another process finds the same; another seed gives others; the order of the images does not matter."""
+    users, ids = ["u", "v"], [str(number) for number in range(40)]
+    owner = np.repeat([0, 1], 20)
+    in_val = _carved(ids, owner, users, 0.25, 0)
+    assert [i for i, carved in zip(ids, in_val) if carved] == [
+        "2", "6", "11", "13", "14", "20", "25", "26", "30", "36",
+    ]  # fmt: skip
+    order = np.random.default_rng(0).permutation(40)
+    again = _carved([ids[i] for i in order], owner[order], users, 0.25, 0)
+    np.testing.assert_array_equal(again, in_val[order])
+    assert not np.array_equal(_carved(ids, owner, users, 0.25, 1), in_val)
+    larger = _carved(ids, owner, users, 0.5, 0)
+    assert (larger | ~in_val).all()  # a larger share holds the smaller one
+
+
+def test_users_of_few_images_give_their_share_on_average() -> None:
+    """4,000 users of 3 images at a share of 0.1: 1,200 images expected, standard deviation 29."""
+    users = [str(user) for user in range(4000)]
+    in_val = _carved([str(i) for i in range(12000)], np.repeat(np.arange(4000), 3), users, 0.1, 0)
+    assert abs(int(in_val.sum()) - 1200) < 5 * 29
+    assert not _carved(users, np.arange(4000), users, 0.9, 0).any()  # a user's only image is for training
+
+
+def test_a_val_that_cannot_be_carved_is_refused(file: FlairFile, without_val: FlairFile) -> None:
+    with pytest.raises(ValueError, match=r"has a split 'val' of its own: set val_share to 0"):
+        SingleLabelTask(file, val_share=0.1)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"val_share is .*; give a number from 0 to below 1"):
+            SingleLabelTask(without_val, val_share=share)
+    with pytest.raises(ValueError, match="no images in the split 'val'"):
+        SingleLabelTask(without_val).split("val")
+
+
+@pytest.mark.skipif(not CLOTHING.exists(), reason=f"{CLOTHING} is not on this machine")
+def test_garments_of_real_users_are_a_single_label_task() -> None:
+    task = SingleLabelTask(FlairFile(CLOTHING), image_size=32)
+    for name in ("train", "val", "test"):
+        store, index = task.split(name), task.file.split(name)
+        labels = index.labels["labels"].dense(np.arange(index.num_images))
+        assert store.num_images + task.num_left_out(name) == index.num_images
+        np.testing.assert_array_equal(store.label_counts(), labels[labels.sum(1) == 1].sum(0))
+        ids = [index.user_ids[int(index.user_index[row])] for row in store.file_rows]
+        sizes = np.diff(store.user_offsets)
+        assert ids == np.repeat(np.array(store.user_ids), sizes).tolist()
+        assert (sizes > 0).all()

@@ -1,0 +1,61 @@
+"""Rounds of the algorithms as one of the workers of a launcher: ``algorithm_worker DIRECTORY``.
+
+Each worker writes what the server is given after the last round to ``DIRECTORY/<case>-<rank>.pt``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pfl_ext as pfl_ext  # before pfl, see there
+
+# isort: split
+import torch
+
+from pfl_ext.algorithms.fedir import ImportanceWeights
+from pfl_ext.data.federated_dataset import LocalSampling
+from pfl_ext.workers.distributed import connected, current
+from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
+from tests.pfl_ext.engine.setting import LABELS, Setting
+
+SIZES = [3, 11, 1, 20, 2, 7, 9, 1]
+
+
+def cases() -> dict[str, Setting]:
+    """What is tried, by name."""
+    once = LocalSampling(1, 4, None, straddle=False, input_size=10)
+    virtual = LocalSampling(1, 4, None, straddle=False, input_size=10, virtual_size=8)
+    target = ImportanceWeights([1 / LABELS] * LABELS, cap=5)
+    return {
+        "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),
+        "fednova-proximal": Setting(SIZES, once, nova=True, mu=0.3, rounds=2),
+        "fedvc-fedir": Setting(
+            SIZES,
+            virtual,
+            by_images=False,
+            sampler="proportional_replacement",
+            objective="single_label",
+            store=NoisyOneHot(SIZES),
+            reweight=target,
+            rounds=2,
+        ),
+    }
+
+
+def main(directory: Path) -> None:
+    """All cases in both engines."""
+    torch.set_num_threads(1)
+    with connected("auto", threads=1, timeout=60):
+        workers = current()
+        rank = 0 if workers is None else workers.global_rank
+        for name, setting in cases().items():
+            for engine in (False, True):
+                update, weight, _ = setting.run(engine)
+                torch.save(
+                    {**update, "weight": torch.tensor(weight)}, directory / f"{name}-{engine}-{rank}.pt"
+                )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

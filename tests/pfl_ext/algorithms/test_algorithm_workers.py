@@ -1,0 +1,38 @@
+"""FedNova, FedVC and FedIR with two real workers give what one gives, in both engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pfl_ext.algorithms.fednova import STEPS
+from tests.launching import command, run
+from tests.pfl_ext.algorithms.algorithm_worker import cases
+from tests.pfl_ext.engine.setting import distance
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each of two workers handed to its server."""
+    directory = tmp_path_factory.mktemp("workers")
+    run(command("torchrun", 2, "-m", "tests.pfl_ext.algorithms.algorithm_worker", str(directory)))
+    return directory
+
+
+def of_worker(told: Path, name: str, engine: bool, rank: int) -> tuple[dict[str, Tensor], float]:
+    update = torch.load(told / f"{name}-{engine}-{rank}.pt", weights_only=True)
+    return update, float(update.pop("weight"))
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("name", list(cases()))
+def test_two_workers_give_the_server_what_one_does(told: Path, name: str, engine: bool) -> None:
+    expected, weight, _ = cases()[name].run(engine)
+    assert (STEPS in expected) == name.startswith("fednova")
+    for rank in range(2):
+        update, same = of_worker(told, name, engine, rank)
+        assert same == weight
+        assert distance(update, expected) < 1e-5

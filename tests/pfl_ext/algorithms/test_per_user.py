@@ -1,0 +1,196 @@
+"""Users one by one and after local fine-tuning, on a small network and made images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pfl.internal.ops import pytorch_ops
+from sklearn.metrics import average_precision_score
+
+from pfl_ext.algorithms.per_user import (
+    PER_USER,
+    PRESENT,
+    Personalisation,
+    per_user_scores,
+    personalise,
+    quantiles,
+    shot_table,
+    user_split,
+)
+from pfl_ext.data.federated_dataset import ByteArray, IntArray, LocalSampling
+from pfl_ext.models.classifier import ImageClassifier
+from tests.closeness import assert_close_as_vector
+
+
+class Store:
+    """Users of 1, 6 and 9 images; label 0 is a bright image, label 1 its opposite for the last user."""
+
+    user_ids = ("one", "six", "nine")
+    user_offsets = np.array([0, 1, 7, 16])
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        bright = np.arange(16) % 2
+        self.images = (rng.integers(0, 80, (16, 8, 8, 3)) + 150 * bright[:, None, None, None]).astype(
+            np.uint8
+        )
+        own = np.where(np.arange(16) >= 7, 1 - bright, bright)
+        self.labels = np.stack([bright, own], 1).astype(np.uint8)
+        self.asked: list[list[int]] = []
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
+        self.asked.append(np.asarray(rows).tolist())
+        return self.images[rows], self.targets(rows)
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        return self.labels[rows]
+
+
+def network() -> ImageClassifier:
+    torch.manual_seed(0)
+    return ImageClassifier(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2)), input_size=8
+    )
+
+
+def how(**other: Any) -> Personalisation:
+    sampling = LocalSampling(num_epochs=8, batch_size=4, straddle=False, flip="none", input_size=8)
+    fields = {
+        "learning_rate": 0.05,
+        "max_grad_norm": 10.0,
+        "train_share": 0.5,
+        "min_images": 4,
+        "split_seed": 0,
+    }
+    return Personalisation(sampling, **{**fields, **other})
+
+
+@given(st.integers(2, 200), st.floats(0.01, 0.99), st.integers(0, 5), st.text(max_size=5))
+def test_a_users_split_is_disjoint_complete_and_leaves_neither_part_empty(
+    n: int, share: float, seed: int, user: str
+) -> None:
+    train, held_out = user_split(user, n, share, seed)
+    assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(n))
+    assert len(train) == min(max(round(n * share), 1), n - 1)
+    again = user_split(user, n, share, seed)
+    assert train.tolist() == again[0].tolist()
+
+
+def test_splits_differ_between_users_and_seeds() -> None:
+    splits = {tuple(user_split(u, 40, 0.5, s)[0].tolist()) for u in ("a", "b") for s in (0, 1)}
+    assert len(splits) == 4
+
+
+def test_fine_tuning_sees_only_its_own_part_of_a_users_images() -> None:
+    store = Store()
+    told = personalise(network(), store, how())
+    held_six, trained_six, held_nine, trained_nine = store.asked
+    assert not set(held_six) & set(trained_six)
+    assert sorted(held_six + trained_six) == list(range(1, 7))
+    assert sorted(held_nine + trained_nine) == list(range(7, 16))
+    assert told.users == ["six", "nine"]  # the user with one image is left out
+    assert told.trained_on.tolist() == [len(trained_six), len(trained_nine)]
+    np.testing.assert_array_equal(told.targets, store.labels[[*held_six, *held_nine]])
+
+
+def test_fine_tuning_leaves_the_model_and_helps_a_user_who_differs() -> None:
+    module = network()
+    start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    store = Store()
+    told = personalise(module, store, how())
+    assert all(torch.equal(tensor, start[name]) for name, tensor in module.state_dict().items())
+    loss = [np.abs(part - told.targets).mean(1) for part in (told.before, told.after)]
+    nine = slice(told.offsets[1], told.offsets[2])
+    assert loss[1][nine].mean() < 0.6 * loss[0][nine].mean()
+    with torch.no_grad():
+        expected = torch.sigmoid(module(torch.from_numpy(store.images[store.asked[0]]))).numpy()
+    assert_close_as_vector(told.before[: len(expected)], expected, 100)
+
+
+def test_fine_tuning_is_a_function_of_its_seed_and_each_user_alone() -> None:
+    one, two = (personalise(network(), Store(), how()) for _ in range(2))
+    np.testing.assert_array_equal(one.after, two.after)
+    other = personalise(network(), Store(), how(split_seed=1))
+    assert other.after.shape != one.after.shape or not np.array_equal(other.after, one.after)
+    # A user's result does not depend on who was fine-tuned before: only "nine" is large enough here.
+    alone = personalise(network(), Store(), how(min_images=8))
+    np.testing.assert_array_equal(alone.after, one.after[one.offsets[1] :])
+
+
+def test_no_user_large_enough_is_a_mistake_that_names_the_key() -> None:
+    with pytest.raises(ValueError, match=r"lower personal.min_images below 10"):
+        personalise(network(), Store(), how(min_images=10))
+
+
+def test_a_users_scores_are_those_of_its_rows_alone() -> None:
+    rng = np.random.default_rng(1)
+    scores = rng.random((12, 3)).astype(np.float32)
+    targets = np.zeros((12, 3), np.uint8)
+    targets[:7, 0] = [1, 0, 1, 0, 0, 1, 0]
+    targets[2:5, 1] = [1, 1, 0]
+    values = per_user_scores(scores, targets, np.array([0, 7, 12]))
+    assert set(values) == set(PER_USER)
+    ap = [100 * average_precision_score(targets[:7, k], scores[:7, k]) for k in (0, 1)]
+    assert values[PRESENT][0] == pytest.approx(np.mean(ap))
+    assert values["C-AP"][0] == pytest.approx(sum(ap) / 3)  # the class that the user lacks counts 0
+    assert values["O-AP"][0] == pytest.approx(
+        100 * average_precision_score(targets[:7].ravel(), scores[:7].ravel())
+    )
+    assert np.isnan(values[PRESENT][1])
+    assert values["C-AP"][1] == 0
+
+
+def test_quantiles_leave_out_what_is_no_number() -> None:
+    made = quantiles(np.array([np.nan, 0.0, 10.0, 20.0, 30.0, 40.0]))
+    assert made["n"] == 5
+    assert (made["mean"], made["q0"], made["q25"], made["q50"], made["q100"]) == (20, 0, 10, 20, 40)
+    assert made["q10"] == pytest.approx(4)
+    assert quantiles(np.array([np.nan])) == {"n": 0}
+
+
+def test_classes_are_told_apart_by_how_often_training_saw_them() -> None:
+    ap = {"never": 10.0, "seldom": 20.0, "nearly": 40.0, "often": 60.0, "unseen in test": 0.0}
+    positives = {"never": 1, "seldom": 2, "nearly": 1, "often": 9, "unseen in test": 0}
+    made = shot_table(ap, positives, np.array([0, 1, 19, 20, 5]), 20)
+    assert made == {
+        "zero": {"classes": 1, "evaluated": 1, "C-AP": 10.0},
+        "few": {"classes": 3, "evaluated": 2, "C-AP": 30.0},
+        "many": {"classes": 1, "evaluated": 1, "C-AP": 60.0},
+    }
+    empty = shot_table(ap, dict.fromkeys(ap, 0), np.array([0, 1, 19, 20, 5]), 20)
+    assert empty["few"]["C-AP"] is None
+
+
+def test_workers_share_the_users_and_their_sum_is_what_one_worker_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Share:
+        """One of two workers, without the other."""
+
+        world_size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.global_rank = rank
+
+        def all_reduce(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return tensors
+
+    whole = personalise(network(), Store(), how())
+    parts = []
+    for rank in range(2):
+        monkeypatch.setattr(pytorch_ops, "distributed", Share(rank))
+        parts.append(personalise(network(), Store(), how()))
+    for part in parts:
+        assert part.users == whole.users
+        np.testing.assert_array_equal(part.offsets, whole.offsets)
+        np.testing.assert_array_equal(part.trained_on, whole.trained_on)
+        np.testing.assert_array_equal(part.targets, whole.targets)
+        assert part.after.any()
+        assert not part.after.all(), "each has done some of the users only"
+    np.testing.assert_array_equal(parts[0].before + parts[1].before, whole.before)
+    np.testing.assert_array_equal(parts[0].after + parts[1].after, whole.after)

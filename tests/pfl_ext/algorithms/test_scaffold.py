@@ -1,0 +1,158 @@
+"""SCAFFOLD: its invariants, the engine beside pfl's loop, and pfl's own beside ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pfl.hyperparam.base import NNTrainHyperParams
+from pfl.model.pytorch import PyTorchModel
+from torch import nn
+
+from pfl_ext.algorithms.scaffold import CHANGE, Correction, Option, Renewal, ScaffoldParams, renewal
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.central import private_mean
+from tests.campaigns import scaffold_toy
+from tests.pfl_ext.algorithms.test_fednova import Passes
+from tests.pfl_ext.engine.setting import SIDE, NoisyStore, Setting, distance, norm
+from tests.pfl_ext.test_backend import Linear
+
+SAMPLING = LocalSampling(2, 4, 9, straddle=True, input_size=10)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 14), min_size=2, max_size=5),
+    form=st.tuples(st.sampled_from(["I", "II"]), st.sampled_from(["gradient", "step"])),
+    clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("global", 0.2)]),
+    by_images=st.booleans(),
+    lanes=st.integers(1, 3),
+    local=st.sampled_from([(0.0, 0.0), (0.6, 0.05)]),
+)
+def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
+    sizes: list[int],
+    form: tuple[Option, Correction],
+    clipping: tuple[str, float],
+    by_images: bool,
+    lanes: int,
+    local: tuple[float, float],
+) -> None:
+    """Over four rounds of all users but one; a network with layers of every kind and dead taps."""
+    setting = Setting(sizes, SAMPLING, *clipping, learning_rate=0.05, by_images=by_images, rounds=4)
+    setting.scaffold, setting.cohort = form, len(sizes) - 1
+    setting.momentum, setting.weight_decay = local
+    done = []
+    for engine in (False, True):
+        sums, weight, _ = setting.run(engine, **({"lanes": lanes} if engine else {}))
+        assert setting.controls is not None
+        own = torch.stack([setting.controls.own(user) for user in range(len(sizes))]).double()
+        p = torch.tensor([float(min(n, 9)) if by_images else 1.0 for n in sizes]).double()
+        mean = (p[:, None] * own).sum(0) / p.sum()
+        scale = own.norm(dim=1).max()
+        assert (setting.controls.server.double() - mean).norm() < 1e-5 * scale
+        assert int((own.norm(dim=1) > 0).sum()) >= len(sizes) - 1
+        done.append((sums, weight, own))
+    (theirs, their_weight, their_own), (ours, our_weight, our_own) = done
+    assert our_weight == their_weight
+    # An update is a difference of weights, with their roundings; option II divides it by the learning rate.
+    rounding = setting.rounds * 2**-24 * norm(dict(setting.backbone().named_parameters()))
+    for rate, prefix in ((1.0, False), (setting.learning_rate, True)):
+        mine, pfls = ({n: t for n, t in d.items() if n.startswith(CHANGE) == prefix} for d in (ours, theirs))
+        assert len(mine) == len(ours) / 2
+        assert distance(mine, pfls) < 1e-5 + rounding / rate * our_weight / norm(pfls)
+    assert (our_own - their_own).norm() < 1e-5 * their_own.norm() + rounding / setting.learning_rate
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_users_without_images_keep_what_they_have(engine: bool) -> None:
+    setting = Setting([3, 0, 5], SAMPLING, clipping="none", by_images=False, rounds=2)
+    setting.scaffold = ("I", "gradient")
+    setting.run(engine)
+    assert setting.controls is not None
+    assert not setting.controls.own(1).any()
+    assert setting.controls.own(2).any()
+
+
+def test_a_gradient_counts_as_often_as_momentum_makes_it_count() -> None:
+    """Constant gradients g: option II must find g itself, whatever the momentum; after the step, the mean of
+    what the optimiser stepped on.
+    """
+    g, rate, steps = torch.tensor([2.0, -1.0]), 0.1, 7
+    server, own = torch.tensor([0.5, 0.25]), torch.tensor([1.0, -3.0])
+    for momentum in (0.0, 0.9):
+        for correction, expected in (("gradient", g), ("step", None)):
+            y, v, total = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+            for _ in range(steps):
+                v = momentum * v + g + ((server - own) if correction == "gradient" else 0)
+                y = y - rate * v - (rate * (server - own) if correction == "step" else 0)
+                total += v
+            form = Renewal("II", correction, rate, momentum)  # type: ignore[arg-type]
+            new = own + form.change(server, own, y, steps, None)
+            torch.testing.assert_close(new, total / steps if expected is None else expected)
+
+
+def test_pfls_scaffold_ends_elsewhere_and_ours_at_the_optimum() -> None:
+    """The README's table. When pfl mends its own, this says so."""
+    rate = 0.05
+    assert scaffold_toy.end("FedAvg", rate) == pytest.approx(0.6899, abs=1e-4)
+    assert scaffold_toy.end("pfl, option I", rate) == pytest.approx(2.0170, abs=1e-3)
+    assert scaffold_toy.end("pfl, option II", rate) > 1e6
+    assert scaffold_toy.end("pfl with c_i - c, option II", rate) == pytest.approx(0.8, abs=2e-4)
+    for option in ("I", "II"):
+        ours = scaffold_toy.end(f"ours, option {option}", rate)
+        assert ours == pytest.approx(scaffold_toy.direct(rate, option), abs=1e-5)
+        assert ours == pytest.approx(0.8, abs=2e-4)
+
+
+def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
+
+    def user() -> Any:
+        return FederatedImageDataset(NoisyStore([11]), SAMPLING, seed=1).user_dataset(0)
+
+    plain, passed = user(), user()
+    once = list(passed.once())
+    assert [len(batch[0]) for batch in once] == [4, 4, 1]  # nine of eleven take part
+    assert torch.equal(torch.cat([b[0] for b in once]), torch.from_numpy(passed.raw_data[0]))
+    assert once[0][0].shape[1:] == (SIDE, SIDE, 3)
+    for one, other in zip(plain.iter(4), passed.iter(4), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+    again = list(user().once())
+    assert all(torch.equal(a, b) for one, other in zip(once, again) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_what_would_make_the_control_variates_something_else_is_refused(engine: bool) -> None:
+    config = PrivacyConfig(epsilon=50.0, delta=1e-3, mechanism="gaussian", clipping_bound=0.5)
+    private = private_mean(config.calibrate(2, 2, 5))
+    for more in (private, Passes()):
+        setting = Setting([2, 3], SAMPLING, by_images=False, more=[more])
+        setting.scaffold = ("II", "gradient")
+        with pytest.raises(ValueError, match="no privacy and no other postprocessor but a weighting"):
+            setting.run(engine)
+    twice = Setting([2, 3], SAMPLING, sampler="replacement", cohort=9)
+    twice.scaffold = ("II", "gradient")
+    with pytest.raises(ValueError, match="draw cohorts without replacement"):
+        twice.run(engine)
+
+
+@pytest.mark.parametrize(
+    "optimizer, more, message",
+    [
+        (torch.optim.Adam, {}, "plain SGD or SGD with momentum"),
+        (torch.optim.SGD, {"grad_accumulation_steps": 2}, "no gradient scaling, accumulation"),
+        (torch.optim.SGD, {"local_num_steps": 2, "local_num_epochs": None}, "local_num_steps"),
+    ],
+)
+def test_local_training_of_other_steps_is_refused(optimizer: Any, more: Any, message: str) -> None:
+    module: nn.Module = Linear()
+    model = PyTorchModel(module, optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
+    context: Any = type("Context", (), {})()
+    words = {"local_num_epochs": 1, "local_learning_rate": 0.1, "local_batch_size": 4, **more}
+    context.model_train_params = NNTrainHyperParams(**words)
+    context.algorithm_params = ScaffoldParams(1, 1, 1, 1, 1.0)
+    with pytest.raises(ValueError, match=message):
+        renewal(model, context)

@@ -1,0 +1,69 @@
+"""Shares of a cohort: complete, balanced, the same for everybody who computes them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataset.flair.mini import MiniSpec, mini_index
+from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.schedule import UserCost, fit, longest_first, lower_bound, makespan, round_robin
+from tests.pfl_ext.stores import NumberedStore
+
+COSTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
+
+
+@given(COSTS, st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_the_slowest_worker_is_near_the_best_of_all_assignments(costs: list[float], workers: int) -> None:
+    """Graham's bound, against the best found by trying all; and no assignment beats the lower bound."""
+    array = np.array(costs)
+    shares = longest_first(array, workers)
+    assert sorted(itertools.chain(*shares)) == list(range(len(costs)))
+    tried = itertools.product(range(workers), repeat=min(len(costs), 6))
+    few = array[:6]
+    best = min(max(few[np.array(where) == w].sum() for w in range(workers)) for where in tried)
+    assert makespan(longest_first(few, workers), few) <= best * (4 / 3 - 1 / (3 * workers)) + 1e-9
+    assert best >= lower_bound(few, workers) - 1e-9
+
+
+def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() -> None:
+    """Real sizes at full scale, costs with a fixed part, times that scatter by 5 % round the prediction."""
+    sizes = np.diff(mini_index(MiniSpec()).splits["train"].user_offsets)
+    sampling, cost, rng = LocalSampling(), UserCost(0.04, 0.06, 0.011), np.random.default_rng(0)
+    for workers in (2, 4, 8, 16, 64):
+        ours, dealt = [], []
+        for _ in range(40):
+            cohort = sizes[rng.choice(len(sizes), 200, replace=False)]
+            predicted = cost.predict(sampling.num_steps(cohort), sampling.image_passes(cohort))
+            true = predicted * rng.normal(1, 0.05, len(cohort))
+            best = lower_bound(true, workers)
+            ours.append(makespan(longest_first(predicted, workers), true) / best)
+            dealt.append(makespan(round_robin(predicted, workers), true) / best)
+        assert max(ours) < 1.1
+        assert np.mean(ours) < np.mean(dealt)
+
+
+def test_a_fitted_cost_is_the_one_that_made_the_times() -> None:
+    sampling, sizes = LocalSampling(), np.array([1, 2, 5, 9, 16, 17, 40, 100, 400])
+    steps, images = sampling.num_steps(sizes), sampling.image_passes(sizes)
+    made = UserCost(0.04, 0.06, 0.011)
+    found = fit(steps, images, made.predict(steps, images))
+    assert (found.per_user, found.per_step, found.per_image) == pytest.approx((0.04, 0.06, 0.011), rel=1e-6)
+    assert fit(steps, images, images.astype(np.float64)).per_user == 0  # never negative
+
+
+def test_shares_follow_the_cost_that_the_data_set_was_given() -> None:
+    """By images alone one of 16 is worth sixteen of 1; where only users cost, shares have equally many."""
+    store = NumberedStore([16, *[1] * 16])
+    cohort = np.arange(17)
+    by_images = FederatedImageDataset(store, LocalSampling(), seed=0, cost=UserCost(0, 0, 1)).assign(
+        cohort, 2
+    )
+    assert sorted(map(len, by_images)) == [1, 16]
+    by_users = FederatedImageDataset(store, LocalSampling(), seed=0, cost=UserCost(1, 0, 0)).assign(cohort, 2)
+    assert sorted(map(len, by_users)) == [8, 9]

@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from itertools import combinations, combinations_with_replacement, pairwise, permutations
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as strict_dataclass
+
+from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
+from pfl_ext.privacy.epsilon import (
+    LEAST_DELTA,
+    STEP,
+    epsilon_spent,
+    gaussian_delta,
+    privacy_profile,
+    without_replacement_delta,
+)
+from pfl_ext.privacy.sampling import private_cohort
+
+FLAIR_USERS, ROUNDS = 41_131, 5_000
+REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
+
+
+@cache
+def paper(cohort: int, **options: Any) -> Calibration:
+    return PrivacyConfig(noise_cohort_size=cohort, **options).calibrate(FLAIR_USERS, min(200, cohort), ROUNDS)
+
+
+def test_the_papers_setting_needs_a_multiplier_of_17_33() -> None:
+    """Predecessors 4: 0.545 in pfl's config, 53.49 in the paper's code."""
+    calibration = paper(5000)
+    assert calibration.simulated.delta == pytest.approx(8.4026e-6, rel=1e-5)
+    assert calibration.simulated.noise_multiplier == pytest.approx(17.33, abs=0.01)
+    assert 1.999 < calibration.epsilon <= 2
+    assert calibration.epsilon_rdp == pytest.approx(2.171, abs=0.002)
+    assert calibration.simulated.sampling_probability == 5000 / FLAIR_USERS
+
+
+def test_a_simulated_cohort_buys_the_run_itself_no_privacy() -> None:
+    """200 users with a 25th of the noise: what the paper's runs really have is 4.7, not 2."""
+    calibration = paper(5000)
+    assert calibration.is_simulation
+    assert calibration.executed.noise_multiplier == pytest.approx(17.334 / 25)
+    direct = PLDAccountant(REMOVE).compose(
+        dp_accounting.PoissonSampledDpEvent(200 / FLAIR_USERS, dp_accounting.GaussianDpEvent(17.334 / 25)),
+        ROUNDS,
+    )
+    assert calibration.epsilon_executed == pytest.approx(direct.get_epsilon(FLAIR_USERS**-1.1), rel=1e-3)
+    assert calibration.epsilon_executed > 4.7
+
+
+@pytest.mark.parametrize(
+    "cohort, rdp, bug",
+    [
+        (200, 1.025, 10.72),
+        (1000, 3.82, 23.93),
+        (2000, 7.52, 33.84),
+        (5000, 18.68, 53.49),
+        (10000, 37.32, 75.64),
+    ],
+)
+def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: float) -> None:
+    """flair.md A6."""
+    assert paper(cohort, accountant="rdp").simulated.noise_multiplier == pytest.approx(rdp, rel=2e-3)
+    assert paper(cohort, noise="paper_bug").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
+
+
+def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:
+    assert paper(1000).simulated.noise_multiplier == pytest.approx(3.553, abs=0.002)
+
+
+def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
+    calibration = paper(5000, noise="paper_bug", accountant="rdp")
+    assert calibration.epsilon == pytest.approx(0.634, abs=0.001)
+    assert calibration.to_json()["config"]["noise"] == "paper_bug"
+
+
+GRID = [
+    (population, cohort, rounds, epsilon)
+    for population, cohort, rounds in [(100, 10, 1), (100, 100, 20), (3000, 60, 300)]
+    for epsilon in (0.5, 2.0, 8.0)
+] + [(50_000, 1000, 1000, 2.0)]
+
+
+@pytest.mark.parametrize("population, cohort, rounds, epsilon", GRID)
+def test_calibrated_noise_keeps_the_budget_and_no_more_of_it_is_wasted(
+    population: int, cohort: int, rounds: int, epsilon: float
+) -> None:
+    """Against dp-accounting itself, on a finer grid; PLD is never above RDP."""
+    calibration = PrivacyConfig(epsilon=epsilon, mechanism="gaussian").calibrate(population, cohort, rounds)
+    delta, multiplier = population**-1.1, calibration.simulated.noise_multiplier
+
+    def direct(noise: float, accountant: Any) -> float:
+        event = dp_accounting.PoissonSampledDpEvent(cohort / population, dp_accounting.GaussianDpEvent(noise))
+        return float(accountant.compose(event, rounds).get_epsilon(delta))
+
+    fine = 3e-3 / math.sqrt(max(rounds, 50)) * max(1.0, multiplier**-2)
+    tight = direct(multiplier, PLDAccountant(REMOVE, value_discretization_interval=fine))
+    assert tight - 1e-5 <= calibration.epsilon <= epsilon  # both bounds from above, their grids not nested
+    assert calibration.epsilon - tight < 2e-3
+    assert direct(multiplier - 3 * STEP, PLDAccountant(REMOVE, value_discretization_interval=fine)) > epsilon
+    assert tight <= direct(multiplier, RdpAccountant()) == calibration.epsilon_rdp
+
+
+def test_sampling_without_replacement_is_accounted_as_replacing_a_user() -> None:
+    """RDP: the library's answer at half the multiplier, as two users' updates lie twice the bound apart."""
+    config = PrivacyConfig(epsilon=2.0, sampler="fixed", accountant="rdp", mechanism="gaussian")
+    calibration = config.calibrate(3000, 60, 300)
+
+    def direct(noise: float) -> float:
+        event = dp_accounting.GaussianDpEvent(noise / 2)
+        sampled = dp_accounting.SampledWithoutReplacementDpEvent(3000, 60, event)
+        ledger = RdpAccountant(neighboring_relation=REPLACE).compose(sampled, 300)
+        return float(ledger.get_epsilon(3000**-1.1))
+
+    assert direct(calibration.simulated.noise_multiplier) == calibration.epsilon <= 2
+    assert direct(calibration.simulated.noise_multiplier - STEP) > 2
+    assert calibration.to_json()["neighbouring_relation"] == "replace_one"
+
+
+def test_the_papers_setting_without_replacement_needs_35_30_by_pld() -> None:
+    """Less than half of what RDP asks for (75.1); the natural one-sided pair would need 34.67."""
+    fixed = paper(5000, sampler="fixed", mechanism="gaussian")
+    assert fixed.simulated.noise_multiplier == pytest.approx(35.298, abs=0.02)
+    assert 1.999 < fixed.epsilon <= 2 < fixed.epsilon_rdp
+
+
+def density(data: tuple[float, ...], cohort: int, noise: float, at: Any) -> Any:
+    """Of the noisy sum over a cohort drawn without replacement: the mean over all its subsets."""
+    sums = np.array([sum(chosen) for chosen in combinations(data, cohort)])
+    return np.exp(-((at - sums[:, None]) ** 2) / (2 * noise**2)).mean(0) / (noise * math.sqrt(2 * math.pi))
+
+
+NEIGHBOURS = [
+    ((*rest, one), (*rest, other))
+    for rest in combinations_with_replacement((-1.0, 0.0, 1.0), 4)
+    for one, other in permutations((-1.0, 0.0, 1.0), 2)
+]
+
+
+@pytest.mark.parametrize("noise", [0.7, 2.0, 6.0])
+def test_no_neighbours_are_told_apart_better_than_the_profile_of_the_fixed_size_sampler(noise: float) -> None:
+    """Five users with values in {-1, 0, 1} and cohorts of two, integrated; no smaller profile would do."""
+    step, closest = noise / 100, 1.0
+    error = 1e-5  # of the sum over the grid: step^2 / 8 times the jump of the slope at each of some kinks
+    at = np.arange(-3 - 9 * noise, 3 + 9 * noise, step)
+    of = {data: density(data, 2, noise, at) for pair in NEIGHBOURS for data in pair}
+    for epsilon in (-1.0, -0.1, 0.0, 0.05, 0.3, 1.0):
+        allowed = float(without_replacement_delta(epsilon, noise, 2 / 5))
+        for one, other in NEIGHBOURS:
+            found = float(np.maximum(of[one] - math.exp(epsilon) * of[other], 0).sum() * step)
+            assert found <= allowed + error
+            closest = min(closest, allowed - found)
+    assert closest < error
+
+
+def test_two_rounds_of_the_fixed_size_sampler_spend_no_more_than_is_accounted() -> None:
+    """Both rounds' outputs together, integrated over the plane, for every pair of neighbours."""
+    noise, step = 3.0, 0.15
+    at = np.arange(-3 - 8 * noise, 3 + 8 * noise, step)
+    facts: Any = {"population": 5, "cohort_size": 2, "rounds": 2, "sampler": "fixed", "delta": 0.01}
+    profile = privacy_profile(noise, **facts)
+    for epsilon in (0.25, 0.5, 1.0):
+        for one, other in NEIGHBOURS:
+            p, q = (density(data, 2, noise, at) for data in (one, other))
+            found = np.maximum(np.outer(p, p) - math.exp(epsilon) * np.outer(q, q), 0).sum() * step**2
+            assert found <= profile.delta_at_epsilon[epsilon] + 1e-7
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed", "cyclic"])
+def test_the_gaussian_of_the_profiles_mu_gives_no_less_away_than_the_run(sampler: Any) -> None:
+    """And not much more: at the run's own delta it has nearly the run's epsilon."""
+    facts: Any = {"population": 2000, "cohort_size": 50, "rounds": 40, "sampler": sampler}
+    profile = privacy_profile(2.0, delta=1e-4, **facts)
+    for delta in (1e-4, 1e-3, 1e-2):
+        spent = epsilon_spent(2.0, delta=delta, **facts)
+        assert gaussian_delta(spent, profile.mu) >= delta * (1 - 1e-6)
+    for epsilon, delta in profile.delta_at_epsilon.items():
+        assert delta == LEAST_DELTA or epsilon_spent(2.0, delta=delta, **facts) <= epsilon + 1e-3
+    if sampler == "cyclic":  # one Gaussian mechanism: mu is its sensitivity over its noise
+        assert profile.mu == pytest.approx(1 / 2.0, rel=0.02)
+
+
+def test_the_full_batch_without_replacement_is_the_plain_gaussian_mechanism() -> None:
+    """With everyone in each round no sampling helps: sensitivity 2C, so the noise of z / 2."""
+    spent = epsilon_spent(
+        6.0, population=50, cohort_size=50, rounds=3, delta=1e-3, sampler="fixed", accountant="rdp"
+    )
+    plain = RdpAccountant().compose(dp_accounting.GaussianDpEvent(3.0), 3)
+    assert spent == pytest.approx(plain.get_epsilon(1e-3))
+
+
+@cache
+def small(**options: Any) -> Calibration:
+    return PrivacyConfig(**{"epsilon": 2.0, **options}).calibrate(2000, 50, 40)
+
+
+def test_epsilon_grows_with_the_rounds_to_its_budget_and_no_further() -> None:
+    calibration = small()
+    spent = [calibration.epsilon_after(rounds) for rounds in (0, 1, 10, 20, 40)]
+    assert spent[0] == 0
+    assert all(a < b for a, b in pairwise(spent))
+    assert spent[-1] == calibration.epsilon <= 2
+    with pytest.raises(ValueError, match=r"beyond the 40 rounds .* num_rounds"):
+        calibration.epsilon_after(41)
+
+
+def test_the_indicators_share_is_taken_out_of_the_total() -> None:
+    """The vote alone (sensitivity 1/2) and the update alone compose back to the multiplier accounted for."""
+    calibration = small(indicator_std_fraction=0.05)
+    z, values, votes = (
+        calibration.simulated.noise_multiplier,
+        calibration.value_noise_multiplier,
+        calibration.indicator_std / 0.5,
+    )
+    assert calibration.indicator_std == 0.05 * 50
+    assert values > z
+    assert (values**-2 + votes**-2) ** -0.5 == pytest.approx(z, rel=1e-12)
+    assert small(mechanism="gaussian").value_noise_multiplier == z
+    both = dp_accounting.ComposedDpEvent(
+        [dp_accounting.GaussianDpEvent(values), dp_accounting.GaussianDpEvent(votes)]
+    )
+    total = RdpAccountant().compose(dp_accounting.PoissonSampledDpEvent(50 / 2000, both), 40)
+    assert total.get_epsilon(2000**-1.1) == pytest.approx(calibration.epsilon_rdp, rel=1e-6)
+
+
+def test_an_indicator_noise_below_its_minimum_is_refused_with_the_minimum() -> None:
+    calibration = small()
+    least = calibration.minimal_indicator_std_fraction
+    assert small(indicator_std_fraction=1.01 * least).value_noise_multiplier > 1
+    with pytest.raises(ValueError, match=f"indicator_std_fraction .* must exceed {least:.6g}"):
+        small(indicator_std_fraction=0.99 * least)
+    small(indicator_std_fraction=0.99 * least, mechanism="gaussian")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"epsilon": 0.0}, "privacy.epsilon"),
+        ({"epsilon": math.inf}, "privacy.epsilon"),
+        ({"delta": 1.0}, "privacy.delta"),
+        ({"delta": 0.01}, "not below one in 2000"),
+        ({"quantile": 1.0}, "privacy.quantile"),
+        ({"clipping_bound": -1.0}, "privacy.clipping_bound"),
+        ({"clipping_bound": 1e-12}, "privacy.clipping_bound"),
+        ({"noise_cohort_size": 10}, "below the cohort_size of 50"),
+        ({"noise_cohort_size": 2001}, "at most 2000"),
+        ({"epsilon": 1e-9, "mechanism": "gaussian", "delta": 1e-12}, "privacy.epsilon .* raise it"),
+    ],
+)
+def test_senseless_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**options)
+
+
+def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
+    alone = PrivacyConfig(noise_cohort_size=5000).calibrate(FLAIR_USERS, 20, 150)
+    made = PrivacyConfig(noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
+    assert made.simulated == alone.simulated
+    assert made.simulated.delta == pytest.approx(FLAIR_USERS**-1.1)
+    assert (made.executed.population, made.executed.cohort_size) == (275, 20)
+    assert made.epsilon <= 2.0 < made.epsilon_executed
+    report = made.to_json()
+    assert report["is_simulation"] is True
+    assert "5000 users a round of 41131" in report["claim"]
+    assert "20 of 275" in report["claim"]
+
+
+@pytest.mark.parametrize(
+    "population, cohort, options, words",
+    [
+        (275, 20, {"noise_population": 274}, "privacy.noise_population is 274, below"),
+        (275, 300, {"noise_population": 9000}, "only 275 training users"),
+        (275, 20, {"noise_cohort_size": 400, "noise_population": 300}, "only 300 users"),
+    ],
+)
+def test_a_population_that_does_not_fit_is_refused(
+    population: int, cohort: int, options: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        PrivacyConfig(**options).calibrate(population, cohort, 10)  # type: ignore[arg-type]
+
+
+def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
+    report = small(noise_cohort_size=2000).to_json(10)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["as_executed"]["noise_multiplier"] == report["simulated_system"]["noise_multiplier"] / 40
+    assert report["simulated_system"]["epsilon_spent"] < report["simulated_system"]["epsilon_at_end"] <= 2
+    assert "SIMULATES 2000 users" in report["claim"]
+    assert report["accountant_version"].startswith("dp-accounting 0.")
+    hopeless = PrivacyConfig(epsilon=8, noise_cohort_size=2000).calibrate(2000, 1, 1).to_json()
+    assert hopeless["as_executed"]["epsilon_at_end"] == hopeless["as_executed"]["mu_gdp"] == "infinite"
+
+
+def test_without_simulation_the_run_is_the_system_accounted_for() -> None:
+    calibration = small()
+    assert calibration.simulated == calibration.executed
+    report = calibration.to_json()
+    assert report["is_simulation"] is False
+    assert "simulated_system" not in report
+    assert report["as_executed"]["epsilon_at_end"] == calibration.epsilon
+    assert "nothing is simulated" in report["claim"]
+
+
+def test_the_config_nests_in_a_strict_pydantic_config() -> None:
+    @strict_dataclass(frozen=True)
+    class Outer:
+        privacy: PrivacyConfig
+
+    outer = TypeAdapter(Outer).validate_python({"privacy": {"epsilon": 3, "sampler": "poisson"}})
+    assert outer.privacy == PrivacyConfig(epsilon=3.0)
+    with pytest.raises(ValidationError):
+        TypeAdapter(Outer).validate_python({"privacy": {"accountant": "moments"}})
+
+
+def test_poisson_cohorts_include_each_user_independently_with_the_same_probability() -> None:
+    population, expected, rounds = 400, 40, 2000
+    joined = np.zeros((rounds, population), bool)
+    for r in range(rounds):
+        cohort = private_cohort("poisson", 7, r, population, expected)
+        assert (np.diff(cohort) > 0).all()
+        joined[r, cohort] = True
+    sizes = joined.sum(1)
+    assert sizes.mean() == pytest.approx(40, abs=4 * math.sqrt(36 / rounds))
+    assert sizes.var() == pytest.approx(36, rel=0.15)  # N q (1 - q); a fixed size has none
+    assert np.abs(joined.mean(0) - 0.1).max() < 5 * math.sqrt(0.09 / rounds)
+    together = (joined[:, :200] & joined[:, 200:]).mean()
+    assert together == pytest.approx(0.01, abs=0.001)
+
+
+def test_fixed_cohorts_have_their_size_and_no_user_twice() -> None:
+    """Predecessors 5: with replacement some user is drawn twice in 200 of 41,131 in 38 % of rounds."""
+    counts = np.zeros(100)
+    for r in range(500):
+        cohort = private_cohort("fixed", 7, r, 100, 20)
+        assert len(np.unique(cohort)) == 20
+        counts[cohort] += 1
+    assert np.abs(counts / 500 - 0.2).max() < 5 * math.sqrt(0.16 / 500)
+
+
+@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
+def test_cohorts_are_functions_of_seed_and_round(sampler: Any) -> None:
+    first = private_cohort(sampler, 3, 8, 1000, 100)
+    assert np.array_equal(first, private_cohort(sampler, 3, 8, 1000, 100))
+    assert not np.array_equal(first, private_cohort(sampler, 3, 9, 1000, 100))
+    assert not np.array_equal(first, private_cohort(sampler, 4, 8, 1000, 100))
+    assert len(private_cohort(sampler, 3, 8, 1000, 1000)) == 1000
+    with pytest.raises(ValueError, match="cohort_size is 1001"):
+        private_cohort(sampler, 3, 8, 1000, 1001)
