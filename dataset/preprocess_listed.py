@@ -113,7 +113,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     check_disk(source, options)
     preprocess(source, options)
     finish.report(len(table))
-    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
+    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
 def _is_address(place: str | None) -> bool:

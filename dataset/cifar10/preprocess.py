@@ -155,7 +155,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
             "adds one",
             file=sys.stderr,
         )
-    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
+    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
 def _is_address(place: str | None) -> bool:

@@ -553,7 +553,7 @@ def main(argv: Sequence[str]) -> None:
         source = local(Path(given.source))
     check_disk(source, options)
     preprocess(source, options)
-    print(f"{output} is complete; python -m dataset.store.hdf5 {output} describes it", file=sys.stderr)
+    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One HDF5 file holds a FLAIR-like data set; read it, write it, describe and validate it.
 
-    python -m dataset.store.hdf5 F
+    python -m dataset.store F
 
 Schema, versions 1 and 2. Shape letters: U users, N images, B bytes of all JPEGs, S side in pixels, P
 positives, V users of a partition, M images of it.
@@ -159,7 +159,7 @@ class FlairFile:
                 image_id = self.split(split).image_ids[int(rows[i])]
                 raise ValueError(
                     f"image {image_id} ({split}, row {rows[i]}) of {self.path}: {error}; "
-                    f"check the file with python -m dataset.store.hdf5 {self.path}"
+                    f"check the file with python -m dataset.store {self.path}"
                 ) from None
         return out
 
@@ -190,7 +190,7 @@ def _reader(path: Path) -> Reader:
 
 def main(argv: Sequence[str]) -> None:
     """Describe a file on standard output and validate it; ValueError at the first damage."""
-    parser = OneLineParser(prog="python -m dataset.store.hdf5", description=main.__doc__)
+    parser = OneLineParser(prog="python -m dataset.store", description=main.__doc__)
     parser.add_argument("file", type=Path)
     path = parser.read(argv).file
     probe.probe(path)

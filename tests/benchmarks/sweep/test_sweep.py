@@ -24,7 +24,7 @@ from wandb.wandb_agent import Agent
 from benchmarks.core.settings import Tree, short_digest
 from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
-from benchmarks.sweep.command import local as sweep_local
+from benchmarks.sweep import local as sweep_local
 from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep, Trial, alone, read_values
 from benchmarks.sweep.report import Row, axis, markdown, parallel_coordinates
