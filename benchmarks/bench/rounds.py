@@ -29,6 +29,8 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import (
     algorithm_and_params,
@@ -36,7 +38,6 @@ from benchmarks.core.federated import (
     pfl_model,
     training_data,
 )
-from benchmarks.core.settings import AnyRun, Tree
 from benchmarks.reporting.plots import bench_bars
 from dataset.flair.arguments import OneLineParser, output_file
 from pfl_ext.backend import CentrallyEvaluatedBackend

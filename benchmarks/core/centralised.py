@@ -10,8 +10,8 @@ import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.settings import AnyRun
 from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.prefetch import prefetched

@@ -19,13 +19,15 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.centralised import train_centralised
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.recorder import Recorder, columns
 from benchmarks.core.secret import statement_path
-from benchmarks.core.sections import Runtime, TrainingConfig
-from benchmarks.core.settings import AnyRun, Tree, short_digest
 from benchmarks.core.tracking import tracking
 from benchmarks.reporting import plots
 from dataset.signals import held

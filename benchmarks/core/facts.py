@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.core.sections import TrainingConfig
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.weights import is_torchvisions, sha256_of, torchvision_name
 from dataset.store.hdf5 import FlairFile
 from pfl_ext import checkpoint

@@ -18,12 +18,14 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.digests import digest
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import CONTROLS, Recorder
 from benchmarks.core.secret import Secret
-from benchmarks.core.sections import TrainingConfig
-from benchmarks.core.settings import AnyRun, Tree, digest
 from pfl_ext.algorithms.fedir import ImportanceWeights
 from pfl_ext.algorithms.fednova import FedNova, FedNovaParams
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.core.config.sections import PrivacySection, TrainingConfig
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.privacy_statement import (
     SUBTRACTABLE,
     ProtectedUnit,
@@ -24,8 +26,6 @@ from benchmarks.core.privacy_statement import (
     weak_delta,
 )
 from benchmarks.core.secret import Secret, statement_path
-from benchmarks.core.sections import PrivacySection, TrainingConfig
-from benchmarks.core.settings import Tree
 from pfl_ext.checkpoint import read_json, write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import Calibration, accounted_rounds, finite

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from importlib.metadata import version
 
-from benchmarks.core.sections import TrainingConfig, dotted
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import dotted
 from pfl_ext.privacy.accounting import Calibration, System
 from pfl_ext.privacy.banded import BandedFactor
 from pfl_ext.privacy.local import LocalPrivacyConfig

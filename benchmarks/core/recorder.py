@@ -23,9 +23,11 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.digests import config_tree, digest, tree_digest
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.ledger import Ledger
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
-from benchmarks.core.settings import AnyRun, Tree, config_tree, digest, read_yaml, tree_digest
 from benchmarks.core.tracking import Tracking
 from dataset.signals import Held
 from pfl_ext import checkpoint

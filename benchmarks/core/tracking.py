@@ -24,7 +24,8 @@ from urllib.parse import urlparse
 import numpy as np
 from PIL import Image
 
-from benchmarks.core.settings import AnyRun, Tree
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.trees import Tree
 from pfl_ext.checkpoint import write_json
 from pfl_ext.workers.distributed import is_main
 

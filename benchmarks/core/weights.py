@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from torchvision import models as zoo
+
+from benchmarks.core.config.sections import TrainingConfig
+
+SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 @lru_cache(maxsize=8)
@@ -46,3 +52,24 @@ def weights_sha256(arch: str, file: Path) -> str | None:
     """SHA-256 of a weights file; None where it is torchvision's own, which needs no name."""
     sha256 = sha256_of(file)
     return None if is_torchvisions(arch, sha256) else sha256
+
+
+def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
+    """The config with the hash of the weights file that ``--weights`` names.
+
+    Raises:
+        ValueError: when the network starts from scratch, there is no such file, or the config asks for
+            another one.
+    """
+    if file is None:
+        return config
+    if not config.model.pretrained:
+        raise ValueError(
+            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+        )
+    if not file.is_file():
+        raise ValueError(f"--weights {file}: no such file")
+    found, wanted = weights_sha256(config.model.arch, file), config.model.weights_sha256
+    if wanted not in (None, found):
+        raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
-from benchmarks.core.settings import Tree
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import flair_task
 from dataset.cli import run as run_command

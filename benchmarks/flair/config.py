@@ -1,4 +1,4 @@
-"""FLAIR's config: every constant that affects a result is a field. See `benchmarks.core.settings`.
+"""FLAIR's config: every constant that affects a result is a field. See `benchmarks.core.config`.
 
 The defaults are the paper's protocol as ml-flair implements it; the recipe ``pfl`` is pfl-research's.
 """
@@ -13,10 +13,12 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core import settings
-from benchmarks.core.effects import Idle, idle_in_training
-from benchmarks.core.sections import REPETITION, STRICT, EvaluationConfig, ImageConfig, TrainingConfig
-from benchmarks.core.settings import Benchmark, Tree, check_training
+from benchmarks.core.config import benchmark
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.checks import check_training
+from benchmarks.core.config.effects import Idle, idle_in_training
+from benchmarks.core.config.sections import REPETITION, STRICT, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.trees import Tree
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -68,7 +70,7 @@ class Config(TrainingConfig):
     personal: PersonalConfig = field(default_factory=PersonalConfig, metadata=REPETITION)
 
 
-Run = settings.Run[Config]
+Run = benchmark.Run[Config]
 
 RECIPES: Mapping[str, Tree] = {
     "paper": {},

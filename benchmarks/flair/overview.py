@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.core.settings import read_yaml
+from benchmarks.core.config.trees import read_yaml
 from benchmarks.flair.config import Config
 from benchmarks.reporting.plots import BLUE, GREY, ORANGE, save
 from benchmarks.reporting.runs import check_numbers, check_seeds, read_history, read_results, reading

@@ -18,8 +18,9 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors.torch import load_file
 from torch import optim
 
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model, pfl_device
-from benchmarks.core.settings import Tree, arguments
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.runs import read_run
 from benchmarks.flair.train import flair_task

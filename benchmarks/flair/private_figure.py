@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks.core.settings import Tree, read_yaml
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.flair.config import Config
 from benchmarks.reporting.plots import BLUE, GREY, ORANGE, plain_log, save
 from benchmarks.reporting.runs import check_numbers, check_seeds, read_history, read_results, reading

@@ -9,8 +9,8 @@ import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.settings import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives, reasons_against

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.core.config.digests import experiment, experiment_digest
+from benchmarks.core.config.sections import LocalPrivacySection
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.facts import dataset_facts
-from benchmarks.core.sections import LocalPrivacySection
-from benchmarks.core.settings import Tree, experiment, experiment_digest, read_yaml
 from benchmarks.core.weights import sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.runs import (

@@ -21,10 +21,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.core.effects import idle_by_mode, reason_for, reasons
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.digests import tree_digest
+from benchmarks.core.config.effects import idle_by_mode, reason_for, reasons
+from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.mini import MINI_FILE
 from benchmarks.core.recorder import run_differences
-from benchmarks.core.settings import arguments, read_yaml, tree_digest
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin

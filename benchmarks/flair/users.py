@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import Config
 from benchmarks.reporting import plots
 from dataset.store.label_sets import FlairTask

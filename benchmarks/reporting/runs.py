@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core.sections import TrainingConfig
-from benchmarks.core.settings import Tree, experiment
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
 
 DAMAGE = (
     OSError,

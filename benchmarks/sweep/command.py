@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.core.sections import TrainingConfig
-from benchmarks.core.settings import arguments
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.tracking import has_wandb_key
 from benchmarks.sweep.local import LocalSweep, alone, resolved
 from benchmarks.sweep.space import Sweep, command_words, read_sweep

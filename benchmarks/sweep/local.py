@@ -21,8 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.recorder import config_differences
-from benchmarks.core.settings import AnyRun, Tree, arguments, short_digest
 from benchmarks.core.tracking import flat
 from benchmarks.reporting.runs import DAMAGE
 from benchmarks.sweep.report import Row, markdown, parallel_coordinates, write_tables

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core.sections import STRICT
-from benchmarks.core.settings import Tree, build, read_yaml
+from benchmarks.core.config.building import build
+from benchmarks.core.config.sections import STRICT
+from benchmarks.core.config.trees import Tree, read_yaml
 from pfl_ext.randomness import seed32, stream
 
 Distribution = Literal[

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
-from benchmarks.core.settings import Tree
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import single_label_task
 from dataset.cli import run as run_command

@@ -1,4 +1,4 @@
-"""The config of federated visual classification. See `benchmarks.core.settings`.
+"""The config of federated visual classification. See `benchmarks.core.config`.
 
 The defaults are the paper's protocol (Hsu, Qi, Brown, "Federated Visual Classification with Real-World Data
 Distribution", ECCV 2020, Section 6.5); a setting is a data recipe and method recipes joined by ``+``.
@@ -13,9 +13,11 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core import settings
-from benchmarks.core.sections import STRICT, ImageConfig, TrainingConfig
-from benchmarks.core.settings import Benchmark, Tree, check_training
+from benchmarks.core.config import benchmark
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.checks import check_training
+from benchmarks.core.config.sections import STRICT, ImageConfig, TrainingConfig
+from benchmarks.core.config.trees import Tree, merge
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -45,7 +47,7 @@ class Config(TrainingConfig):
     data: DataConfig = field(default_factory=DataConfig)
 
 
-Run = settings.Run[Config]
+Run = benchmark.Run[Config]
 
 PROTOCOL: Tree = {
     "model": {"arch": "cifar_cnn", "input_size": 32},
@@ -91,8 +93,8 @@ LANDMARKS: Tree = {
 RECIPES: Mapping[str, Tree] = {
     "cifar10": {"data": {"dataset": "cifar10"}, "federated": {"num_rounds": 10_000}},
     "cifar100": {"data": {"dataset": "cifar100"}, "federated": {"num_rounds": 20_000}},
-    "inat-user-120k": settings.merge(INATURALIST, {"data": {"partition": "user-120k"}}),
-    "inat-geo-3k": settings.merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
+    "inat-user-120k": merge(INATURALIST, {"data": {"partition": "user-120k"}}),
+    "inat-geo-3k": merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
     "landmarks": LANDMARKS,
     "two-layers": {"model": {"trained": "two_layers"}},
     "scratch": {"model": {"pretrained": False}, "federated": {"num_rounds": 50_000}},

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.core.settings import Tree, config_tree, experiment_digest, read_yaml
+from benchmarks.core.config.digests import config_tree, experiment_digest
+from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.reporting.runs import DAMAGE
 from benchmarks.visual_classification.config import VISION, Config
 from pfl_ext.checkpoint import read_json

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core.settings import Tree, experiment
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification.config import VISION, Config
 
 ROUNDS = (1000, 2500, 5000)

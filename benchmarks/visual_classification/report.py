@@ -20,7 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.core.settings import Tree, arguments, experiment
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.runs import find_runs
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config

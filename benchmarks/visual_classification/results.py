@@ -10,8 +10,8 @@ import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.settings import Tree
 from benchmarks.reporting import plots
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.core.settings import config_tree, digest
+from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.flair import paper
 from benchmarks.flair.config import parse
 from benchmarks.flair.runs import FLAIR_IMAGES, FLAIR_USERS

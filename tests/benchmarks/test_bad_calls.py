@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench import cpu_kernels
-from benchmarks.core import privacy_matrix
+from benchmarks.core.config import privacy_matrix
 from benchmarks.flair import bench as flair_bench
 from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
 from benchmarks.flair import train as flair

@@ -16,7 +16,7 @@ import torchvision
 import yaml
 
 from benchmarks.core import recorder
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair.train import main
 from dataset.cli import run
 from pfl_ext import checkpoint

@@ -22,11 +22,14 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
+from benchmarks.core.config.benchmark import AnyRun, Run
+from benchmarks.core.config.building import build
+from benchmarks.core.config.checks import check_training
+from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.sections import Runtime, TrainingConfig
-from benchmarks.core.settings import AnyRun, Run, Tree, build, check_training, merge
 from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.objectives import SingleLabel

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.building import build
+from benchmarks.core.config.digests import config_tree, digest, experiment_digest
+from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.experiment import build_model
-from benchmarks.core.sections import Runtime, TrainingConfig
-from benchmarks.core.settings import Benchmark, build, config_tree, digest
 from benchmarks.core.weights import is_torchvisions
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
@@ -371,3 +373,20 @@ def test_the_config_of_an_old_run_is_read_as_it_was_meant(tmp_path: Path) -> Non
     made = VISION.parse([f"--config={path}"]).config
     assert made == VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config
     assert made.federated.mu == 0.01
+
+
+DIGESTS = Path(__file__).with_name("config_digests.json")
+GOLDEN: dict[str, dict[str, list[str]]] = json.loads(DIGESTS.read_text())
+"""For command lines of each benchmark: the first digits of the digest and of the experiment's digest, as the
+code of commit 8b11667 computed them."""
+
+
+@pytest.mark.parametrize("name, benchmark", [("flair", FLAIR), ("visual_classification", VISION)])
+def test_digests_stay_what_they_were(name: str, benchmark: Benchmark[TrainingConfig]) -> None:
+    """A run directory of before goes on, and its repetitions are still merged with it."""
+    assert {line[9:] for line in GOLDEN[name] if line.count("--") == 1} >= set(benchmark.settings)
+    found = {}
+    for line in GOLDEN[name]:
+        made = benchmark.parse(line.split()).config
+        found[line] = [digest(made)[:16], experiment_digest(config_tree(made), benchmark.kind)[:16]]
+    assert found == GOLDEN[name]

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from benchmarks.core import recorder
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.federated import RoundCallback
-from benchmarks.core.settings import Tree
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import SMALL, TINY, Train, train_into

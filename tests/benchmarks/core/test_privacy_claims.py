@@ -9,6 +9,7 @@ import pytest
 from pfl.common_types import Population
 from pfl.context import CentralContext
 
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import CentralLedger
 from benchmarks.core.privacy_statement import (
     USERS,
@@ -18,7 +19,6 @@ from benchmarks.core.privacy_statement import (
     rounded_up,
 )
 from benchmarks.core.secret import open_secret, public_secret
-from benchmarks.core.settings import Tree
 from benchmarks.flair.config import parse
 from pfl_ext.checkpoint import read_json
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig

@@ -11,12 +11,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
+from benchmarks.core.config.benchmark import AnyRun, Run
+from benchmarks.core.config.privacy_matrix import TABLE, markdown
+from benchmarks.core.config.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import objective_of, train_federated
-from benchmarks.core.privacy_matrix import TABLE, markdown
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
-from benchmarks.core.settings import AnyRun, Run
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
 from pfl_ext.privacy.central import NoisyMean
@@ -95,7 +95,8 @@ def test_every_option_has_a_row_and_every_row_an_option() -> None:
 
 def test_an_option_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "benchmarks.core.privacy_matrix.TABLE", {k: r for k, r in TABLE.items() if k != "local.momentum"}
+        "benchmarks.core.config.privacy_matrix.TABLE",
+        {k: r for k, r in TABLE.items() if k != "local.momentum"},
     )
     for section in SECTIONS:
         with pytest.raises(ValueError, match=rf"{section} refuses local.momentum: nobody has argued"):
@@ -237,7 +238,7 @@ def test_fedirs_weights_would_let_a_user_outside_the_cohort_move_the_sum(
     assert moved(argv, tmp_path / "none")[0] == 0
     with pytest.raises(ValueError, match=r"privacy refuses federated.reweight = fedir \("):
         FLAIR.parse((*argv, "--federated.reweight=fedir"))
-    monkeypatch.setattr("benchmarks.core.settings.check_privacy", lambda *_: None)
+    monkeypatch.setattr("benchmarks.core.config.benchmark.check_privacy", lambda *_: None)
     assert moved((*argv, "--federated.reweight=fedir"), tmp_path / "fedir")[0] > 1e-3 * BOUND
 
 

@@ -13,10 +13,10 @@ import torchvision
 from dp_accounting.pld import PLDAccountant
 
 from benchmarks.core import recorder
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import CentralLedger
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.secret import public_secret
-from benchmarks.core.settings import Tree
 from benchmarks.flair.config import parse
 from pfl_ext.privacy.banded import BandedFactor
 from pfl_ext.privacy.epsilon import epsilon_spent

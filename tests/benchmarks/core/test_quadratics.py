@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.core.settings import merge
+from benchmarks.core.config.trees import merge
 from tests.benchmarks.core.quadratics import (
     ALGORITHMS,
     PARTICIPATION,

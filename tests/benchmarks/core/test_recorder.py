@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from benchmarks.core import recorder
+from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.recorder import Recorder, duration
-from benchmarks.core.settings import tree_digest
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_faults import LONG

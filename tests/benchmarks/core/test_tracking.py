@@ -19,8 +19,8 @@ from tensorboardX.proto.event_pb2 import Event
 from wandb.proto import wandb_internal_pb2
 
 from benchmarks.core import recorder, tracking
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import PUBLIC_RESULTS
-from benchmarks.core.settings import Tree
 from benchmarks.core.tracking import Tracking, flat, has_wandb_key
 from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import Run, parse

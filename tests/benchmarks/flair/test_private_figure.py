@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair.private_figure import main, picture, read_run, table
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.core.settings import experiment_digest
+from benchmarks.core.config.digests import experiment_digest
 from benchmarks.flair import report
 from benchmarks.flair.config import Config, parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
-from benchmarks.core.settings import Tree
 from benchmarks.flair.config import parse
 from benchmarks.flair.per_user import main
 from benchmarks.flair.standin import main as make_standin

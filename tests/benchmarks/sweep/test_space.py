@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.local import asked, resolved
 from benchmarks.sweep.space import (

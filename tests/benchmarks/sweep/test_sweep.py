@@ -21,7 +21,8 @@ import yaml
 from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
-from benchmarks.core.settings import Tree, short_digest
+from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
 from benchmarks.sweep import local as sweep_local

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as flair_main
 from benchmarks.sweep.space import read_sweep

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.core.settings import Tree
+from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification import paper, report
 from benchmarks.visual_classification.config import RECIPES, VISION, parse
 from benchmarks.visual_classification.curves import read_curve, read_run

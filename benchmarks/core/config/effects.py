@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from benchmarks.core.sections import Runtime, TrainingConfig
+from benchmarks.core.config.sections import Runtime, TrainingConfig
 
 
 class Idle(NamedTuple):

@@ -1,226 +1,37 @@
-"""From YAML files and a command line to a checked, frozen config: what each benchmark's config.py is made of.
-
-Values come from, weakest first: the defaults of the fields, the YAML file, the command line. A *recipe* is a
-set of switches that counts as if its fields stood first at the place, YAML or command line, where it is
-named (several are joined by ``+``); a *scale*, which is a YAML file, likewise.
-
-What a run is made of is the *resolved* config: fields without effect (`benchmarks.core.effects`) stand at
-their defaults, and values that follow from others (FedProx's mu, the hash of the weights file) are filled in.
-A value that somebody gives and that would not stand in the resolved config is refused.
-"""
+"""A benchmark's type of config, its shipped settings, and the way from a command line to a checked run."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import hashlib
-import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
-
-from benchmarks.core.effects import Idle, Reasons, idle_in_runtime, idle_in_training, reason_for, reasons
-from benchmarks.core.privacy_matrix import check_privacy
-from benchmarks.core.sections import (
-    REPETITION,
-    FederatedConfig,
+from benchmarks.core.config.building import build
+from benchmarks.core.config.checks import check_training
+from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.digests import config_tree
+from benchmarks.core.config.effects import (
+    Idle,
+    Reasons,
+    idle_in_runtime,
+    idle_in_training,
+    reason_for,
+    reasons,
+)
+from benchmarks.core.config.privacy_matrix import check_privacy
+from benchmarks.core.config.sections import (
     LocalPrivacySection,
     PrivacySection,
     Runtime,
     TrainingConfig,
-    dotted,
 )
-from benchmarks.core.weights import weights_sha256
+from benchmarks.core.config.trees import Tree, dotted, merge, put, read_yaml, without
+from benchmarks.core.weights import with_weights
 
-Tree = dict[str, Any]
-Node = TypeVar("Node")
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
-SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
-
-
-def merge(base: Tree, over: Tree) -> Tree:
-    """``over`` laid over ``base``, section by section."""
-    out = dict(base)
-    for key, value in over.items():
-        out[key] = (
-            merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
-        )
-    return out
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key and an alias (ten lines of them make gigabytes) are errors."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not allowed here", self.get_mark())
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Tree:
-    """A YAML mapping.
-
-    :raises ValueError: when the file is missing, is not YAML, or is not a mapping.
-    """
-    try:
-        tree = yaml.load(path.read_text(), _UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
-        raise ValueError(f"{path} is not readable YAML: {fault}") from fault
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} must hold a mapping of config keys, not a {type(tree).__name__}")
-    return tree
-
-
-def _explain(fault: Any, kind: type[Any]) -> str:
-    """One fault of pydantic's, in one line that names the key and what to do."""
-    name = ".".join(map(str, fault["loc"]))
-    if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
-        return f"{name} is missing"
-    if fault["type"] != "unexpected_keyword_argument":
-        return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
-    for section in fault["loc"][:-1]:
-        hint = get_type_hints(kind)[section]
-        kind = next((part for part in get_args(hint) if part is not type(None)), hint)
-    known = [f.name for f in dataclasses.fields(kind)]
-    near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
-    prefix = "".join(f"{part}." for part in fault["loc"][:-1])
-    return f"there is no config key {name}; " + (
-        f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
-    )
-
-
-def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
-    """A dataclass from a tree: every key must be a field, every value of its type.
-
-    :raises ValueError: one line that names the first wrong key, what it may be, and ``where`` it stands.
-    """
-    try:
-        return TypeAdapter(kind).validate_python(dict(tree))
-    except ValidationError as faults:
-        raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
-
-
-def _check_scaffold(federated: FederatedConfig) -> None:
-    """Refuse cohorts for which SCAFFOLD's c is no mean, and its keys where there is no SCAFFOLD."""
-    if federated.algorithm != "scaffold":
-        for key in ("scaffold_option", "scaffold_correction"):
-            if getattr(federated, key) is not None:
-                raise ValueError(
-                    f"federated.{key} is of scaffold, but federated.algorithm is {federated.algorithm}: "
-                    f"leave federated.{key} out, or set federated.algorithm to scaffold"
-                )
-        return
-    if federated.replacement:
-        raise ValueError(
-            "scaffold keeps one control variate for each user, who must not come twice in a cohort: set "
-            "federated.replacement to false"
-        )
-    if federated.sampling != "uniform":
-        raise ValueError(
-            "scaffold's mean control variate is that of users drawn alike: set federated.sampling to uniform"
-        )
-
-
-def check_training(config: TrainingConfig) -> None:
-    """Refuse combinations that no run of any benchmark could mean.
-
-    :raises ValueError: one line that names the key and what to do.
-    """
-    if config.model.input_size > config.data.image_size:
-        raise ValueError(
-            f"model.input_size is {config.model.input_size}, more than data.image_size = "
-            f"{config.data.image_size}: the network's input is cut from the image"
-        )
-    server, num_rounds = config.server, config.federated.num_rounds
-    if config.mode == "federated" and server.schedule != "constant" and server.warmup_rounds >= num_rounds:
-        raise ValueError(
-            f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
-            "lower it"
-        )
-    _check_scaffold(config.federated)
-    if config.mode == "federated" and config.local.virtual_size and config.federated.weighting != "users":
-        raise ValueError("local.virtual_size makes all users of one size: set federated.weighting to users")
-
-
-def config_tree(config: TrainingConfig) -> Tree:
-    """A config as ``config.yaml`` holds it: plain values only.
-
-    A field that is younger than the first runs is left out where it has no effect, so that the digests of
-    such configs stay what they were.
-    """
-    tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
-    if not config.model.pretrained:
-        del tree["model"]["weights_sha256"]
-    return tree
-
-
-def tree_digest(tree: Mapping[str, Any]) -> str:
-    """SHA-256 of the content of a ``config.yaml`` in a fixed form."""
-    return hashlib.sha256(json.dumps(tree, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-def digest(config: TrainingConfig) -> str:
-    """`tree_digest` of a resolved config."""
-    return tree_digest(config_tree(config))
-
-
-def _repetition_keys(kind: Any) -> tuple[str, ...]:
-    """The dotted keys of a config's fields that are marked as `REPETITION`; a section's ends with a dot."""
-    hints, out = get_type_hints(kind), []
-    for item in dataclasses.fields(kind):
-        sections = [
-            part for part in (hints[item.name], *get_args(hints[item.name])) if dataclasses.is_dataclass(part)
-        ]
-        if item.metadata == REPETITION:
-            out.append(item.name + ("." if sections else ""))
-        else:
-            out += [f"{item.name}.{key}" for part in sections for key in _repetition_keys(part)]
-    return tuple(out)
-
-
-def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
-    """What runs that differ only in their seed have in common.
-
-    Args:
-        tree: a resolved config.
-        kind: the benchmark's type of config.
-
-    Returns:
-        Every field by its dotted key, without those that their section marks as `REPETITION`.
-    """
-    apart = _repetition_keys(kind)
-    return {
-        key: value
-        for key, value in dotted(tree).items()
-        if not any(key.startswith(name) if name.endswith(".") else key == name for name in apart)
-    }
-
-
-def experiment_digest(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> str:
-    """SHA-256 of `experiment` in a fixed form."""
-    text = json.dumps(experiment(tree, kind), sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def short_digest(config: TrainingConfig) -> str:
-    """What ``{digest}`` in ``--run_dir`` stands for: a name of a directory that no other config shares."""
-    return digest(config)[:12]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +39,7 @@ class Run(Generic[C_co]):
     """One invocation: what, on which data, to where, how.
 
     Raises:
-        ValueError: when an option does not go with privacy (`benchmarks.core.privacy_matrix`).
+        ValueError: when an option does not go with privacy (`benchmarks.core.config.privacy_matrix`).
     """
 
     config: C_co
@@ -247,43 +58,6 @@ class Run(Generic[C_co]):
 AnyRun = Run[TrainingConfig]
 
 
-def arguments(argv: Sequence[str]) -> dict[str, str]:
-    """``--key value`` and ``--key=value`` pairs, the last of each key.
-
-    :raises ValueError: for anything else.
-    """
-    out: dict[str, str] = {}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not key:
-            raise ValueError(f"cannot read the argument {word!r}: write --key value or --key=value")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ValueError(f"--{key} needs a value: write --{key} value or --{key}=value")
-            value = rest.pop(0)
-        out[key] = value
-    return out
-
-
-def _put(tree: Tree, key: str, value: Any) -> None:
-    """Set the leaf of a dotted key."""
-    *sections, leaf = key.split(".")
-    for section in sections:
-        tree = tree[section]
-    tree[leaf] = value
-
-
-def _without(tree: Tree, keys: Sequence[str], prefix: str = "") -> Tree:
-    """A tree without some dotted keys or whole sections."""
-    out: Tree = {}
-    for key, value in tree.items():
-        if f"{prefix}{key}" not in keys:
-            out[key] = _without(value, keys, f"{prefix}{key}.") if isinstance(value, dict) else value
-    return out
-
-
 def _derived(config: TrainingConfig) -> Tree:
     """Fields whose values follow from others, by their dotted keys."""
     federated = config.federated
@@ -298,27 +72,6 @@ def _derived(config: TrainingConfig) -> Tree:
     if config.local.effective_learning_rate is not None:
         out["local.learning_rate"] = config.local_learning_rate
     return out
-
-
-def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
-    """The config with the hash of the weights file that ``--weights`` names.
-
-    Raises:
-        ValueError: when the network starts from scratch, there is no such file, or the config asks for
-            another one.
-    """
-    if file is None:
-        return config
-    if not config.model.pretrained:
-        raise ValueError(
-            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
-        )
-    if not file.is_file():
-        raise ValueError(f"--weights {file}: no such file")
-    found, wanted = weights_sha256(config.model.arch, file), config.model.weights_sha256
-    if wanted not in (None, found):
-        raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -456,7 +209,7 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        return self.resolved(build(self.kind, _without(tree, self.retired), where))
+        return self.resolved(build(self.kind, without(tree, self.retired), where))
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
         """Why each key or section without effect has none; of the runtime too, where one is given."""
@@ -496,9 +249,9 @@ class Benchmark(Generic[C_co]):
             defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
         for key in dotted(tree):
             if reason_for(key, idle) is not None:
-                _put(tree, key, defaults[key])
+                put(tree, key, defaults[key])
         for key, value in _derived(config).items():
-            _put(tree, key, value)
+            put(tree, key, value)
         return build(self.kind, tree, "the resolved config")
 
     def usage(self) -> str:

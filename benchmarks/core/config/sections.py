@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -18,15 +18,6 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
-
-
-def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a tree by their dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping)
-        out |= dotted(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return out
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,6 +1,6 @@
 """Which values of which option go with privacy, and why: one table, checked for every run.
 
-    python -m benchmarks.core.privacy_matrix          the table, as Markdown
+    python -m benchmarks.core.config.privacy_matrix          the table, as Markdown
 
 Privacy is refused by default: a private run may use an option only if this table has a row for it that allows
 the value, with the argument why one user's influence on what is released stays what was accounted for. The
@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.core.sections import Runtime, TrainingConfig, dotted
+from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import dotted
 from dataset.cli import run as run_command
 
 Values = tuple[Any, ...] | None  # None: any value
@@ -158,7 +159,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
         rule = TABLE.get(key)
         if rule is None:
             raise ValueError(
-                f"{section} refuses {key}: nobody has argued in benchmarks/core/privacy_matrix.py "
+                f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "
                 f"that it keeps the guarantee; set {section} to none"
             )
         if not rule.allows(section, value):

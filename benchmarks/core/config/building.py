@@ -1,0 +1,41 @@
+"""A checked dataclass from a tree of plain values, or one line that says what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+Node = TypeVar("Node")
+
+
+def _explain(fault: Any, kind: type[Any]) -> str:
+    """One fault of pydantic's, in one line that names the key and what to do."""
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
+        return f"{name} is missing"
+    if fault["type"] != "unexpected_keyword_argument":
+        return f"{name} is {fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+    for section in fault["loc"][:-1]:
+        hint = get_type_hints(kind)[section]
+        kind = next((part for part in get_args(hint) if part is not type(None)), hint)
+    known = [f.name for f in dataclasses.fields(kind)]
+    near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
+    prefix = "".join(f"{part}." for part in fault["loc"][:-1])
+    return f"there is no config key {name}; " + (
+        f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
+    )
+
+
+def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
+    """A dataclass from a tree: every key must be a field, every value of its type.
+
+    :raises ValueError: one line that names the first wrong key, what it may be, and ``where`` it stands.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(dict(tree))
+    except ValidationError as faults:
+        raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults

@@ -1,0 +1,77 @@
+"""What tells one config from another: its content in a fixed form, and the SHA-256 of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from benchmarks.core.config.sections import REPETITION, TrainingConfig
+from benchmarks.core.config.trees import Tree, dotted
+
+
+def config_tree(config: TrainingConfig) -> Tree:
+    """A config as ``config.yaml`` holds it: plain values only.
+
+    A field that is younger than the first runs is left out where it has no effect, so that the digests of
+    such configs stay what they were.
+    """
+    tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
+    if not config.model.pretrained:
+        del tree["model"]["weights_sha256"]
+    return tree
+
+
+def tree_digest(tree: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a ``config.yaml`` in a fixed form."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def digest(config: TrainingConfig) -> str:
+    """`tree_digest` of a resolved config."""
+    return tree_digest(config_tree(config))
+
+
+def _repetition_keys(kind: Any) -> tuple[str, ...]:
+    """The dotted keys of a config's fields that are marked as `REPETITION`; a section's ends with a dot."""
+    hints, out = get_type_hints(kind), []
+    for item in dataclasses.fields(kind):
+        sections = [
+            part for part in (hints[item.name], *get_args(hints[item.name])) if dataclasses.is_dataclass(part)
+        ]
+        if item.metadata == REPETITION:
+            out.append(item.name + ("." if sections else ""))
+        else:
+            out += [f"{item.name}.{key}" for part in sections for key in _repetition_keys(part)]
+    return tuple(out)
+
+
+def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
+    """What runs that differ only in their seed have in common.
+
+    Args:
+        tree: a resolved config.
+        kind: the benchmark's type of config.
+
+    Returns:
+        Every field by its dotted key, without those that their section marks as `REPETITION`.
+    """
+    apart = _repetition_keys(kind)
+    return {
+        key: value
+        for key, value in dotted(tree).items()
+        if not any(key.startswith(name) if name.endswith(".") else key == name for name in apart)
+    }
+
+
+def experiment_digest(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> str:
+    """SHA-256 of `experiment` in a fixed form."""
+    text = json.dumps(experiment(tree, kind), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def short_digest(config: TrainingConfig) -> str:
+    """What ``{digest}`` in ``--run_dir`` stands for: a name of a directory that no other config shares."""
+    return digest(config)[:12]
