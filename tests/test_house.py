@@ -1,0 +1,41 @@
+"""The house: three roots, imports one way (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "dataset": ("dataset",),
+    "pfl_ext": ("pfl_ext", "dataset.files"),
+    "benchmarks": ("benchmarks", "pfl_ext", "dataset"),
+}
+"""What each root imports of the project: nobody writes an atomic write twice, hence ``dataset.files``."""
+
+
+def imports(file: Path) -> list[str]:
+    """The project's modules and names that a file imports, dotted."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file} has a relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [name for name in found if name.partition(".")[0] in (*MAY_IMPORT, "tests", "docs")]
+
+
+@pytest.mark.parametrize("root", MAY_IMPORT)
+def test_imports_go_one_way(root: str) -> None:
+    files = list((ROOT / root).rglob("*.py"))
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in files
+        for name in imports(file)
+        if not any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[root])
+    ]
+    assert len(files) > 10
+    assert wrong == []
