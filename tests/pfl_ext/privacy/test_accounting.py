@@ -20,6 +20,7 @@ from pfl_ext.privacy.epsilon import (
     STEP,
     epsilon_spent,
     gaussian_delta,
+    least_multiplier,
     privacy_profile,
     without_replacement_delta,
 )
@@ -356,3 +357,14 @@ def test_cohorts_are_functions_of_seed_and_round(sampler: Any) -> None:
     assert len(private_cohort(sampler, 3, 8, 1000, 1000)) == 1000
     with pytest.raises(ValueError, match="cohort_size is 1001"):
         private_cohort(sampler, 3, 8, 1000, 1001)
+
+
+@pytest.mark.parametrize("start", [1, 12, 99, 100, 101, 400, 5000])
+def test_the_least_multiplier_is_found_from_any_start_also_where_it_keeps_the_budget_exactly(
+    start: int,
+) -> None:
+    def epsilon_of(multiplier: float) -> float:
+        return -float(round(multiplier / STEP))
+
+    assert least_multiplier(epsilon_of, -100.0, start * STEP) == 100 * STEP
+    assert least_multiplier(epsilon_of, -100.5, start * STEP) == 101 * STEP
