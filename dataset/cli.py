@@ -1,16 +1,32 @@
-"""How every command of the project ends.
+"""What every command of the project shares: its arguments, its one-line errors, how it ends and is stopped.
 
-0: done. 2: one line, ``error: ...``. 75: a signal stopped it, and the same command goes on. 130: interrupted.
+Exit codes: 0: done. 2: one line, ``error: ...``. 75: a signal stopped it, and the same command goes on.
+130: interrupted.
+
+Slurm sends SIGTERM (or what ``--signal`` says, often SIGUSR1) before it takes a machine away. Where nothing
+is lost by it, a command stops at once; within `held` it notes the signal, finishes its step, and stops then.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
-from dataset.signals import RESUMABLE, Stopped, raised
-
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+RESUMABLE = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h): stopped by a signal; what was done is kept, and it can go on."""
 MAX_LINE = 1600
+MAX_NAME_BYTES = 200
+"""Of an output's name; a file system has 255, of which the names of its temporary files need some."""
 
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
@@ -45,3 +61,164 @@ def _line(text: str) -> str:
     line = " ".join(text.split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and exit, and in `read` for an empty value."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message, with a pointer to the help."""
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """As `parse_args`, and an empty value is an error: it would be read as the current folder."""
+        for before, word in zip(["", *argv], argv):
+            option, _, value = word.partition("=")
+            if not word or (word.startswith("--") and "=" in word and not value):
+                self.error(f"{option or before or 'an argument'} is empty: give a value, or leave it out")
+        return self.parse_args(argv)
+
+
+def output_file(option: str, path: Path, overwrite: bool = True) -> Path:
+    """The path, if a file can be written there.
+
+    Args:
+        option: the name of the option, for the error.
+        path: its value.
+        overwrite: whether the file may exist.
+
+    Raises:
+        ValueError: one line that names the option, for a folder, a name that is too long, and a place where
+            nothing can be written.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; give the name of a file")
+    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
+        raise ValueError(f"{option} has a name of more than {MAX_NAME_BYTES} bytes; give a shorter one")
+    _writable(option, path, path.parent)
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; give --overwrite to replace it")
+    return path
+
+
+def output_folder(option: str, path: Path) -> Path:
+    """The path, if it is a folder, or can become one, in which files can be written.
+
+    Raises:
+        ValueError: one line that names the option.
+    """
+    _writable(option, path, path)
+    return path
+
+
+def input_file(option: str, path: Path) -> Path:
+    """The path, if it is a file that can be read.
+
+    Raises:
+        ValueError: one line that names the option.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; give a file")
+    try:
+        with open(path, "rb"):
+            return path
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read: {error.strerror}") from None
+
+
+def is_address(place: str | None) -> bool:
+    """Whether an argument is the address of a server, and no path."""
+    return place is not None and place.startswith(("http://", "https://"))
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _writable(option: str, path: Path, folder: Path) -> None:
+    """Refuse a path if no file can be made in its folder, or in the nearest one above that exists."""
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise ValueError(f"{option} {path}: {folder} is a file, not a folder; choose another place")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path} cannot be written: {error.strerror} in {folder}; choose another place"
+        ) from None
+
+
+class Stopped(BaseException):
+    """A signal has asked the command to stop; like KeyboardInterrupt, no ``except Exception`` holds it.
+
+    Args:
+        number: of the signal.
+        detail: what is kept, for the one line that the command ends with.
+    """
+
+    def __init__(self, number: int, detail: str = "") -> None:
+        self.name, self.detail = signal.Signals(number).name, detail
+        super().__init__(f"stopped by {self.name}" + (f", {detail}" if detail else ""))
+
+
+class Held:
+    """Which signal has come while signals were held, if any."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def stop_if_asked(self, detail: str = "") -> None:
+        """Raise `Stopped` if a signal has come: a step is done, nothing is lost."""
+        if self.number is not None:
+            raise Stopped(self.number, detail)
+
+
+@contextmanager
+def _handled(handler: object) -> Iterator[None]:
+    """Handle signals so within the block, in the main thread (elsewhere Python allows no handlers)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        for number in SIGNALS:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Within, a signal raises `Stopped` at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    with _handled(stop):
+        yield
+
+
+@contextmanager
+def held(step: str) -> Iterator[Held]:
+    """Within, the first signal is only noted, and `Stopped` is raised at the end; a second raises it at once.
+
+    Args:
+        step: what is finished first, for the line on stderr.
+    """
+    state = Held()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if state.number is not None:
+            raise Stopped(number, f"the {step} under way is lost")
+        state.number = number
+        name = signal.Signals(number).name
+        print(f"{name}: stopping after this {step}; once more abandons it", file=sys.stderr, flush=True)
+
+    with _handled(note):
+        yield state
+    state.stop_if_asked()

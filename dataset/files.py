@@ -1,20 +1,145 @@
-"""Files that appear whole or not at all."""
+"""The shared bottom: files that appear whole or not at all, locks, checksums, and work read ahead of need."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import json
 import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+
+HALF_WRITTEN = (".*.partial", ".tmp??????")
+"""Patterns of files that are being written: by `replacing`, and by the safetensors library."""
+_NO_LOCKS = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL))
+_BLOCK = 1 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path``, replacing what is there in one step; OSError leaves the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Name the file in an error of the operating system, such as a full disk.
+
+    Raises:
+        OSError: one clause with the path.
+    """
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        yield
+    except OSError as fault:
+        raise OSError(f"{path} cannot be written: {fault.strerror or fault}") from fault
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """Give the path of a temporary file, which takes the name ``path`` when the block ends.
+
+    The name always holds the old content or all of the new. If the block raises, the temporary file goes.
+
+    Raises:
+        OSError: one clause with the path.
+    """
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            sync(temporary)
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file by `replacing`."""
+    with replacing(path, mode) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_bytes` of indented JSON; NaN is refused."""
+    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file within the block. A killed process holds nothing.
+
+    A file system without locks grants every lock.
+
+    Args:
+        path: the lock file, which stays when the lock is released.
+        refusal: the error when another process holds the lock.
+
+    Raises:
+        ValueError: the refusal.
+    """
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(refusal) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def file_digest(path: Path, algorithm: str = "sha256") -> str:
+    """The digest of a file's bytes in hexadecimal, by an algorithm of `hashlib`."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prefetched(
+    work: Callable[[Item], Result], items: Iterable[Item], *, ahead: int, threads: int = 1
+) -> Iterator[Result]:
+    """Yield ``work(item)`` in the order of ``items``; other threads work ahead of need.
+
+    Args:
+        ahead: the most results beyond the one in use. With 0, everything runs in the calling thread.
+        threads: how many threads work.
+
+    Raises:
+        Exception: of ``work``, where its result would have been yielded; work that has not begun is dropped.
+    """
+    if ahead < 1:
+        yield from map(work, items)
+        return
+    source = iter(items)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+    try:
+        waiting: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(source, ahead))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(work, item) for item in islice(source, 1))
+            yield result
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -8,15 +8,14 @@ not there. One process owns the folder at a time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import shutil
 from pathlib import Path
 from types import TracebackType
 
+from dataset.cli import Stopped
 from dataset.fetch.http import SourceError
-from dataset.signals import Stopped
+from dataset.files import HALF_WRITTEN, locked, write_bytes
 
 RESUMABLE = (Stopped, KeyboardInterrupt, SourceError)
 """After these the work so far is kept; after any other failure nothing is left behind."""
@@ -31,20 +30,14 @@ class Journal:
     def __init__(self, output: Path) -> None:
         self.folder = output.with_name(f"{output.name}.partial")
         self.data = self.folder / "data.hdf5"
-        self._lock = -1
+        refusal = (
+            f"another process is writing {self.folder}: wait for its end, or choose another --output_file"
+        )
+        self._lock = locked(self.folder / "lock", refusal)
 
     def __enter__(self) -> Journal:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(self._lock)
-            raise ValueError(
-                f"another process is writing {self.folder}: wait for its end, or choose another --output_file"
-            ) from None
-        except OSError:
-            pass  # this file system has no locks
+        self._lock.__enter__()
         return self
 
     def __exit__(
@@ -52,24 +45,19 @@ class Journal:
     ) -> None:
         if kind is None or not issubclass(kind, RESUMABLE):
             self.discard()
-        os.close(self._lock)
+        self._lock.__exit__(None, None, None)
 
     def discard(self) -> None:
         """Delete the folder; what is not ours in it stays, and then it too."""
-        for path in [*self.folder.glob("entry-*"), self.data, self.folder / "lock"]:
+        half = self.folder.glob(HALF_WRITTEN[0])
+        for path in [*self.folder.glob("entry-*"), *half, self.data, self.folder / "lock"]:
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is not empty
             self.folder.rmdir()
 
     def put(self, name: str, content: bytes) -> None:
         """Keep an entry, on the disk when this returns."""
-        path = self._path(name)
-        temporary = path.with_name(f"{path.name}.new")
-        with open(temporary, "wb") as file:
-            file.write(hashlib.sha256(content).digest() + content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_bytes(self._path(name), hashlib.sha256(content).digest() + content)
 
     def get(self, name: str) -> bytes | None:
         """An entry; None if it is not there, or damaged."""

@@ -8,7 +8,6 @@ import csv
 import dataclasses
 import hashlib
 import io
-import os
 import shutil
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataset.cli import OneLineParser, cores, input_file, is_address, output_folder
 from dataset.fetch.listed import (
     ListedSet,
     Lists,
@@ -30,7 +30,6 @@ from dataset.fetch.listed import (
     remote_shard,
 )
 from dataset.files import write_bytes
-from dataset.flair.arguments import OneLineParser, input_file, output_folder
 from dataset.flair.download_preprocess import Options, check_disk, checked_output, preprocess
 from dataset.flair.sources import ArchiveSource, Shard, nothing
 from dataset.partitions.assignments import NOBODY, deal, partition_of
@@ -66,7 +65,7 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
     add("--coordinates", type=Path, help="CSV image_id,latitude,longitude: adds partitions by S2 cells")
     add("--n_max", default="30000,3000,1000,100", help="with --coordinates: most images of a cell, for each")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="threads")
+    add("--workers", type=int, default=cores(), help="threads")
     add("--overwrite", action="store_true", help="replace an existing output file")
     return parser.read(argv)
 
@@ -78,7 +77,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     output = checked_output(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
     output_folder("--download_folder", folder)
-    if not _is_address(given.source) and not Path(given.source).is_dir():
+    if not is_address(given.source) and not Path(given.source).is_dir():
         raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
     places: Places = {}
     n_max: Sequence[int] = []
@@ -116,13 +115,9 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
-def _is_address(place: str | None) -> bool:
-    return place is not None and place.startswith(("http://", "https://"))
-
-
 def _splits(spec: ListedSet, given: argparse.Namespace, folder: Path) -> Path:
     """Where the CSVs are, after a download if they are to be downloaded."""
-    if _is_address(given.splits):
+    if is_address(given.splits):
         return fetch_lists(spec, given.splits, folder)
     if given.splits is not None:
         if not Path(given.splits).exists():
@@ -131,7 +126,7 @@ def _splits(spec: ListedSet, given: argparse.Namespace, folder: Path) -> Path:
             )
         return Path(given.splits)
     source = Path(given.source)
-    if not _is_address(given.source) and source.is_dir():
+    if not is_address(given.source) and source.is_dir():
         zipped = [path for one in spec.splits if one.path.endswith(".zip") for path in source.rglob(one.path)]
         if any(source.rglob("*train*.csv")):
             return source
@@ -155,7 +150,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         "lists_sha256": digest,
     }
     estimate = spec.mean_image_bytes * len(ids)
-    if _is_address(place):
+    if is_address(place):
         shards = [remote_shard(one, place, folder, wanted) for one in spec.archives]
 
         def discard() -> None:

@@ -8,11 +8,9 @@ one stays as ``NAME.previous`` until the next, and is what is loaded where the n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,43 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-
-@contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Name the file in what the system says when the disk is full, say.
-
-    :raises OSError: one clause with the path.
-    """
-    try:
-        yield
-    except OSError as fault:
-        raise OSError(f"{path} cannot be written: {fault.strerror or fault}") from fault
-
-
-def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file so that its name always holds either the old content or all of the new."""
-    with written(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-
-def write_json(path: Path, content: Any) -> None:
-    """`write_bytes` of indented JSON; NaN is refused."""
-    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+from dataset.files import HALF_WRITTEN, locked, replacing, sync
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that `write_json` wrote.
+    """A JSON object that `dataset.files.write_json` wrote.
 
     :raises ValueError: when it is none; the sentence names the file.
     """
@@ -93,29 +59,20 @@ def save(
     :param keep_previous: keep what the name held before as `previous`.
     :raises OSError: when the disk is full, say; what the file held before is whole then.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(state), allow_nan=False)
     # In one entry: safetensors writes several in any order, and the same content must be the same bytes.
     metadata = {"checkpoint": json.dumps([text, _checksum(contiguous, text)])}
     try:
-        with written(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
             save_file(contiguous, temporary, metadata=metadata)
-            _sync(temporary)
+            sync(temporary)
             load(temporary)
-            os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
             if keep_previous and path.exists():
                 _keep(path)
-            os.replace(temporary, path)
-            _sync(path.parent)
-    except (
-        SafetensorError,
-        ValueError,
-    ) as fault:  # an I/O error in safetensors' clothes; read back otherwise
+        sync(path.parent)
+    except (SafetensorError, ValueError) as fault:  # safetensors' own I/O error, or what `load` says
         raise OSError(f"{path} cannot be written: {fault}") from fault
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _keep(path: Path) -> None:
@@ -128,14 +85,6 @@ def _keep(path: Path) -> None:
     else:
         os.replace(link, previous(path))
         link.unlink(missing_ok=True)  # where both names are of one file already, replacing does nothing
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -172,10 +121,6 @@ def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], st
     return tensors, state, f"{damage}: going on from the one before it, {previous(path)}"
 
 
-HALF_WRITTEN = (".*.partial", ".tmp??????")
-"""Files that are being written: this module's, and the safetensors library's, which writes beside them."""
-
-
 def _remove_half_written(directory: Path) -> None:
     for pattern in HALF_WRITTEN:
         for dead in (*directory.glob(pattern), *directory.glob(f"*/{pattern}")):
@@ -191,21 +136,11 @@ def sole_owner(directory: Path) -> Iterator[None]:
     :raises ValueError: when another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise ValueError(
-                f"{directory} is in use by another process: wait for its end, or choose another directory"
-            ) from None
-        except OSError:
-            pass  # this file system has no locks
+    refusal = f"{directory} is in use by another process: wait for its end, or choose another directory"
+    with locked(directory / ".lock", refusal):
         _remove_half_written(directory)
         yield
         _remove_half_written(directory)
-    finally:
-        os.close(descriptor)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

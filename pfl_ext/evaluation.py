@@ -20,8 +20,8 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
+from dataset.files import prefetched
 from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
-from pfl_ext.data.prefetch import prefetched
 from pfl_ext.data.transfer import pinned
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.accuracy import ClassCounts

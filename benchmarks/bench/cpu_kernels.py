@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.core.facts import commit, hardware
+from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
-from dataset.flair.arguments import OneLineParser
 from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, Unavailable
 from pfl_ext.engine.cpu.layers import Convolution, take_over
 from pfl_ext.models.classifier import build_backbone, memory_format

@@ -39,9 +39,9 @@ from benchmarks.core.federated import (
     training_data,
 )
 from benchmarks.reporting.plots import bench_bars
-from dataset.flair.arguments import OneLineParser, output_file
+from dataset.cli import OneLineParser, output_file
+from dataset.files import write_json
 from pfl_ext.backend import CentrallyEvaluatedBackend
-from pfl_ext.checkpoint import write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier

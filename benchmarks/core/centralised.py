@@ -12,9 +12,9 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
+from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.data.prefetch import prefetched
 from pfl_ext.data.transforms import draw_boxes
 from pfl_ext.engine.cpu.layers import arithmetic, kernels_for, take_over
 from pfl_ext.evaluation import CentralEvaluation

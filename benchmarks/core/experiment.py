@@ -7,7 +7,6 @@ A benchmark says what it adds as an `Experiment`; `execute` opens the run direct
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,8 +29,9 @@ from benchmarks.core.recorder import Recorder, columns
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import tracking
 from benchmarks.reporting import plots
-from dataset.signals import held
-from dataset.store.hdf5 import FlairFile
+from dataset.cli import held
+from dataset.files import file_digest, write_json
+from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from pfl_ext import checkpoint
 from pfl_ext.data.federated_dataset import ImageStore, Partition
@@ -142,7 +142,7 @@ def started(runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experiment]) -> None:
+def execute(run: AnyRun, data_path: Path, opened: Callable[[DataFile], Experiment]) -> None:
     """Train and report one run, or show the results that it already has."""
     config = run.config
     federated = config.mode == "federated"
@@ -154,7 +154,7 @@ def execute(run: AnyRun, data_path: Path, opened: Callable[[FlairFile], Experime
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():
         probe(data_path)
-    with FlairFile(data_path) as file:
+    with DataFile(data_path) as file:
         experiment = opened(file)
         num_steps = config.federated.num_rounds if federated else config.centralised.num_epochs
         recorder = Recorder(run, directory, num_steps, "round" if federated else "epoch", file.fingerprint)
@@ -204,7 +204,7 @@ def _train(
     experiment: Experiment,
     recorder: Recorder,
     module: ImageClassifier,
-    file: FlairFile,
+    file: DataFile,
     data_path: Path,
 ) -> Tree | None:
     """A run that has not ended yet, to its end; its results, on the first worker."""
@@ -283,13 +283,13 @@ def _write_results(
         "torch": torch.__version__,
         **of_config,
         "data_sha256": recorder.data_sha256,
-        "model_sha256": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
+        "model_sha256": file_digest(directory / "model.safetensors"),
         "model_probe": probe_checksum(module),
     }
     if recorder.ledger is not None:
         results = recorder.ledger.results(results)  # before pictures are made of them
     experiment.draw(results, title, directory / "plots")
-    checkpoint.write_json(directory / "results.json", results)
+    write_json(directory / "results.json", results)
     if recorder.ledger is not None:
         recorder.ledger.secret.close()
     return results

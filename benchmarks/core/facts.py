@@ -14,7 +14,7 @@ import torch
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.weights import is_torchvisions, sha256_of, torchvision_name
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext import checkpoint
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 
@@ -69,7 +69,7 @@ def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path |
     }
 
 
-def dataset_facts(file: FlairFile) -> Tree:
+def dataset_facts(file: DataFile) -> Tree:
     """Where the data came from, and the number of users and images of each split."""
     provenance: dict[str, Any] = file.provenance
     splits = {name: file.split(name) for name in file.splits}

@@ -26,7 +26,8 @@ from benchmarks.core.privacy_statement import (
     weak_delta,
 )
 from benchmarks.core.secret import Secret, statement_path
-from pfl_ext.checkpoint import read_json, write_json
+from dataset.files import write_json
+from pfl_ext.checkpoint import read_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import Calibration, accounted_rounds, finite
 from pfl_ext.privacy.central import METRICS, NoisyMean, private_mean

@@ -29,7 +29,8 @@ from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.ledger import Ledger
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from benchmarks.core.tracking import Tracking
-from dataset.signals import Held
+from dataset.cli import Held
+from dataset.files import write_bytes, write_json, written
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.metrics import shown
@@ -124,7 +125,7 @@ class Recorder:
     it: files of a step that a kill undid are never read.
 
     Args:
-        data_sha256: what the run learns from, see `dataset.store.hdf5.FlairFile.fingerprint`.
+        data_sha256: what the run learns from, see `dataset.store.hdf5.DataFile.fingerprint`.
 
     Raises:
         ValueError: when the directory holds a run of another config or of other data, or a run and
@@ -197,10 +198,10 @@ class Recorder:
             self.config_sha256 = self._config_sha256()  # another process may have begun here meanwhile
             begun = self._has_begun()
             self.directory.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_json(self.directory / "checkpoint" / "data.json", {"sha256": self.data_sha256})
+            write_json(self.directory / "checkpoint" / "data.json", {"sha256": self.data_sha256})
             if not begun:
                 text = yaml.safe_dump(config_tree(self.run.config), sort_keys=False)
-                checkpoint.write_bytes(self.directory / "config.yaml", text.encode())
+                write_bytes(self.directory / "config.yaml", text.encode())
         self._started = self._round_started = self._saved_at = time.perf_counter()
 
     def _show_progress(self, step: int) -> None:
@@ -339,7 +340,7 @@ class Recorder:
             return
         if self.ledger is not None:
             line = self.ledger.line(self.unit, line)
-        with checkpoint.written(self._metrics), self._metrics.open("a") as file:
+        with written(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         if self.tracking is not None:
             self.tracking.tell(line)

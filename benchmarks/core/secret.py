@@ -23,6 +23,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataset.files import write_bytes
 from pfl_ext import checkpoint
 from pfl_ext.randomness import derive
 from pfl_ext.workers.distributed import from_main, is_main
@@ -153,7 +154,7 @@ def _draw(path: Path, keys: tuple[str, str], precision: str) -> str:
         "data_sha256": keys[1],
         "precision": precision,
     }
-    checkpoint.write_bytes(path, json.dumps(content).encode(), mode=0o600)
+    write_bytes(path, json.dumps(content).encode(), mode=0o600)
     return text
 
 

@@ -26,7 +26,7 @@ from PIL import Image
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
-from pfl_ext.checkpoint import write_json
+from dataset.files import write_json
 from pfl_ext.workers.distributed import is_main
 
 Rows = Mapping[str, Mapping[str, float]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -11,17 +10,14 @@ from typing import TypeVar
 from torchvision import models as zoo
 
 from benchmarks.core.config.sections import TrainingConfig
+from dataset.files import file_digest
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 @lru_cache(maxsize=8)
 def _sha256_of(path: Path, size: int, changed_ns: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return file_digest(path)
 
 
 def sha256_of(path: Path) -> str:

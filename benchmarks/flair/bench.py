@@ -21,7 +21,7 @@ from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import flair_task
 from dataset.cli import run as run_command
 from dataset.flair.mini import MiniSpec, write_mini
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -101,7 +101,7 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
         f"--model.input_size {case.pixels} --federated.cohort_size {case.cohort} "
         f"--federated.weighting {'users' if case.private else 'images'}"
     ).split()
-    with FlairFile(data_file(case, options.data_dir)) as file:
+    with DataFile(data_file(case, options.data_dir)) as file:
 
         def opened(run: Run) -> tuple[Callable[[str], ImageStore], ImageClassifier]:
             task = flair_task(run, file)

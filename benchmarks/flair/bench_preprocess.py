@@ -30,10 +30,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataset.cli import run
+from dataset.cli import OneLineParser, run
 from dataset.flair import download_preprocess
-from dataset.flair.arguments import OneLineParser
-from dataset.store.hdf5 import FlairFile, FlairWriter
+from dataset.store.hdf5 import DataFile, DataWriter
 from dataset.store.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
 
 CONTENDERS = {
@@ -136,12 +135,12 @@ def opening(users: int, folder: Path) -> dict[str, float]:
     )
     mappings = {name: {f"{i:04d}": i for i in range(width)} for name, (width, _) in sizes.items()}
     index, path = DatasetIndex({"train": split}, mappings), folder / "opening.hdf5"
-    with FlairWriter(path, index, storage="raw", image_size=1) as writer:
+    with DataWriter(path, index, storage="raw", image_size=1) as writer:
         writer.write("train", np.arange(total), np.zeros((total, 1, 1, 3), np.uint8))
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        with FlairFile(path) as file:
+        with DataFile(path) as file:
             file.split("train")
         times.append(time.perf_counter() - start)
     return {

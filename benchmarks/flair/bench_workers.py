@@ -40,10 +40,9 @@ from benchmarks.core.experiment import build_model
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import local_sampling, pfl_model
 from benchmarks.flair.config import parse
-from dataset.cli import run
-from dataset.flair.arguments import OneLineParser
+from dataset.cli import OneLineParser, run
+from dataset.files import write_json
 from dataset.flair.mini import MiniSpec, mini_index
-from pfl_ext.checkpoint import write_json
 from pfl_ext.data.federated_dataset import LocalSampling, UserImages
 from pfl_ext.data.schedule import fit, longest_first, lower_bound, makespan, round_robin
 from pfl_ext.randomness import stream

@@ -44,9 +44,9 @@ from benchmarks.reporting.plots import (
     violins,
 )
 from benchmarks.reporting.runs import DAMAGE, read_history, reading
+from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
-from dataset.flair.arguments import OneLineParser
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import LabelMatrix
 from pfl_ext.tasks.metrics import shown
 
@@ -163,7 +163,7 @@ def data_figures(path: Path, split: str, image_size: int | None, threads: int) -
 
     :raises ValueError: when the file is not grouped by user, or an image's size must be said.
     """
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         if not file.grouped:
             raise ValueError(f"{path} is not grouped by user: preprocess without --not_group_data_by_user")
         size = image_size or file.image_size or 256

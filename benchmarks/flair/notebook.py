@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dataset.cli import run as run_command
-from pfl_ext.checkpoint import write_bytes
+from dataset.files import write_bytes
 
 PAGE = Path(__file__).parent / "tutorial.py"
 MARKDOWN = "# %% [markdown]"

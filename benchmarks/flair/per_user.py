@@ -27,7 +27,7 @@ from benchmarks.flair.train import flair_task
 from benchmarks.flair.users import SPLIT, write_users
 from benchmarks.reporting.runs import find_runs
 from dataset.cli import run as run_command
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.per_user import PRESENT, QUANTILES
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.tasks.metrics import shown
@@ -49,7 +49,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
     if not model_file.is_file():
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
-    with pfl_device(run.runtime.device), FlairFile(run.data_path or record.results["dataset"]) as file:
+    with pfl_device(run.runtime.device), DataFile(run.data_path or record.results["dataset"]) as file:
         task = flair_task(run, file)
         names = list(record.results["per_class_ap"])
         if list(task.label_names) != names:

@@ -22,9 +22,9 @@ from benchmarks.flair import paper
 from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
 from benchmarks.reporting.runs import find_runs
+from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
-from dataset.flair.arguments import OneLineParser
-from pfl_ext.checkpoint import write_bytes
+from dataset.files import write_bytes
 from pfl_ext.tasks.metrics import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (

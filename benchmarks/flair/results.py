@@ -16,14 +16,18 @@ from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives, reasons_against
 from benchmarks.flair.users import write_users
 from benchmarks.reporting import plots
-from dataset.store.label_sets import FlairTask
+from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import shot_table
 from pfl_ext.evaluation import SCORES
 from pfl_ext.tasks.metrics import average_precision, for_people, shown
 
 
 def class_scores(
-    config: Config, task: FlairTask, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
+    config: Config,
+    task: LabelSetView,
+    recorder: Recorder,
+    model: PyTorchModel,
+    metrics: Mapping[str, Metrics],
 ) -> Tree:
     """Of the best model: AP and prevalence of each class, few-shot classes apart; users if asked for."""
     scores = metrics["test"][SCORES]

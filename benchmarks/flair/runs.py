@@ -20,7 +20,7 @@ from benchmarks.core.weights import sha256_of
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
 from benchmarks.reporting.runs import DAMAGE
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.tasks.metrics import COLUMNS
 
 SCORES = (*COLUMNS, "C-AP-binned200", "O-AP-binned200")
@@ -119,7 +119,7 @@ def _fault(directory: Path, config: Config, digest: str, results: Tree) -> str |
 def _dataset(path: str) -> Tree:
     """Facts of the data file of a run from before runs kept them; empty where it cannot be opened."""
     try:
-        with FlairFile(path) as file:
+        with DataFile(path) as file:
             return dataset_facts(file)
     except (ValueError, OSError):
         return {}

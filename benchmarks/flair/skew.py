@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.hdf5 import FlairFile
+from dataset.files import prefetched
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import IntArray, LabelMatrix, SplitIndex
-from pfl_ext.data.prefetch import prefetched
 from pfl_ext.randomness import stream
 
 FloatArray = npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ def dealt_owners(sizes: IntArray, seed: int) -> dict[str, IntArray]:
 
 
 def emd_of_users(
-    file: FlairFile, split: str, *, image_size: int, threads: int = 2, seed: int = 0, label: str | None = None
+    file: DataFile, split: str, *, image_size: int, threads: int = 2, seed: int = 0, label: str | None = None
 ) -> EmdCurves:
     """Figure 2, right: on the images with one coarse label, the commonest unless named.
 

@@ -22,8 +22,7 @@ import torch
 from torchvision import models as zoo
 from tqdm import tqdm
 
-from dataset.cli import run
-from dataset.flair.arguments import OneLineParser
+from dataset.cli import OneLineParser, run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, mini_index
 from pfl_ext.checkpoint import save
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize

@@ -32,8 +32,8 @@ from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import ready_data, resolve_data
 from benchmarks.reporting.runs import DAMAGE
+from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
-from dataset.flair.arguments import OneLineParser
 from pfl_ext.models.classifier import build_backbone
 
 STANDIN = Path("data/standin.safetensors")

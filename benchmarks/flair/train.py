@@ -27,8 +27,8 @@ from benchmarks.flair import results
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.users import SPLIT
 from dataset.cli import run as run_command
-from dataset.store.hdf5 import FlairFile
-from dataset.store.label_sets import FlairTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import users_with
 from pfl_ext.data.federated_dataset import iid_partition
 from pfl_ext.tasks.metrics import BINNED, COLUMNS
@@ -59,14 +59,14 @@ def ready_data(run: Run, data_path: Path) -> None:
         barrier()
 
 
-def flair_task(run: Run, file: FlairFile) -> FlairTask:
+def flair_task(run: Run, file: DataFile) -> LabelSetView:
     """The file as the images and targets that a run asks for."""
     data = run.config.data
     cache = int(run.runtime.cache_gb * 1e9)
-    return FlairTask(file, data.taxonomy, data.image_size, data.binary_label, cache)
+    return LabelSetView(file, data.taxonomy, data.image_size, data.binary_label, cache)
 
 
-def experiment(run: Run, file: FlairFile) -> Experiment:
+def experiment(run: Run, file: DataFile) -> Experiment:
     """FLAIR's side of a run on this file."""
     config, task = run.config, flair_task(run, file)
     if config.personal.num_epochs:

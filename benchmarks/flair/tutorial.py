@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.flair.train import main as train  # noqa: E402
 from dataset.flair.mini import MiniSpec, write_mini  # noqa: E402
-from dataset.store.hdf5 import FlairFile  # noqa: E402
-from dataset.store.label_sets import FlairTask  # noqa: E402
+from dataset.store.hdf5 import DataFile  # noqa: E402
+from dataset.store.label_sets import LabelSetView  # noqa: E402
 
 DATA = Path("data/tutorial.hdf5")
 DATA.parent.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ write_mini(DATA, spec)
 # have a handful of photos, a few have hundreds. No user is in two splits.
 
 # %%
-task = FlairTask(FlairFile(DATA), "labels", 36)
+task = LabelSetView(DataFile(DATA), "labels", 36)
 splits = {name: task.split(name) for name in ("train", "val", "test")}
 for name, split in splits.items():
     sizes = np.diff(split.user_offsets)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import Config
 from benchmarks.reporting import plots
-from dataset.store.label_sets import FlairTask
+from dataset.files import write_json
+from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import (
     PER_USER,
     FloatArray,
@@ -25,7 +26,6 @@ from pfl_ext.algorithms.per_user import (
     personalise,
     quantiles,
 )
-from pfl_ext.checkpoint import write_json
 from pfl_ext.data.federated_dataset import LocalSampling
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.metrics import shown, summarise
@@ -97,7 +97,7 @@ def write_users(
     directory: Path,
     config: Config,
     module: ImageClassifier,
-    task: FlairTask,
+    task: LabelSetView,
     scores: npt.NDArray[np.float32],
     targets: npt.NDArray[np.bool_],
 ) -> Tree:

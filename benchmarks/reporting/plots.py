@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from pfl_ext.checkpoint import write_bytes
+from dataset.files import write_bytes
 from pfl_ext.tasks.metrics import shown
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import importlib
 import json
 import os
@@ -37,7 +36,7 @@ from benchmarks.sweep.space import (
     hopeless,
     suggestion,
 )
-from pfl_ext.checkpoint import write_json
+from dataset.files import locked, write_json
 
 POLL_SECONDS, GRACE_SECONDS, MOST_ATTEMPTS = 0.5, 30.0, 50
 
@@ -365,9 +364,5 @@ class LocalSweep:
 def alone(directory: Path) -> Iterator[None]:
     """Hold a sweep's directory against a second call."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{directory} is being worked on: wait, or choose another --sweep_dir") from None
+    with locked(directory / "lock", f"{directory} is being worked on: wait, or choose another --sweep_dir"):
         yield

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from benchmarks.sweep.space import Metric, Sweep
-from pfl_ext.checkpoint import write_bytes
+from dataset.files import write_bytes
 from pfl_ext.tasks.metrics import shown
 
 

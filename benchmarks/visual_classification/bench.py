@@ -23,7 +23,7 @@ from benchmarks.core.experiment import build_model
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import single_label_task
 from dataset.cli import run as run_command
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
@@ -87,7 +87,7 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
     common = [*case.words, f"--federated.cohort_size={case.cohort}"]
     if options.data_path is not None:
-        with FlairFile(options.data_path) as file:
+        with DataFile(options.data_path) as file:
             return _compare(case, common, rounds, lambda run: single_label_task(run, file).split)
     return _compare(case, common, rounds, lambda run: lambda name: _drawn(case, run, name))
 

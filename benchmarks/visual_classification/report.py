@@ -28,8 +28,8 @@ from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import FinishedRun, read_run
 from dataset.cli import run as run_command
+from dataset.files import write_bytes
 from dataset.partitions.dirichlet import meaning
-from pfl_ext.checkpoint import write_bytes
 
 
 @dataclass(frozen=True)

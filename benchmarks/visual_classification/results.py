@@ -16,17 +16,17 @@ from benchmarks.reporting import plots
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
 from dataset.partitions.statistics import distances, mean_emd
-from dataset.store.single_label import SingleLabelTask
+from dataset.store.single_label import SingleLabelView
 from pfl_ext.evaluation import SCORES
 
 
-def partition_text(task: SingleLabelTask) -> str:
+def partition_text(task: SingleLabelView) -> str:
     """The partition, and what its alpha counts if it has one."""
     clause = task.convention
     return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
 
 
-def followed_text(task: SingleLabelTask, scored: str) -> str:
+def followed_text(task: SingleLabelView, scored: str) -> str:
     """What is scored over the rounds."""
     if scored == "test":
         return "test is tracked and chooses nothing"
@@ -34,7 +34,7 @@ def followed_text(task: SingleLabelTask, scored: str) -> str:
     return f"val is {origin}"
 
 
-def partition_facts(task: SingleLabelTask) -> Tree:
+def partition_facts(task: SingleLabelView) -> Tree:
     """How the training images lie with the users (Hsu, Qi, Brown, 6.1): sizes, classes, mean EMD."""
     train = task.split("train")
     sizes = np.diff(train.user_offsets)
@@ -51,7 +51,7 @@ def partition_facts(task: SingleLabelTask) -> Tree:
 
 
 def class_scores(
-    task: SingleLabelTask, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
+    task: SingleLabelView, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
 ) -> Tree:
     """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
     shares = metrics["test"][SCORES].per_class

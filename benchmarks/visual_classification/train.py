@@ -23,8 +23,8 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results
 from benchmarks.visual_classification.config import VISION, Run, parse
 from dataset.cli import run as run_command
-from dataset.store.hdf5 import FlairFile
-from dataset.store.single_label import CARVED, SingleLabelTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.single_label import CARVED, SingleLabelView
 from pfl_ext.workers.distributed import barrier, is_main
 
 HEADLINE = ("accuracy",)
@@ -55,15 +55,15 @@ def ready_data(run: Run, data_path: Path) -> None:
         barrier()
 
 
-def single_label_task(run: Run, file: FlairFile) -> SingleLabelTask:
+def single_label_task(run: Run, file: DataFile) -> SingleLabelView:
     """The file as the images and classes that a run asks for."""
     data = run.config.data
     cache = int(run.runtime.cache_gb * 1e9)
     share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-    return SingleLabelTask(file, data.partition, data.taxonomy, data.image_size, cache, share)
+    return SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share)
 
 
-def protected_unit(task: SingleLabelTask) -> ProtectedUnit:
+def protected_unit(task: SingleLabelView) -> ProtectedUnit:
     """Real users, or the clients that a partition was drawn for.
 
     Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
@@ -75,7 +75,7 @@ def protected_unit(task: SingleLabelTask) -> ProtectedUnit:
     return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
 
 
-def experiment(run: Run, file: FlairFile) -> Experiment:
+def experiment(run: Run, file: DataFile) -> Experiment:
     """This benchmark's side of a run on this file."""
     task, scored = single_label_task(run, file), run.config.data.scored
     return Experiment(

@@ -26,10 +26,10 @@ from dataset.cifar10.source import (
     read_images,
     split_index,
 )
+from dataset.cli import OneLineParser, is_address, output_file, output_folder
 from dataset.fetch.http import SourceError
-from dataset.flair.arguments import OneLineParser, output_file, output_folder
 from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
-from dataset.store.hdf5 import FlairWriter
+from dataset.store.hdf5 import DataWriter
 from dataset.store.index import DatasetIndex, PartitionIndex
 
 NO_SPLITS, OFFICIAL = "none", "official"
@@ -52,7 +52,7 @@ def write(
         {"labels": mapping, "fine_grained_labels": mapping},
         provenance,
     )
-    with FlairWriter(path, index, storage="raw", image_size=SIDE) as writer:
+    with DataWriter(path, index, storage="raw", image_size=SIDE) as writer:
         for name, split in images.items():
             for start in range(0, len(split.classes), 1000):
                 pixels = split.pixels[start : start + 1000]
@@ -90,9 +90,7 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
 def main(spec: Cifar, argv: Sequence[str]) -> None:
     """Download or read, check, deal and write."""
     given = _arguments(spec, argv)
-    output = output_file("--output_file", given.output_file)
-    if output.exists() and not given.overwrite:
-        raise ValueError(f"{output} exists; give --overwrite to replace it")
+    output = output_file("--output_file", given.output_file, given.overwrite)
     if given.seed < 0:
         raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
     for name in ("clients", "images_per_client"):
@@ -103,7 +101,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     priors = _priors(given)
     folder: Path = given.download_folder or output.with_name(output.name + ".download")
     output_folder("--download_folder", folder)
-    local = folder if _is_address(given.source) else Path(given.source)
+    local = folder if is_address(given.source) else Path(given.source)
     if local is not folder and not local.is_dir():
         raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
     told: dict[str, object] = {"source": given.source, "licence": LICENCE}
@@ -158,13 +156,9 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
-def _is_address(place: str | None) -> bool:
-    return place is not None and place.startswith(("http://", "https://"))
-
-
 def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
     """Where the CSVs are, after a download if one is asked for; None if none are wanted."""
-    if sha256 and not _is_address(asked):
+    if sha256 and not is_address(asked):
         raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
     if asked == NO_SPLITS:
         return None
@@ -176,7 +170,7 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
                 f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
                 "--dirichlet_total A for partitions of our own"
             ) from None
-    if not _is_address(asked):
+    if not is_address(asked):
         return _place(spec, Path(asked))
     if asked.startswith("http://") and not sha256:
         raise ValueError(

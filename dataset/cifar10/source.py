@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, file_digest
+from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked
+from dataset.files import file_digest
 from dataset.flair.sources import BoundedHeader, archive_errors
 from dataset.partitions.assignments import (
     TRAIN_CSV,

@@ -9,7 +9,6 @@ archives carry CRCs.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import os
 import sys
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tqdm import tqdm
+
+from dataset.files import file_digest
 
 _BLOCK = 1 << 20
 BUSY = frozenset((408, 425, 429, 500, 502, 503, 504))
@@ -151,15 +152,6 @@ def fetch_checked(
         raise SourceError(
             f"{url} arrived damaged ({algorithm.upper()} {found}, not {expected}); run the command again"
         )
-
-
-def file_digest(path: Path, algorithm: str) -> str:
-    """The digest of a file, in hexadecimal; ``algorithm`` is ``md5`` or ``sha256``."""
-    digest = hashlib.new(algorithm, usedforsecurity=False)
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:

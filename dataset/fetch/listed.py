@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, remote, retried
+from dataset.files import replacing
 from dataset.flair.sources import Shard, tar_images
 from dataset.partitions.assignments import (
     NOBODY,
@@ -199,23 +200,18 @@ def keep(archive: Path, wanted: Container[str], target: Path) -> int:
 
     :raises ValueError: when the archive is damaged.
     """
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with open(temporary, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as output:
-                for name, read in tar_images(archive):
-                    if name in wanted:
-                        content = read()
-                        member = tarfile.TarInfo(f"{name}.jpg")
-                        member.size = len(content)
-                        output.addfile(member, io.BytesIO(content))
-                        count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        replacing(target) as temporary,
+        tarfile.open(temporary, mode="w", format=tarfile.GNU_FORMAT) as output,
+    ):
+        for name, read in tar_images(archive):
+            if name in wanted:
+                content = read()
+                member = tarfile.TarInfo(f"{name}.jpg")
+                member.size = len(content)
+                output.addfile(member, io.BytesIO(content))
+                count += 1
     return count
 
 

@@ -28,16 +28,14 @@ import contextlib
 import datetime
 import hashlib
 import json
-import os
 import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,22 +43,19 @@ import PIL
 import pyarrow as pa
 from tqdm import tqdm
 
-from dataset.cli import run
+from dataset.cli import OneLineParser, cores, input_file, output_file, output_folder, run
+from dataset.files import prefetched
 from dataset.flair import remote
-from dataset.flair.arguments import OneLineParser, input_file, output_file, output_folder
 from dataset.flair.sources import Image, Records, Source, local
 from dataset.journal import Journal, free
 from dataset.store.columns import SCHEMA, Placement, build_index
-from dataset.store.hdf5 import FlairWriter, Storage
+from dataset.store.hdf5 import DataWriter, Storage
 from dataset.store.images import decode, jpeg_size, resized
 from dataset.store.index import TAXONOMIES, DatasetIndex, IntArray
 from dataset.store.transcode import BACKGROUNDS, Transcoding, other_format, to_jpeg, to_pixels
 
 TOOL_VERSION = "1.0"
 MISSING = "it is listed, but its file is missing"
-
-In = TypeVar("In")
-Out = TypeVar("Out")
 
 
 @dataclass(frozen=True)
@@ -144,23 +139,23 @@ def preprocess(source: Source, options: Options) -> None:
     Raises ValueError that names user and image for an image that cannot be used (unless such are skipped),
     and for records that contradict one another; OSError if the disk is full.
     """
-    with Journal(options.output_file) as journal, ThreadPoolExecutor(options.workers) as pool:
-        scan = _scan(source, options, pool, journal)
+    with Journal(options.output_file) as journal:
+        scan = _scan(source, options, journal)
         _say_transcoded(scan, options)
         while True:
             index, placement = _index(scan, source, options)
-            found = _write(source, scan, index, placement, options, pool, journal)
+            found = _write(source, scan, index, placement, options, journal)
             if not found:
                 break
             scan.faults.update(found)  # raw storage found images that cannot be decoded: again, without them
     source.discard()
 
 
-def _scan(source: Source, options: Options, pool: ThreadPoolExecutor, journal: Journal) -> Scan:
+def _scan(source: Source, options: Options, journal: Journal) -> Scan:
     blocks: list[Block] = []
     with _progress(source, "1/2 check") as progress:
         for part, key in enumerate(source.parts):
-            for block in _check(source, part, key, options, pool, journal):
+            for block in _check(source, part, key, options, journal):
                 blocks.append(block)
                 progress.update(len(block))
     num_bytes = np.concatenate([np.zeros(0, np.int64), *(block.num_bytes for block in blocks)])
@@ -172,9 +167,7 @@ def _scan(source: Source, options: Options, pool: ThreadPoolExecutor, journal: J
     return Scan(blocks, pa.concat_tables(block.table for block in blocks), num_bytes.clip(0), faults, notes)
 
 
-def _check(
-    source: Source, part: int, key: str, options: Options, pool: ThreadPoolExecutor, journal: Journal
-) -> Iterator[Block]:
+def _check(source: Source, part: int, key: str, options: Options, journal: Journal) -> Iterator[Block]:
     """The blocks of a part: those that an earlier process checked, then the others."""
     decodes = options.verify == "full" and options.storage == "jpeg"
     what = f"{key} {decodes} {options.storage} {options.transcode}"
@@ -202,7 +195,9 @@ def _check(
         journal.put(f"{entry}-{start}", block.packed())
         return block
 
-    for batch, found in _ahead(pool, check, source.records(part, start), 2 * options.workers):
+    for batch, found in prefetched(
+        check, source.records(part, start), ahead=2 * options.workers, threads=options.workers
+    ):
         for at, image in enumerate(found):
             if image.fault is not None:
                 _bad(batch.table, at, f"{batch.origin}: {image.fault}", options)
@@ -307,7 +302,6 @@ def _write(
     index: DatasetIndex,
     placement: Placement,
     options: Options,
-    pool: ThreadPoolExecutor,
     journal: Journal,
 ) -> dict[int, str]:
     """The second pass; returns the images that it found undecodable, in which case nothing was written."""
@@ -317,7 +311,7 @@ def _write(
         image_bytes[name] = np.empty(len(here), np.int64)
         image_bytes[name][placement.row[here]] = scan.num_bytes[here]
     raw = options.storage == "raw"
-    writer = FlairWriter(
+    writer = DataWriter(
         options.output_file,
         index,
         storage=options.storage,
@@ -375,7 +369,9 @@ def _write(
                 if not sum(map(len, left)):
                     continue
                 done, images = first, source.images(left[0].part, left[0].start)
-                for count in _ahead(pool, put, _numbered(images, first), 2 * options.workers):
+                for count in prefetched(
+                    put, _numbered(images, first), ahead=2 * options.workers, threads=options.workers
+                ):
                     done += count
                     progress.update(count)
                     while left and done >= first + len(left[0]) and not found:
@@ -419,23 +415,6 @@ def _numbered(batches: Iterable[Sequence[Image]], start: int) -> Iterator[tuple[
     for images in batches:
         yield start, images
         start += len(images)
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, work: Callable[[In], Out], items: Iterable[In], depth: int
-) -> Iterator[Out]:
-    """``map(work, items)`` in order, with at most ``depth`` items under way."""
-    waiting: deque[Future[Out]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) == depth:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 def _progress(source: Source, what: str) -> Any:
@@ -497,13 +476,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--revision", help=f"commit, for --source hf ({remote.REVISION})")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
-    add("--workers", type=int, default=_cores(), help="threads (the number of cores)")
+    add("--workers", type=int, default=cores(), help="threads (the number of cores)")
     add("--overwrite", action="store_true", help="replace an existing output file")
     return parser.read(argv)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_output(given: argparse.Namespace) -> Path:
@@ -511,9 +486,7 @@ def checked_output(given: argparse.Namespace) -> Path:
 
     :raises ValueError: one line that names the argument.
     """
-    output = output_file("--output_file", given.output_file)
-    if output.exists() and not given.overwrite:
-        raise ValueError(f"{output} exists; give --overwrite to replace it")
+    output = output_file("--output_file", given.output_file, given.overwrite)
     for name in ("image_size", "workers"):
         if getattr(given, name) < 1:
             raise ValueError(f"--{name} must be at least 1")

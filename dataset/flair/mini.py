@@ -32,10 +32,9 @@ import numpy.typing as npt
 from PIL import Image
 from tqdm import tqdm
 
-from dataset.cli import run
-from dataset.flair.arguments import OneLineParser, output_file
+from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
-from dataset.store.hdf5 import FlairWriter, Storage
+from dataset.store.hdf5 import DataWriter, Storage
 from dataset.store.index import SPLITS, DatasetIndex, IntArray, LabelMatrix, SplitIndex
 
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
@@ -314,14 +313,14 @@ def write_mini(path: Path, spec: MiniSpec, storage: Storage = "raw") -> None:
     """
     index = mini_index(spec)
     if storage == "raw":
-        with FlairWriter(path, index, storage="raw", image_size=spec.image_size) as writer:
+        with DataWriter(path, index, storage="raw", image_size=spec.image_size) as writer:
             for split, rows in _batches(index, spec, "drawing"):
                 writer.write(split, rows, draw_images(spec, index, split, rows))
         return
     lengths = {split: np.zeros(index.splits[split].num_images, np.int64) for split in index.splits}
     for split, rows in _batches(index, spec, "measuring"):
         lengths[split][rows] = [len(data) for data in _jpegs(draw_images(spec, index, split, rows))]
-    with FlairWriter(path, index, storage="jpeg", image_bytes=lengths) as writer:
+    with DataWriter(path, index, storage="jpeg", image_bytes=lengths) as writer:
         for split, rows in _batches(index, spec, "drawing"):
             writer.write(split, rows, _jpegs(draw_images(spec, index, split, rows)))
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from dataset.fetch.http import PATIENT, Patience, SourceError, fetch, file_digest, remote
+from dataset.fetch.http import PATIENT, Patience, SourceError, fetch, remote
+from dataset.files import file_digest
 from dataset.flair.sources import LICENCE, METADATA, ArchiveSource, ParquetSource, Shard, Source
 
 REPOSITORY = "apple/flair"
@@ -92,7 +93,7 @@ def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = 
                 raise SourceError(
                     f"cannot download {file.path} ({text}); what has arrived is kept: run the command again"
                 ) from None
-            digest = file_digest(target, "sha256")
+            digest = file_digest(target)
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()
                 raise SourceError(f"{file.path} arrived damaged (SHA-256 {digest}); run the command again")

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from dataset.files import write_bytes
-from dataset.store.hdf5 import FlairFile
-from dataset.store.single_label import SingleLabelTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.single_label import SingleLabelView
 
 if TYPE_CHECKING:
     from dataset.partitions.statistics import Dealt
@@ -40,7 +40,7 @@ DASHES: tuple[Any, ...] = (
 PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
-def draw(file: FlairFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -> list[Path]:
+def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -> list[Path]:
     """Write the figures into a folder; returns their paths."""
     trained = [one for one in dealt if one.split == "train"] or list(dealt)
     trained.sort(key=lambda one: float((one.distances * one.sizes).sum() / one.sizes.sum()))
@@ -54,11 +54,11 @@ def draw(file: FlairFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -
     return paths
 
 
-def classes(file: FlairFile, taxonomy: str) -> Figure:
+def classes(file: DataFile, taxonomy: str) -> Figure:
     """Images of each class, the commonest first."""
     figure = Figure(figsize=(4.6, 3.4), layout="constrained")
     axes = figure.subplots()
-    task = SingleLabelTask(file, taxonomy=taxonomy)
+    task = SingleLabelView(file, taxonomy=taxonomy)
     for name, colour, dash in zip(file.splits, (BLUE, GREEN, ORANGE), DASHES):
         counts = task.split(name).label_counts()
         _ranked(

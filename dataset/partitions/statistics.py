@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dataset.cli import run
+from dataset.cli import OneLineParser, output_folder, run
 from dataset.files import write_bytes
-from dataset.flair.arguments import OneLineParser, output_folder
 from dataset.store import probe
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import IntArray
-from dataset.store.single_label import PARTITIONED, SingleLabelTask
+from dataset.store.single_label import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"
 """What the file's own users are called beside its partitions."""
@@ -117,19 +116,19 @@ def mean_emd(distance: Floats, sizes: IntArray) -> float:
     return float((distance * sizes).sum() / sizes.sum())
 
 
-def measure(file: FlairFile, taxonomy: str = "labels") -> list[tuple[Statistics, Dealt]]:
+def measure(file: DataFile, taxonomy: str = "labels") -> list[tuple[Statistics, Dealt]]:
     """For each partition of the training images, and the users of each split that has more than one."""
-    plain = SingleLabelTask(file, taxonomy=taxonomy)
+    plain = SingleLabelView(file, taxonomy=taxonomy)
     ways: list[tuple[str, str | None]] = [(PARTITIONED, name) for name in plain.partition_names]
     ways += [(split, None) for split in file.splits if file.split(split).num_users > 1]
     if not ways:
         raise ValueError(
             f"{file.path} has no partition, and one user in each split: there is nothing to compare"
         )
-    return [_measured(SingleLabelTask(file, name, taxonomy), split) for split, name in ways]
+    return [_measured(SingleLabelView(file, name, taxonomy), split) for split, name in ways]
 
 
-def _measured(task: SingleLabelTask, split: str) -> tuple[Statistics, Dealt]:
+def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
     store = task.split(split)
     sizes = np.diff(store.user_offsets)
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -198,7 +197,7 @@ def main(argv: Sequence[str]) -> None:
     if given.output_dir is not None:
         output_folder("--output_dir", given.output_dir)
     probe.probe(given.file)
-    with FlairFile(given.file) as file:
+    with DataFile(given.file) as file:
         measured = measure(file, given.taxonomy)
         print(as_text([statistics for statistics, _ in measured]))
         if given.output_dir is None:

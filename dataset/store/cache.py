@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import IntArray
 
 ByteArray = npt.NDArray[np.uint8]
@@ -30,7 +30,7 @@ class PixelCache:
         num_bytes: the budget for the decoded images of all splits together.
     """
 
-    def __init__(self, file: FlairFile, image_size: int, num_bytes: int) -> None:
+    def __init__(self, file: DataFile, image_size: int, num_bytes: int) -> None:
         self._file, self._size = file, image_size
         counts = {name: file.split(name).num_images for name in file.splits} if num_bytes else {}
         self._capacity = min(num_bytes // (image_size**2 * 3), sum(counts.values()))

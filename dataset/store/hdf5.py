@@ -29,7 +29,7 @@ Every data set is contiguous and uncompressed. Each but ``images`` has an attrib
 ``images`` has ``image_crc32``. ``content_sha256`` covers all but provenance, so it is the same for the same
 data whenever and from whichever source the file was made. HDF5's own structures carry checksums (format 1.8).
 
-`FlairFile` also reads the files of pfl-research and ml-flair (`dataset.store.foreign`).
+`DataFile` also reads the files of pfl-research and ml-flair (`dataset.store.foreign`).
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dataset.flair.arguments import OneLineParser
+from dataset.cli import OneLineParser
+from dataset.files import file_digest
 from dataset.store import probe
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, IntArray, SplitIndex
 from dataset.store.native import REMAKE, NativeReader, Reader, Storage, is_native, opened
 from dataset.store.validate import check_foreign, check_split, describe, validate
-from dataset.store.writer import FlairWriter
+from dataset.store.writer import DataWriter
 
-__all__ = ["FlairFile", "FlairWriter", "Storage"]
+__all__ = ["DataFile", "DataWriter", "Storage"]
 
 
-class FlairFile:
+class DataFile:
     """Reads a file. Cheap to construct; may be shared by threads, forked, and pickled (as its path).
 
     Raises ValueError, in one line, if the file is missing, no HDF5, truncated, of no known layout, or newer
@@ -115,8 +116,7 @@ class FlairFile:
         """SHA-256 of the content; of a file of another make, of all its bytes: it is read once."""
         if isinstance(self._reader, NativeReader):
             return self._reader.content_sha256
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
         """Label name -> column of a taxonomy, alphabetical."""
@@ -167,7 +167,7 @@ class FlairFile:
         """Release the file; a later call opens it again."""
         self._reader.close()
 
-    def __enter__(self) -> FlairFile:
+    def __enter__(self) -> DataFile:
         return self
 
     def __exit__(
@@ -175,8 +175,8 @@ class FlairFile:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type[FlairFile], tuple[Path]]:
-        return FlairFile, (self.path,)
+    def __reduce__(self) -> tuple[type[DataFile], tuple[Path]]:
+        return DataFile, (self.path,)
 
 
 def _reader(path: Path) -> Reader:

@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from dataset.store.cache import ByteArray, PixelCache
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, IntArray, SplitIndex
 
 
 @dataclass(frozen=True)
-class FlairTask:
+class LabelSetView:
     """A file seen as images and targets.
 
     ``taxonomy`` gives K targets in the alphabetical order of the labels; ``binary_label`` gives one,
@@ -27,7 +27,7 @@ class FlairTask:
     :raises ValueError: when the label is in neither taxonomy, or the file is not grouped by user.
     """
 
-    file: FlairFile
+    file: DataFile
     taxonomy: str = "labels"
     image_size: int = 256
     binary_label: str | None = None
@@ -83,7 +83,7 @@ class FlairTask:
 class SplitImages:
     """The images and targets of one split; any rows, in any order, from any thread."""
 
-    def __init__(self, task: FlairTask, name: str) -> None:
+    def __init__(self, task: LabelSetView, name: str) -> None:
         self._task, self._name, self._pixels = task, name, task.pixels
         self._index: SplitIndex = task.file.split(name)
 

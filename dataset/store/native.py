@@ -48,7 +48,7 @@ StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uin
 
 
 class Reader(Protocol):
-    """What `dataset.store.hdf5.FlairFile` asks of each layout that it can read."""
+    """What `dataset.store.hdf5.DataFile` asks of each layout that it can read."""
 
     splits: tuple[str, ...]
     grouped: bool

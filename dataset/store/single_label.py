@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dataset.partitions.dirichlet import known_as, meaning
 from dataset.store.cache import ByteArray, PixelCache
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import IntArray, SplitIndex
 
 PARTITIONED = "train"
@@ -25,7 +25,7 @@ CARVED = "val"
 
 
 @dataclass(frozen=True)
-class SingleLabelTask:
+class SingleLabelView:
     """A file seen as images with one of K classes each.
 
     Images that have no label, or several, in ``taxonomy`` are left out, and with them users who have no
@@ -51,7 +51,7 @@ class SingleLabelTask:
             split of its own beside a ``val_share``.
     """
 
-    file: FlairFile
+    file: DataFile
     partition: str | None = None
     taxonomy: str = "labels"
     image_size: int = 32
@@ -160,7 +160,7 @@ class SingleLabelImages:
     Row i of the store is row ``file_rows[i]`` of the split of the file that holds its images.
     """
 
-    def __init__(self, task: SingleLabelTask, name: str) -> None:
+    def __init__(self, task: SingleLabelView, name: str) -> None:
         user_ids, self.file_rows, owner = task._members(name)
         """``[N]``."""
         if not len(self.file_rows):

@@ -25,6 +25,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from dataset.files import sync
 from dataset.journal import Journal
 from dataset.store.index import TAXONOMIES, DatasetIndex, IntArray, SplitIndex
 from dataset.store.native import (
@@ -42,7 +43,7 @@ from dataset.store.validate import check_index, validate
 _SLACK = 1 << 20  # bytes reserved beyond the data, for what HDF5 adds when the file is completed
 
 
-class FlairWriter:
+class DataWriter:
     """Writes one file; a context manager.
 
     The index is written first and room for every image is reserved on the disk; ``write`` then puts images at
@@ -107,7 +108,7 @@ class FlairWriter:
         """Size of the images in the file, without the index."""
         return sum(int(places[-1]) for places in self._places.values())
 
-    def __enter__(self) -> FlairWriter:
+    def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         plan = self._plan() if self._journal else ""
         try:
@@ -221,11 +222,11 @@ class FlairWriter:
                 file[name]["image_crc32"].attrs["sha256"] = checksum(crc)
             file.attrs["content_sha256"] = content_checksum(file)
         with ThreadPoolExecutor(1) as pool:  # the disk and the processor work side by side
-            on_disk = pool.submit(_sync, self._temporary)
+            on_disk = pool.submit(sync, self._temporary)
             validate(self._temporary)
             on_disk.result()
         self._temporary.replace(self._path)
-        _sync(self._path.parent)
+        sync(self._path.parent)
 
     def _discard(self) -> None:
         if self._descriptor >= 0:
@@ -313,14 +314,6 @@ def _sweep(path: Path) -> None:
         number = left.name.rpartition("-")[2]
         if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
             left.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _full(path: Path, missing: int) -> OSError:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pfl_ext import checkpoint
+from dataset.files import written
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -49,7 +49,7 @@ class UserVectors:
             self._path.unlink()
         else:
             self._path = path
-            with checkpoint.written(path):
+            with written(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         weakref.finalize(self, os.close, self._file)
@@ -92,7 +92,7 @@ class UserVectors:
             else:
                 row, self._count = self._count, self._count + 1
         left, offset = content.data.cast("B"), row * self._bytes
-        with checkpoint.written(self._path):
+        with written(self._path):
             while left:
                 done = os.pwrite(self._file, left, offset)
                 left, offset = left[done:], offset + done
@@ -115,7 +115,7 @@ class UserVectors:
     def tensors(self) -> dict[str, Tensor]:
         """For a checkpoint between two rounds; the rows that they name are on the disk."""
         assert not self._pending, "between two rounds"
-        with checkpoint.written(self._path):
+        with written(self._path):
             os.fsync(self._file)
         arrays = {"rows": self._now, "rows_before": self._last, "digests": self._digests}
         return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}

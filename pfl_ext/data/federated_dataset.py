@@ -17,7 +17,7 @@ from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
-from pfl_ext.data.prefetch import prefetched
+from dataset.files import prefetched
 from pfl_ext.data.schedule import UserCost, longest_first
 from pfl_ext.data.transforms import Crop, Flip, draw_boxes
 from pfl_ext.privacy.sampling import private_cohort

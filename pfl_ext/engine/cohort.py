@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dataset.files import prefetched
 from pfl_ext.algorithms.scaffold import Controls, Renewal
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
-from pfl_ext.data.prefetch import prefetched
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import arithmetic, kernels_for

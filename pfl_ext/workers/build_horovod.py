@@ -19,7 +19,6 @@ with an all-reduce over two processes under ``horovodrun``, which is the proof t
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -29,6 +28,8 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from dataset.files import file_digest
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -161,7 +162,7 @@ def fetch(folder: Path) -> Path:
     words = ("download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", f"horovod=={VERSION}")
     run(pip(*words, "--dest", str(folder)), "downloading Horovod's source from PyPI")
     archive = folder / f"horovod-{VERSION}.tar.gz"
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+    if file_digest(archive) != SHA256:
         raise ValueError(
             f"{archive.name} is not the published file (its SHA-256 differs): check the pip index"
         )

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from dataset.cli import run
+from dataset.files import write_bytes, write_json
 from dataset.store import probe as probing
-from pfl_ext.checkpoint import write_bytes, write_json
 from tests.campaigns.damage import damaged
 from tests.campaigns.probe_server import ProbeServer
 from tests.campaigns.readers import Target, targets

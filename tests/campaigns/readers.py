@@ -33,7 +33,7 @@ from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
 from dataset.flair.sources import local
 from dataset.store import probe as probing
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.hdf5 import main as describe
 from dataset.store.images import decode, jpeg_size
 from dataset.store.native import NativeReader, Storage
@@ -67,7 +67,7 @@ class Target:
 def read_flair(path: Path) -> object:
     """All that a training reads of a file, unvalidated: index, labels, pixels, in blocks."""
     told = []
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         told.append(file.fingerprint)
         for name in file.splits:
             split = file.split(name)
@@ -88,7 +88,7 @@ def read_probed(path: Path) -> object:
 def validated(path: Path) -> object:
     """The command line's description, and the content that the file is then known to have."""
     describe([str(path)])
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         is_native = isinstance(file._reader, NativeReader)
     return read_flair(path) if is_native else None
 
@@ -113,7 +113,7 @@ def as_source(
         output.unlink(missing_ok=True)
         for storage in storages:
             preprocessed(folder, output, storage)
-        with FlairFile(output) as file:
+        with DataFile(output) as file:
             return file.fingerprint
 
     return read
@@ -190,7 +190,7 @@ def as_cifar(name: str, whole: Path) -> Callable[[Path], object]:
         shutil.copy(path, folder / name)
         output.unlink(missing_ok=True)
         cifar_preprocess.main(CIFAR10, [f"--source={folder}", f"--output_file={output}"])
-        with FlairFile(output) as file:
+        with DataFile(output) as file:
             return file.fingerprint
 
     return read

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair.config import parse
-from pfl_ext import checkpoint
+from dataset.files import write_json
 from tests.campaigns import fuzz, kill_training, kill_workers
 from tests.campaigns.lives import START, After, At, Phases, found, live
 from tests.campaigns.readers import Target, targets
@@ -71,7 +71,7 @@ def test_a_tally_goes_on_from_its_file(tmp_path: Path) -> None:
     tally = fuzz.Tally(seed=3)
     target = Target("t", [b"x"], len)  # type: ignore[arg-type]
     tally.add(target, [(0, "read", ""), (1, "finding", "why")], 10, 2.0)
-    checkpoint.write_json(tmp_path / "state.json", vars(tally))
+    write_json(tmp_path / "state.json", vars(tally))
     assert fuzz.Tally.read(tmp_path / "state.json", 3) == tally
     with pytest.raises(ValueError, match="is of --seed 3"):
         fuzz.Tally.read(tmp_path / "state.json", 4)
@@ -82,7 +82,7 @@ def test_the_dead_are_counted_with_what_they_were_at(tmp_path: Path) -> None:
     phases = Phases(names)
 
     def work() -> int:
-        checkpoint.write_json(tmp_path / "a.json", {})
+        write_json(tmp_path / "a.json", {})
         time.sleep(60)
         return 0
 

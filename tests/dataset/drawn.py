@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES
 
 SIDE = 32
@@ -184,7 +184,7 @@ def write_predecessor(path: Path, rows: Sequence[Record], maker: str, grouped: b
 def assert_paired(path: Path, expected: Sequence[Record], image_size: int = SIDE) -> None:
     """Every record is there once, and each image stands with its own id, user, split and labels."""
     numbers = []
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         for name in file.splits:
             split = file.split(name)
             rows = np.arange(split.num_images)

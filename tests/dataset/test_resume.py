@@ -20,9 +20,9 @@ from dataset.flair.download_preprocess import Options, preprocess
 from dataset.flair.sources import local
 from dataset.journal import Journal
 from dataset.store import writer
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.native import Storage
-from dataset.store.writer import FlairWriter
+from dataset.store.writer import DataWriter
 from tests.dataset.drawn import (
     Record,
     assert_paired,
@@ -89,10 +89,10 @@ def test_what_was_checked_is_not_checked_again(tmp_path: Path, write: Folder, st
 def test_what_was_written_is_not_written_again(tmp_path: Path, storage: Storage, stop: Any) -> None:
     rows = records(100)
     folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
-    stop(FlairWriter, "put_down", 7)
+    stop(DataWriter, "put_down", 7)
     assert make(folder, output, storage) == 75
-    written = stop(FlairWriter, "put_down", -1)
-    created = stop(FlairWriter, "_create", -1)
+    written = stop(DataWriter, "put_down", -1)
+    created = stop(DataWriter, "_create", -1)
     assert make(folder, output, storage) == 0
     assert created == [0]
     assert 0 < written[0] < 7
@@ -105,7 +105,7 @@ def test_a_file_left_half_completed_is_begun_anew(tmp_path: Path, stop: Any) -> 
     folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
     stop(writer, "content_checksum", 1)
     assert make(folder, output) == 75
-    created = stop(FlairWriter, "_create", -1)
+    created = stop(DataWriter, "_create", -1)
     assert make(folder, output) == 0
     assert created == [1]
     assert_paired(output, rows)
@@ -117,7 +117,7 @@ def test_a_source_that_changed_is_read_anew_where_it_changed(
 ) -> None:
     rows = records(60)
     folder, output = write(tmp_path / "flair", rows), tmp_path / "f.hdf5"
-    stop(FlairWriter, "put_down", 4)
+    stop(DataWriter, "put_down", 4)
     assert make(folder, output) == 75
     changed = [Record(one.number + 300) if one.number % 4 == 0 else one for one in rows]
     for path in sorted(folder.rglob("*"), reverse=True):
@@ -133,15 +133,15 @@ def test_a_source_with_the_same_ids_and_lengths_and_other_pixels_is_written_from
     """Raw storage gives every image one length: only the source's origin tells the two plans apart."""
     rows = records(60)
     folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
-    stop(FlairWriter, "put_down", 4)
+    stop(DataWriter, "put_down", 4)
     assert make(folder, output, "raw") == 75
     pixels = [Record(one.number, jpeg(one.number ^ 0x8000)) for one in rows]
     shutil.rmtree(folder)
     write_parquet(folder, pixels)
-    created = stop(FlairWriter, "_create", -1)
+    created = stop(DataWriter, "_create", -1)
     assert make(folder, output, "raw") == 0
     assert created == [1], "the plan is another one"
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         for name in file.splits:
             ids = [int(i) for i in file.split(name).image_ids]
             shown = [number_in(image) for image in file.read_images(name, np.arange(len(ids)), 32)]
@@ -156,12 +156,12 @@ def test_a_plan_is_taken_up_when_its_source_and_its_index_are_the_same(
     indices = [dataset_index(), dataset_index(splits=partitioned())]
     output, rows = tmp_path / "f.hdf5", {"train": np.arange(7)}
     with Journal(output) as journal:
-        begun = FlairWriter(output, indices[0], storage="raw", image_size=32, journal=journal, origin="a")
+        begun = DataWriter(output, indices[0], storage="raw", image_size=32, journal=journal, origin="a")
         begun.__enter__()
         begun.write("train", rows["train"], np.stack([draw(i) for i in range(7)]))
         begun.put_down("x", rows)
         begun._discard()
-        again = FlairWriter(
+        again = DataWriter(
             output, indices[index], storage="raw", image_size=32, journal=journal, origin=origin
         )
         again.__enter__()
@@ -172,7 +172,7 @@ def test_a_plan_is_taken_up_when_its_source_and_its_index_are_the_same(
 def test_damaged_entries_of_the_journal_are_not_believed(tmp_path: Path, stop: Any) -> None:
     rows = records(60)
     folder, output = write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5"
-    stop(FlairWriter, "put_down", 4)
+    stop(DataWriter, "put_down", 4)
     assert make(folder, output) == 75
     for number, entry in enumerate(sorted((tmp_path / "f.hdf5.partial").glob("entry-*"))):
         content = bytearray(entry.read_bytes())

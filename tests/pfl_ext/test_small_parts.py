@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from dataset.files import prefetched, write_json
 from pfl_ext import checkpoint
-from pfl_ext.data.prefetch import prefetched
 from pfl_ext.randomness import derive, seed32, stream, torch_stream
 
 
@@ -100,7 +100,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(path, {"a": torch.ones(2)}, {"step": 2})
     with pytest.raises(OSError, match="No space"):
-        checkpoint.write_json(tmp_path / "c.json", {})
+        write_json(tmp_path / "c.json", {})
     assert checkpoint.load(path)[1] == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
 

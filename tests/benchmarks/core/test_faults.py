@@ -176,7 +176,7 @@ def test_the_run_directory_is_left_when_two_want_it(
     def taken(*_: object) -> None:
         raise BlockingIOError
 
-    monkeypatch.setattr(fcntl, "lockf", taken)
+    monkeypatch.setattr(fcntl, "flock", taken)
     capsys.readouterr()
     train(*LONG, code=2)
     assert "is in use by another process" in error_line(capsys)

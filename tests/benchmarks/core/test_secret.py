@@ -17,7 +17,7 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import open_secret, public_secret, secret_path
 from benchmarks.flair.config import parse
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.privacy.central import NoisyMean
 from tests.benchmarks.conftest import Train, train_into
 from tests.benchmarks.core.test_private import PRIVATE
@@ -231,12 +231,12 @@ def test_no_noise_is_used_again_where_only_pixels_differ(
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "end", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         train(*argv, code=130)
-    with FlairFile(data) as before:
+    with DataFile(data) as before:
         known = before.fingerprint
     with h5py.File(data, "r+") as file:
         images = next(iter(file["train"].values()))["images"]
         images[...] = 255 - images[()]
-    with FlairFile(data) as after:
+    with DataFile(data) as after:
         assert after.fingerprint == known
     train(*argv, code=2)
     assert "on other data, and no secret is used twice" in last_line(capsys)

@@ -17,7 +17,7 @@ from benchmarks.flair.skew import (
     pixel_histograms,
     size_curve,
 )
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import LabelMatrix
 
 
@@ -73,7 +73,7 @@ def test_dealt_users_keep_every_image_and_the_sizes_asked_for() -> None:
 
 
 def test_emd_of_users_equals_the_naive_computation(mini_file: Path) -> None:
-    with FlairFile(mini_file) as file:
+    with DataFile(mini_file) as file:
         made = emd_of_users(file, "train", image_size=20, threads=1)
         index, column = file.split("train"), file.label_mapping("labels")[made.label]
         has = index.labels["labels"].dense(np.arange(index.num_images))[:, column] == 1
@@ -95,5 +95,5 @@ def test_emd_of_users_equals_the_naive_computation(mini_file: Path) -> None:
 
 
 def test_a_label_that_is_not_there_is_named(mini_file: Path) -> None:
-    with FlairFile(mini_file) as file, pytest.raises(ValueError, match="'unicorn' is not among animal"):
+    with DataFile(mini_file) as file, pytest.raises(ValueError, match="'unicorn' is not among animal"):
         emd_of_users(file, "train", image_size=20, label="unicorn")

@@ -17,8 +17,7 @@ from benchmarks.core.mini import MINI_FILE
 from benchmarks.flair import figures, paper, table1
 from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
-from dataset.cli import run
-from dataset.signals import RESUMABLE, Stopped, raised
+from dataset.cli import RESUMABLE, Stopped, raised, run
 from tests.benchmarks.made_runs import make_run
 
 

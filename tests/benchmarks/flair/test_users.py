@@ -16,7 +16,7 @@ from benchmarks.flair.per_user import main
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import main as train_main
 from dataset.cli import run
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import load
 from pfl_ext.models.classifier import build_backbone, probe_checksum
 from pfl_ext.randomness import torch_stream
@@ -68,7 +68,7 @@ def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
     assert results["weights"] is None
     assert results["norm"] == "20 GroupNorm"
     assert results["parameters"] == results["trainable_parameters"] > 11_000_000
-    with FlairFile(mini_file) as file:
+    with DataFile(mini_file) as file:
         assert results["data"]["content_sha256"] == file.fingerprint
     assert results["data"]["source"] == "mini"
     assert results["data"]["users"] == {"train": 12, "val": 5, "test": 5}

@@ -30,8 +30,7 @@ from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep, Trial, alone, read_values
 from benchmarks.sweep.report import Row, axis, markdown, parallel_coordinates
 from benchmarks.sweep.space import Metric, command_words, read_sweep
-from dataset.cli import run
-from dataset.signals import Stopped, raised
+from dataset.cli import Stopped, raised, run
 from tests.benchmarks.conftest import SMALL
 from tests.benchmarks.sweep.test_space import COMMAND, written
 

@@ -19,7 +19,7 @@ from benchmarks.visual_classification.curves import read_run
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
-from dataset.store.hdf5 import FlairFile, FlairWriter
+from dataset.store.hdf5 import DataFile, DataWriter
 from dataset.store.index import TAXONOMIES, DatasetIndex
 from tests.benchmarks.conftest import TINY
 
@@ -177,12 +177,12 @@ def test_private_training_refuses_what_its_accounting_does_not_cover(words: list
 def file_without_val(tmp_path_factory: pytest.TempPathFactory, classes_file: Path) -> Path:
     """The tiny data set as CIFAR's files are: with train and test only."""
     path = tmp_path_factory.mktemp("data") / "without-val.hdf5"
-    with FlairFile(classes_file) as file:
+    with DataFile(classes_file) as file:
         splits = {name: file.split(name) for name in ("train", "test")}
         index = DatasetIndex(splits, {name: file.label_mapping(name) for name in TAXONOMIES}, {})
         size = file.image_size
         assert size is not None
-        with FlairWriter(path, index, storage="raw", image_size=size) as writer:
+        with DataWriter(path, index, storage="raw", image_size=size) as writer:
             for name, split in splits.items():
                 rows = np.arange(split.num_images)
                 writer.write(name, rows, file.read_images(name, rows, size))
@@ -199,7 +199,7 @@ def test_a_val_carved_from_train_chooses_the_model(
     assert not any("tracked" in line for line in rounds)
     best = max(line["val"]["accuracy"] for line in rounds)
     assert told["val"]["accuracy"] == pytest.approx(best, abs=1e-6)
-    with FlairFile(file_without_val) as file:
+    with DataFile(file_without_val) as file:
         images = file.split("train").num_images
     assert 0.5 * images < told["partition"]["images"] < images
     shown = capsys.readouterr().out

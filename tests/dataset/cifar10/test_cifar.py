@@ -21,8 +21,8 @@ from dataset.cli import run
 from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
 from dataset.store import hdf5
-from dataset.store.hdf5 import FlairFile
-from dataset.store.single_label import SingleLabelTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.single_label import SingleLabelView
 from dataset.store.validate import validate
 from tests.dataset.cifar10.made_cifar import (
     CIFAR10,
@@ -45,17 +45,17 @@ def make(spec: Cifar, output: Path, *arguments: str | Path) -> int:
 def assert_holds(path: Path, spec: Cifar, dealt: dict[str, dict[str, list[int]]]) -> None:
     """Every image with its own class and pixels, and every user of every partition with its own images."""
     validate(path)
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         for split, count in SIZES.items():
-            store = SingleLabelTask(file).split(split)
+            store = SingleLabelView(file).split(split)
             images, targets = store.read(np.arange(count))
             np.testing.assert_array_equal(images, [pixels(split, row) for row in range(count)])
             assert store.classes.tolist() == [class_of(spec, row) for row in range(count)]
             assert (targets.argmax(1) == store.classes).all()
-        assert SingleLabelTask(file).label_names == spec.classes
-        assert SingleLabelTask(file).partition_names == tuple(dealt)
+        assert SingleLabelView(file).label_names == spec.classes
+        assert SingleLabelView(file).partition_names == tuple(dealt)
         for name, users in dealt.items():
-            store = SingleLabelTask(file, name).split("train")
+            store = SingleLabelView(file, name).split("train")
             assert list(store.user_ids) == sorted(users, key=int)
             for user, start, stop in zip(store.user_ids, store.user_offsets, store.user_offsets[1:]):
                 assert store.file_rows[start:stop].tolist() == sorted(users[user])
@@ -87,7 +87,7 @@ def test_every_source_gives_the_same_file(
             output = tmp_path / f"{number}.hdf5"
             assert make(made, output, "--source", source, *more) == 0
             assert_holds(output, spec, dealt)
-            with FlairFile(output) as file:
+            with DataFile(output) as file:
                 prints.add(file.fingerprint)
             assert not output.with_name(output.name + ".download").exists()
     assert len(prints) == 1
@@ -103,14 +103,14 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
     path = tmp_path / "new.hdf5"
     assert make(CIFAR10, path, *source, *size, *new) == 0
     made = capsys.readouterr().err
-    with FlairFile(path) as file:
-        task = SingleLabelTask(file, "dirichlet-total-0.3-seed-7")
+    with DataFile(path) as file:
+        task = SingleLabelView(file, "dirichlet-total-0.3-seed-7")
         names = ["dirichlet-per-class-0.3-seed-7", "dirichlet-total-0.3-seed-7", "dirichlet-total-10-seed-7"]
         assert list(task.partition_names) == names
         assert np.diff(task.split("train").user_offsets).tolist() == [12] * 5
-        rows = {name: SingleLabelTask(file, name).split("train").file_rows.tolist() for name in names}
+        rows = {name: SingleLabelView(file, name).split("train").file_rows.tolist() for name in names}
         assert (
-            SingleLabelTask(file, "dirichlet-0.3-seed-7").split("train").file_rows.tolist() == rows[names[1]]
+            SingleLabelView(file, "dirichlet-0.3-seed-7").split("train").file_rows.tolist() == rows[names[1]]
         )
         assert rows[names[0]] != rows[names[1]]
         assert file.provenance["dirichlet"][names[0]] == {"alpha": 0.3, "alpha_is": "per-class", "seed": 7}
@@ -125,8 +125,8 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.startswith(
         "--alphas is the old name of --dirichlet_total: alpha is the sum"
     )
-    with FlairFile(tmp_path / "old.hdf5") as file:
-        assert SingleLabelTask(file, names[1]).split("train").file_rows.tolist() == rows[names[1]]
+    with DataFile(tmp_path / "old.hdf5") as file:
+        assert SingleLabelView(file, names[1]).split("train").file_rows.tolist() == rows[names[1]]
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_official_splits_are_known_by_their_rows(
     dealt = write_splits(CIFAR10, tmp_path / "in")
     output = tmp_path / "f.hdf5"
     assert make(CIFAR10, output, "--source", tmp_path / "in") == 0
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         digests = file.provenance["splits_sha256"]
     assert list(digests) == list(dealt)
     capsys.readouterr()
@@ -350,8 +350,8 @@ def test_an_archive_that_climbs_out_writes_nothing_outside(
         make(CIFAR10, tmp_path / "f.hdf5", "--source", tmp_path / "in", "--splits", tmp_path / "splits.zip")
         == 0
     )
-    with FlairFile(tmp_path / "f.hdf5") as file:
-        assert SingleLabelTask(file).partition_names == ("alpha-0.00",)
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert SingleLabelView(file).partition_names == ("alpha-0.00",)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "splits.zip", "f.hdf5"}
     spec = write_binary(CIFAR10, tmp_path / "tar")
     with tarfile.open(tmp_path / "tar" / spec.archive, "w:gz") as archive:

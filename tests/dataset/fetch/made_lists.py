@@ -16,8 +16,8 @@ import numpy as np
 from dataset.fetch.listed import Archive, ListedSet
 from dataset.inaturalist.download_preprocess import INATURALIST
 from dataset.landmarks.download_preprocess import LANDMARKS
-from dataset.store.hdf5 import FlairFile
-from dataset.store.single_label import SingleLabelTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.single_label import SingleLabelView
 from tests.dataset.drawn import add_member, jpeg, number_in
 
 TRAIN, TEST = range(1, 41), range(41, 53)
@@ -120,9 +120,9 @@ def assert_paired(path: Path, without: tuple[int, ...] = ()) -> None:
     """Every listed image once, with its own pixels, class, split and author."""
     number_of = {image_id(n): n for n in (*TRAIN, *TEST)}
     found: list[int] = []
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         for split in ("train", "test"):
-            store, index = SingleLabelTask(file, image_size=32).split(split), file.split(split)
+            store, index = SingleLabelView(file, image_size=32).split(split), file.split(split)
             assert store.num_images == index.num_images
             images, _ = store.read(np.arange(store.num_images))
             owner = np.repeat(np.array(store.user_ids), np.diff(store.user_offsets))

@@ -20,8 +20,8 @@ from dataset.cli import run
 from dataset.fetch import listed
 from dataset.fetch.http import Patience
 from dataset.fetch.listed import ListedSet, keep, read_lists, remote_shard
-from dataset.store.hdf5 import FlairFile
-from dataset.store.single_label import SingleLabelTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.single_label import SingleLabelView
 from dataset.store.validate import validate
 from tests.dataset.drawn import add_member, jpeg
 from tests.dataset.fetch.faulty_server import FaultyServer, serving
@@ -60,8 +60,8 @@ def make(spec: ListedSet, output: Path, *arguments: str | Path) -> int:
 
 def assert_dealt(path: Path, name: str, owner: dict[int, str]) -> None:
     """A partition gives each of these images, and no other, to its owner."""
-    with FlairFile(path) as file:
-        store, ids = SingleLabelTask(file, name).split("train"), file.split("train").image_ids
+    with DataFile(path) as file:
+        store, ids = SingleLabelView(file, name).split("train"), file.split("train").image_ids
         owners = np.repeat(np.array(store.user_ids), np.diff(store.user_offsets)).tolist()
         found = {ids[int(row)]: user for row, user in zip(store.file_rows, owners)}
     assert found == {image_id(number): user for number, user in owner.items()}
@@ -84,8 +84,8 @@ def test_landmarks_from_their_server_leave_only_what_is_listed(
     validate(output)
     assert_paired(output)
     assert {path.name for path in tmp_path.iterdir()} == {"served", "f.hdf5"}
-    with FlairFile(output) as file:
-        task = SingleLabelTask(file)
+    with DataFile(output) as file:
+        task = SingleLabelView(file)
         assert task.partition_names == ()
         assert task.label_names == tuple(f"{k:02d}" for k in range(CLASSES))
         assert sorted(task.split("train").user_ids) == sorted({author(n) for n in TRAIN})
@@ -105,13 +105,13 @@ def test_inaturalist_has_all_its_partitions_beside_the_authors(
     assert_paired(output)
     assert_dealt(output, "user-120k", {n: author(n) for n in TRAIN})
     assert_dealt(output, "geo-100", {n: cell(n) for n in TRAIN if cell(n) != "NA"})
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         fine = list(file.label_mapping("fine_grained_labels"))
         assert fine == sorted(f"species {k}" if google else f"{k:02d}" for k in range(CLASSES))
-        rows = SingleLabelTask(file, taxonomy="fine_grained_labels").split("train")
+        rows = SingleLabelView(file, taxonomy="fine_grained_labels").split("train")
         names = [fine[k] for k in rows.classes]
         assert names == [
-            f"species {k}" if google else f"{k:02d}" for k in SingleLabelTask(file).split("train").classes
+            f"species {k}" if google else f"{k:02d}" for k in SingleLabelView(file).split("train").classes
         ]
 
 
@@ -134,7 +134,7 @@ def test_a_folder_of_images_or_of_archives_gives_the_same_file(tmp_path: Path) -
         output = tmp_path / f"{source}.hdf5"
         assert make(LANDMARKS["160k"], output, "--source", tmp_path / source) == 0
         assert_paired(output)
-        with FlairFile(output) as file:
+        with DataFile(output) as file:
             prints.add(file.fingerprint)
     assert len(prints) == 1
     assert len(list((tmp_path / "tar").rglob("*.tar"))) == 2  # what is the user's is left alone
@@ -156,10 +156,10 @@ def test_missing_images_are_counted_and_listed_and_users_without_any_are_dropped
         rows = list(csv.DictReader(file))
     assert {row["image_id"] for row in rows} == {image_id(n) for n in gone}
     assert {row["reason"] for row in rows} == {"it is listed, but its file is missing"}
-    with FlairFile(output) as read:
+    with DataFile(output) as read:
         assert read.provenance["skipped_images"]["count"] == len(set(gone))
         assert read.provenance["users_without_images"] == {"user-120k": 1, "geo-100": 0}
-        assert "9" not in SingleLabelTask(read, "user-120k").split("train").user_ids
+        assert "9" not in SingleLabelView(read, "user-120k").split("train").user_ids
     assert_dealt(output, "user-120k", {n: author(n) for n in TRAIN if n not in gone})
     assert make(spec, tmp_path / "g.hdf5", "--on_bad_image", "fail") == 2
     assert "it is listed, but its file is missing" in capsys.readouterr().err
@@ -223,12 +223,12 @@ def test_coordinates_give_partitions_by_cells(tmp_path: Path, server: FaultyServ
     places = tmp_path / "places.csv"
     places.write_text("\n".join(lines))
     assert make(spec, tmp_path / "f.hdf5", "--coordinates", places, "--n_max", "10, 5") == 0
-    with FlairFile(tmp_path / "f.hdf5") as file:
-        assert SingleLabelTask(file).partition_names == ("geo-100", "s2-10", "s2-5", "user-120k")
+    with DataFile(tmp_path / "f.hdf5") as file:
+        assert SingleLabelView(file).partition_names == ("geo-100", "s2-10", "s2-5", "user-120k")
         train = file.split("train")
         town = {image_id(number): number % 3 for number in TRAIN}
         for name in ("s2-10", "s2-5"):
-            store = SingleLabelTask(file, name).split("train")
+            store = SingleLabelView(file, name).split("train")
             sizes = np.diff(store.user_offsets)
             assert sizes.sum() == 30  # images without a place are in no cell
             assert sizes.tolist() == [10, 10, 10] if name == "s2-10" else sizes.max() <= 5

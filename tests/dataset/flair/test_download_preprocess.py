@@ -24,7 +24,7 @@ from PIL import Image
 from dataset.cli import run
 from dataset.flair import remote
 from dataset.flair.download_preprocess import main
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.hdf5 import main as describe
 from tests.dataset.drawn import (
     Record,
@@ -72,7 +72,7 @@ def test_each_image_keeps_its_labels_and_user(
     path = preprocess(write(tmp_path / "flair", rows), tmp_path / "f.hdf5", *options)
     assert_paired(path, rows)
     assert run(describe, [str(path)]) == 0
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         assert file.grouped is grouped
         assert file.storage == storage
         assert sum(split["images"] for split in file.provenance["counts"].values()) == 150
@@ -103,7 +103,7 @@ def test_users_and_their_images_are_sorted_and_jpegs_are_the_original_bytes(tmp_
     rows = records(60)
     path = preprocess(write_parquet(tmp_path / "flair", rows), tmp_path / "f.hdf5")
     original = {str(one.image_id): one.image for one in rows}
-    with FlairFile(path) as file, h5py.File(path) as raw:
+    with DataFile(path) as file, h5py.File(path) as raw:
         split = file.split("train")
         assert list(split.user_ids) == sorted(split.user_ids)
         for start, stop in zip(split.user_offsets, split.user_offsets[1:]):
@@ -118,7 +118,7 @@ def test_not_grouped_images_stay_in_the_sources_order(tmp_path: Path) -> None:
     rows = records(40)
     folder = write_parquet(tmp_path / "flair", rows, shards=1)
     path = preprocess(folder, tmp_path / "f.hdf5", "--not_group_data_by_user")
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         wanted = [str(one.image_id) for one in rows if one.partition == "train"]
         assert list(file.split("train").image_ids) == wanted
 
@@ -128,7 +128,7 @@ def test_raw_and_jpeg_storage_read_the_same_pixels_at_the_stored_size(tmp_path: 
     for size in (32, 20):
         raw = preprocess(folder, tmp_path / f"raw{size}.hdf5", "--storage", "raw", "--image_size", str(size))
         jpeg = preprocess(folder, tmp_path / "jpeg.hdf5", "--overwrite")
-        with FlairFile(raw) as first, FlairFile(jpeg) as second:
+        with DataFile(raw) as first, DataFile(jpeg) as second:
             assert first.image_size == size
             rows = np.arange(first.split("train").num_images)
             assert np.array_equal(
@@ -176,7 +176,7 @@ def test_a_bad_image_is_named_or_left_out(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flair"]
     preprocess(folder, output, "--on_bad_image", "skip", *options)
     assert_paired(output, [one for one in rows if one.number != bad.number])
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         (skipped,) = file.provenance["skipped_images"]
         assert (skipped["user_id"], skipped["image_id"]) == (bad.user_id, str(bad.image_id))
 
@@ -192,7 +192,7 @@ def test_header_checks_find_cut_files_and_let_the_rest_pass(
         arguments = ["--source", str(folder), "--output_file", str(tmp_path / "f.hdf5"), "--verify", "header"]
         if passes:
             main(arguments)
-            with FlairFile(tmp_path / "f.hdf5") as file:
+            with DataFile(tmp_path / "f.hdf5") as file:
                 split = file.split(rows[0].partition)
                 row = list(split.image_ids).index(str(rows[0].image_id))
                 with pytest.raises(ValueError, match=f"image {rows[0].image_id} .* cannot be decoded"):
@@ -253,7 +253,7 @@ def test_a_label_mapping_fixes_the_columns_and_an_unknown_label_is_named(
     options = ["--label_mapping", str(mapping)]
     path = preprocess(folder, tmp_path / "f.hdf5", *options)
     assert_paired(path, rows)
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         assert list(file.label_mapping("labels")) == coarse
         assert file.split("train").labels["labels"].counts()[0] == 0
     mapping.write_text(json.dumps({"labels": {name: 1 for name in coarse if name != "coarse9"}}))
@@ -369,7 +369,7 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
     assert downloads == [name]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.hdf5", "hub"]
     assert_paired(output, rows)
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         assert file.provenance["revision"] == remote.REVISION + "0" * 32
 
 
@@ -377,7 +377,7 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
 def test_real_photographs_are_preprocessed_as_they_stand(tmp_path: Path) -> None:
     path = preprocess(CLOTHING, tmp_path / "f.hdf5", "--verify", "header")
     stats = json.loads((CLOTHING / "stats.json").read_text())
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         for name in ("train", "val", "test"):
             split = file.split(name)
             assert {"users": split.num_users, "images": split.num_images} == stats[name]

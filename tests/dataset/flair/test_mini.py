@@ -22,7 +22,7 @@ from torch import nn
 from dataset.cli import run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, main, mini_index, write_mini
 from dataset.flair.mini_draw import _COLOURS
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex
 from dataset.store.validate import check_index
 
@@ -328,7 +328,7 @@ def trained(images: Images, labels: Images, epochs: int = 3) -> nn.Module:
 
 def test_the_raw_file_holds_the_drawn_pixels_and_says_what_it_is(tmp_path: Path, small: DatasetIndex) -> None:
     write_mini(tmp_path / "mini.hdf5", SMALL)
-    with FlairFile(tmp_path / "mini.hdf5") as file:
+    with DataFile(tmp_path / "mini.hdf5") as file:
         assert file.provenance["source"] == "mini"
         assert file.provenance["spec"]["train_users"] == 60
         assert "version 1" in file.provenance["revision"]
@@ -343,7 +343,7 @@ def test_the_raw_file_holds_the_drawn_pixels_and_says_what_it_is(tmp_path: Path,
 def test_the_jpeg_file_holds_nearly_the_drawn_pixels(tmp_path: Path) -> None:
     spec = MiniSpec(12, 3, 3, image_size=64)
     write_mini(tmp_path / "mini.hdf5", spec, "jpeg")
-    with FlairFile(tmp_path / "mini.hdf5") as file:
+    with DataFile(tmp_path / "mini.hdf5") as file:
         assert file.storage == "jpeg"
         rows = np.arange(8)
         read = file.read_images("train", rows, 64).astype(int)
@@ -354,7 +354,7 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "mini.hdf5"
     sizes = "--train_users 5 --val_users 2 --test_users 2 --image_size 8 --max_user_images 3 --seed 7"
     assert run(main, ["--output_file", str(path), *sizes.split()]) == 0
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         assert file.split("train").num_users == 5
         assert file.image_size == 8
     assert str(path) in capsys.readouterr().out

@@ -15,7 +15,7 @@ from dataset.cifar10.source import csv_partitions
 from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
 from dataset.partitions.statistics import distances, main, mean_emd, measure
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from tests.dataset.drawn import records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
@@ -43,7 +43,7 @@ def test_distances_are_the_l1_norm_to_the_population() -> None:
 
 def test_statistics_by_hand(tmp_path: Path) -> None:
     """Rows 0..6 have classes 0 1 0 1 0 1 0; user a has rows 0-1, b row 2, c rows 3-6."""
-    with FlairFile(write(tmp_path / "f.hdf5", "raw", splits=partitioned())) as file:
+    with DataFile(write(tmp_path / "f.hdf5", "raw", splits=partitioned())) as file:
         found = {(one.split, one.name): one for one, _ in measure(file)}
     assert list(found) == [("train", "crossed"), ("train", "geo-100"), ("train", "users"), ("val", "users")]
     users = found["train", "users"]

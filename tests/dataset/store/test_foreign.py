@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dataset.cli import run
-from dataset.store.hdf5 import FlairFile, main
+from dataset.store.hdf5 import DataFile, main
 from tests.dataset.drawn import assert_paired, number_in, records, write_predecessor
 
 LAYOUTS = [("pfl", True), ("pfl", False), ("ml-flair", True), ("ml-flair", False)]
@@ -23,7 +23,7 @@ def test_each_image_keeps_its_labels_and_user(tmp_path: Path, maker: str, groupe
     path = write_predecessor(tmp_path / "f.h5", rows, maker, grouped)
     assert_paired(path, rows)
     assert_paired(path, rows, image_size=16)
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         assert file.grouped is grouped
         assert file.storage == "raw"
         assert maker in file.provenance["source"]
@@ -54,7 +54,7 @@ def test_a_mapping_in_another_order_is_brought_into_the_alphabetical_one(tmp_pat
 
 def test_reading_goes_on_after_pickling_and_closing(tmp_path: Path) -> None:
     path = write_predecessor(tmp_path / "f.h5", records(), "pfl", True)
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         first = file.read_images("train", np.array([3]), 32)
         with pickle.loads(pickle.dumps(file)) as other:
             assert np.array_equal(other.read_images("train", np.array([3]), 32), first)
@@ -84,7 +84,7 @@ def test_a_label_column_outside_the_mapping_is_refused(tmp_path: Path) -> None:
     path = write_predecessor(tmp_path / "f.h5", records(), "pfl", True)
     with h5py.File(path, "r+") as file:
         next(iter(file["train"].values()))["labels_col"][0] = 99
-    with FlairFile(path) as file, pytest.raises(ValueError, match="out of range"):
+    with DataFile(path) as file, pytest.raises(ValueError, match="out of range"):
         file.split("train")
 
 
@@ -93,7 +93,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del list(file["train"].values())[1]["fine_grained_labels"]
     with (
-        FlairFile(path) as file,
+        DataFile(path) as file,
         pytest.raises(ValueError, match=r"split train, is damaged.*fine_grained_labels"),
     ):
         file.split("train")

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from dataset.store.hdf5 import FlairFile, FlairWriter, Storage
+from dataset.store.hdf5 import DataFile, DataWriter, Storage
 from dataset.store.images import decode, jpeg_size, resize
 from dataset.store.index import DatasetIndex, LabelMatrix, PartitionIndex, SplitIndex
 from dataset.store.native import IdColumn
@@ -70,7 +70,7 @@ def write(path: Path, storage: Storage, order: Sequence[int] | None = None, **ch
         for name, split in index.splits.items()
     }
     image_bytes, image_size = (sizes, None) if storage == "jpeg" else (None, 32)
-    with FlairWriter(path, index, storage=storage, image_size=image_size, image_bytes=image_bytes) as writer:
+    with DataWriter(path, index, storage=storage, image_size=image_size, image_bytes=image_bytes) as writer:
         for name, split in index.splits.items():
             rows = list(range(split.num_images)) if order is None or name == "val" else list(order)
             for part in filter(None, (rows[:3], rows[3:])):
@@ -85,7 +85,7 @@ def write(path: Path, storage: Storage, order: Sequence[int] | None = None, **ch
 
 @pytest.mark.parametrize("storage", ["jpeg", "raw"])
 def test_what_is_written_is_read(tmp_path: Path, storage: Storage) -> None:
-    with FlairFile(write(tmp_path / "f.hdf5", storage)) as file:
+    with DataFile(write(tmp_path / "f.hdf5", storage)) as file:
         assert file.splits == ("train", "val")
         assert file.storage == storage
         assert file.image_size == (32 if storage == "raw" else None)
@@ -111,7 +111,7 @@ def test_what_is_written_is_read(tmp_path: Path, storage: Storage) -> None:
 @pytest.mark.parametrize("storage", ["jpeg", "raw"])
 def test_partitions_are_read_as_written_and_change_nothing_else(tmp_path: Path, storage: Storage) -> None:
     plain, dealt = write(tmp_path / "p.hdf5", storage), tmp_path / "d.hdf5"
-    with FlairFile(plain) as without, FlairFile(write(dealt, storage, splits=partitioned())) as file:
+    with DataFile(plain) as without, DataFile(write(dealt, storage, splits=partitioned())) as file:
         written, read = partitioned()["train"].partitions, file.split("train").partitions
         assert list(read) == ["crossed", "geo-100"]
         for name, partition in written.items():
@@ -157,7 +157,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     before = path.read_bytes()
 
     def write_twice() -> None:
-        with FlairWriter(path, dataset_index(), storage="raw", image_size=8) as writer:
+        with DataWriter(path, dataset_index(), storage="raw", image_size=8) as writer:
             for _ in range(2):
                 writer.write("train", np.arange(2), np.zeros((2, 8, 8, 3), np.uint8))
 
@@ -170,7 +170,7 @@ def test_an_exception_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_file_with_missing_rows_never_gets_its_name(tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match=r"never written.*train.*5"),
-        FlairWriter(tmp_path / "f.hdf5", dataset_index(), storage="raw", image_size=8) as writer,
+        DataWriter(tmp_path / "f.hdf5", dataset_index(), storage="raw", image_size=8) as writer,
     ):
         writer.write("train", np.arange(2), np.zeros((2, 8, 8, 3), np.uint8))
     assert not list(tmp_path.iterdir())
@@ -199,17 +199,17 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 def test_an_index_that_contradicts_itself_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     splits = {"train": split_index(), "val": split_index(("c", "d"), 100)}
     with pytest.raises(ValueError, match="user c is in two splits, train and val"):
-        FlairWriter(tmp_path / "f.hdf5", dataset_index(splits=splits), storage="raw", image_size=8)
+        DataWriter(tmp_path / "f.hdf5", dataset_index(splits=splits), storage="raw", image_size=8)
     assert not list(tmp_path.iterdir())
 
 
-def _numbers(file: FlairFile, rows: list[int]) -> list[int]:
+def _numbers(file: DataFile, rows: list[int]) -> list[int]:
     return [number_in(image) for image in file.read_images("train", np.array(rows), 32)]
 
 
 @pytest.mark.parametrize("storage", ["jpeg", "raw"])
 def test_a_reader_works_in_threads_forks_and_after_pickling(tmp_path: Path, storage: Storage) -> None:
-    with FlairFile(write(tmp_path / "f.hdf5", storage)) as file:
+    with DataFile(write(tmp_path / "f.hdf5", storage)) as file:
         assert _numbers(file, [4]) == [5]  # the descriptor is open before the fork
         with ThreadPoolExecutor(4) as pool:
             parts = [[(i + j) % 7 for j in range(5)] for i in range(40)]
@@ -241,19 +241,19 @@ def test_opening_41131_users_takes_at_most_a_fifth_of_a_second(tmp_path: Path) -
     )
     mapping = {f"{i:02d}": i for i in range(17)}
     index = DatasetIndex({"train": split}, {"labels": mapping, "fine_grained_labels": mapping})
-    with FlairWriter(tmp_path / "f.hdf5", index, storage="raw", image_size=1) as writer:
+    with DataWriter(tmp_path / "f.hdf5", index, storage="raw", image_size=1) as writer:
         writer.write("train", np.arange(total), np.zeros((total, 1, 1, 3), np.uint8))
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        with FlairFile(tmp_path / "f.hdf5") as file:
+        with DataFile(tmp_path / "f.hdf5") as file:
             assert file.split("train").num_users == users
         seconds.append(time.process_time() - start)
     assert min(seconds) <= 0.2
 
 
 def test_unknown_splits_and_taxonomies_are_named(tmp_path: Path) -> None:
-    with FlairFile(write(tmp_path / "f.hdf5", "raw")) as file:
+    with DataFile(write(tmp_path / "f.hdf5", "raw")) as file:
         with pytest.raises(ValueError, match="no split 'test'; it has train, val"):
             file.split("test")
         with pytest.raises(ValueError, match="'fine' is not a taxonomy"):

@@ -22,7 +22,7 @@ from dataset.cli import MAX_LINE, run
 from dataset.flair import download_preprocess, sources
 from dataset.store import hdf5, probe
 from dataset.store.columns import MAX_ID_BYTES
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.images import MAX_SCANS, decode, jpeg_size
 from dataset.store.native import checksum
 from tests.dataset.drawn import (
@@ -91,7 +91,7 @@ def test_any_bytes_are_a_jpeg_or_a_clause(data: bytes, headed: bool) -> None:
 
 
 def read_as_training_does(path: Path) -> None:
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         file.read_images("train", np.arange(file.split("train").num_images), 8)
 
 

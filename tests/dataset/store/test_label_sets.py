@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from dataset.flair.mini import MiniSpec, draw_images, mini_index, write_mini
-from dataset.store.hdf5 import FlairFile
-from dataset.store.label_sets import FlairTask
+from dataset.store.hdf5 import DataFile
+from dataset.store.label_sets import LabelSetView
 
 SPEC = MiniSpec(train_users=20, val_users=3, test_users=3, image_size=12, num_fine_labels=40)
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+def file(tmp_path_factory: pytest.TempPathFactory) -> DataFile:
     path = tmp_path_factory.mktemp("task") / "mini.hdf5"
     write_mini(path, SPEC)
-    return FlairFile(path)
+    return DataFile(path)
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 10**9])
 def test_rows_come_with_their_own_images_and_targets_from_many_threads(
-    file: FlairFile, cache_bytes: int
+    file: DataFile, cache_bytes: int
 ) -> None:
-    store = FlairTask(file, "labels", 12, cache_bytes=cache_bytes).split("train")
+    store = LabelSetView(file, "labels", 12, cache_bytes=cache_bytes).split("train")
     index = mini_index(SPEC)
     whole = draw_images(SPEC, index, "train", np.arange(store.num_images))
     labels = index.splits["train"].labels["labels"]
@@ -40,28 +40,28 @@ def test_rows_come_with_their_own_images_and_targets_from_many_threads(
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Split and row of each image that is decoded from now on."""
     found: list[tuple[str, int]] = []
-    real = FlairFile.read_images
+    real = DataFile.read_images
 
-    def count(self: FlairFile, split: str, rows: np.ndarray, size: int) -> np.ndarray:
+    def count(self: DataFile, split: str, rows: np.ndarray, size: int) -> np.ndarray:
         found.extend((split, row) for row in rows.tolist())
         return real(self, split, rows, size)
 
-    monkeypatch.setattr(FlairFile, "read_images", count)
+    monkeypatch.setattr(DataFile, "read_images", count)
     return found
 
 
-def test_the_cache_reads_each_image_once(file: FlairFile, decoded: list[tuple[str, int]]) -> None:
-    kept = FlairTask(file, "labels", 12, cache_bytes=10**9).split("train")
+def test_the_cache_reads_each_image_once(file: DataFile, decoded: list[tuple[str, int]]) -> None:
+    kept = LabelSetView(file, "labels", 12, cache_bytes=10**9).split("train")
     for rows in (np.array([3, 1, 3]), np.array([1, 2]), np.array([2, 3])):
         kept.read(rows)
     assert sorted(decoded) == [("train", 1), ("train", 2), ("train", 3)]
 
 
 def test_a_split_that_is_asked_for_twice_is_decoded_once(
-    file: FlairFile, decoded: list[tuple[str, int]]
+    file: DataFile, decoded: list[tuple[str, int]]
 ) -> None:
     """A run scores val during training and again at the end."""
-    task = FlairTask(file, "labels", 12, cache_bytes=10**9)
+    task = LabelSetView(file, "labels", 12, cache_bytes=10**9)
     rows = np.arange(task.split("val").num_images)
     first, second = (task.split("val").read(rows)[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
@@ -70,13 +70,13 @@ def test_a_split_that_is_asked_for_twice_is_decoded_once(
 
 @pytest.mark.parametrize("spare", [0, 1, 12 * 12 * 3 - 1])
 def test_the_budget_is_that_of_all_splits_together(
-    file: FlairFile, decoded: list[tuple[str, int]], spare: int
+    file: DataFile, decoded: list[tuple[str, int]], spare: int
 ) -> None:
     """With room for n images, a second pass over all splits decodes all but n."""
-    task = FlairTask(file, "labels", 12)
+    task = LabelSetView(file, "labels", 12)
     counts = {name: task.split(name).num_images for name in ("train", "val", "test")}
     room = counts["train"] + counts["val"] // 2
-    small = FlairTask(file, "labels", 12, cache_bytes=room * 12 * 12 * 3 + spare)
+    small = LabelSetView(file, "labels", 12, cache_bytes=room * 12 * 12 * 3 + spare)
     for decodes in (sum(counts.values()), sum(counts.values()) - room):
         decoded.clear()
         for name, count in counts.items():
@@ -86,27 +86,27 @@ def test_the_budget_is_that_of_all_splits_together(
     assert small.pixels._kept.nbytes <= small.cache_bytes
 
 
-def test_images_are_brought_to_the_size_asked_for(file: FlairFile) -> None:
-    images, _ = FlairTask(file, "labels", 9).split("val").read(np.arange(2))
+def test_images_are_brought_to_the_size_asked_for(file: DataFile) -> None:
+    images, _ = LabelSetView(file, "labels", 9).split("val").read(np.arange(2))
     assert images.shape == (2, 9, 9, 3)
     assert images.dtype == np.uint8
 
 
-def test_a_binary_label_is_one_column_of_its_taxonomy(file: FlairFile) -> None:
-    rows = np.arange(FlairTask(file).split("train").num_images)
+def test_a_binary_label_is_one_column_of_its_taxonomy(file: DataFile) -> None:
+    rows = np.arange(LabelSetView(file).split("train").num_images)
     for taxonomy in ("labels", "fine_grained_labels"):
-        full = FlairTask(file, taxonomy, 12)
+        full = LabelSetView(file, taxonomy, 12)
         everything = full.targets("train", rows)
         name = full.label_names[-1]
-        binary = FlairTask(file, "labels", 12, binary_label=name)
+        binary = LabelSetView(file, "labels", 12, binary_label=name)
         assert binary.label_names == (name,)
         np.testing.assert_array_equal(binary.targets("train", rows)[:, 0], everything[:, -1])
         assert binary.split("train").label_counts().tolist() == [everything[:, -1].sum()]
         np.testing.assert_array_equal(full.split("train").label_counts(), everything.sum(0))
 
 
-def test_what_a_file_cannot_give_is_said_in_one_line(file: FlairFile, tmp_path: Path) -> None:
+def test_what_a_file_cannot_give_is_said_in_one_line(file: DataFile, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the label 'unicorn' is in neither taxonomy.*animal, art"):
-        FlairTask(file, binary_label="unicorn")
+        LabelSetView(file, binary_label="unicorn")
     with pytest.raises(ValueError, match="no images in the split 'holdout'"):
-        FlairTask(file).split("holdout")
+        LabelSetView(file).split("holdout")

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import LabelMatrix, PartitionIndex, SplitIndex
-from dataset.store.single_label import SingleLabelImages, SingleLabelTask, _carved
+from dataset.store.single_label import SingleLabelImages, SingleLabelView, _carved
 from pfl_ext.data.federated_dataset import ImageStore, natural_partition
 from tests.dataset.drawn import number_in
 from tests.dataset.store.test_hdf5 import partitioned, write
@@ -19,9 +19,9 @@ CLOTHING = Path("/tmp/clothing.hdf5")
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+def file(tmp_path_factory: pytest.TempPathFactory) -> DataFile:
     """Image i of train shows i + 1 and has labels[i % 2]; of the fine, i % 3 == 2 has one."""
-    return FlairFile(write(tmp_path_factory.mktemp("s") / "f.hdf5", "raw", splits=partitioned()))
+    return DataFile(write(tmp_path_factory.mktemp("s") / "f.hdf5", "raw", splits=partitioned()))
 
 
 def shown(store: SingleLabelImages, rows: list[int]) -> list[int]:
@@ -45,14 +45,14 @@ def users_rows(store: SingleLabelImages) -> dict[str, list[int]]:
     ],
 )
 def test_a_partition_deals_the_images_in_its_own_order(
-    file: FlairFile,
+    file: DataFile,
     partition: str | None,
     users: list[str],
     offsets: list[int],
     rows: list[int],
     cache_bytes: int,
 ) -> None:
-    store = SingleLabelTask(file, partition, cache_bytes=cache_bytes).split("train")
+    store = SingleLabelView(file, partition, cache_bytes=cache_bytes).split("train")
     assert list(store.user_ids) == users
     assert store.user_offsets.tolist() == offsets
     assert store.num_images == len(rows)
@@ -71,9 +71,9 @@ def test_a_partition_deals_the_images_in_its_own_order(
     assert natural_partition(protocol).sizes.tolist() == np.diff(offsets).tolist()
 
 
-def test_images_without_exactly_one_label_and_users_without_others_are_left_out(file: FlairFile) -> None:
+def test_images_without_exactly_one_label_and_users_without_others_are_left_out(file: DataFile) -> None:
     """Of the fine labels {i % 3, 2}, rows 2 and 5 of train have one; user a has neither."""
-    task = SingleLabelTask(file, taxonomy="fine_grained_labels")
+    task = SingleLabelView(file, taxonomy="fine_grained_labels")
     assert task.label_names == ("p", "q", "r")
     store = task.split("train")
     assert (task.num_left_out("train"), store.num_images) == (5, 2)
@@ -81,29 +81,29 @@ def test_images_without_exactly_one_label_and_users_without_others_are_left_out(
     assert store.user_offsets.tolist() == [0, 1, 2]
     assert shown(store, [0, 1]) == [2, 5]
     assert store.classes.tolist() == [2, 2]
-    part = SingleLabelTask(file, "geo-100", "fine_grained_labels")
+    part = SingleLabelView(file, "geo-100", "fine_grained_labels")
     assert part.num_left_out("train") == 3
     assert list(part.split("train").user_ids) == ["one", "two"]
     assert shown(part.split("train"), [0, 1]) == [5, 2]
 
 
-def test_a_partition_is_of_the_training_images_only(file: FlairFile) -> None:
-    task = SingleLabelTask(file, "crossed")
+def test_a_partition_is_of_the_training_images_only(file: DataFile) -> None:
+    task = SingleLabelView(file, "crossed")
     assert list(task.split("val").user_ids) == ["d", "é"]
     assert task.num_left_out("val") == 0
 
 
-def test_what_a_file_cannot_give_is_said_in_one_line(file: FlairFile, tmp_path: Path) -> None:
+def test_what_a_file_cannot_give_is_said_in_one_line(file: DataFile, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no partition 'geo-30k'; there are crossed, geo-100"):
-        SingleLabelTask(file, "geo-30k")
-    plain = FlairFile(write(tmp_path / "plain.hdf5", "raw"))
-    assert SingleLabelTask(plain).partition_names == ()
+        SingleLabelView(file, "geo-30k")
+    plain = DataFile(write(tmp_path / "plain.hdf5", "raw"))
+    assert SingleLabelView(plain).partition_names == ()
     with pytest.raises(ValueError, match=r"no partition 'crossed'; there are none, only users of its own"):
-        SingleLabelTask(plain, "crossed")
+        SingleLabelView(plain, "crossed")
     with pytest.raises(ValueError, match="'colours' is not a taxonomy"):
-        SingleLabelTask(plain, taxonomy="colours")
+        SingleLabelView(plain, taxonomy="colours")
     with pytest.raises(ValueError, match="no images in the split 'test'"):
-        SingleLabelTask(plain).split("test")
+        SingleLabelView(plain).split("test")
 
 
 def many_images(count: int) -> SplitIndex:
@@ -120,7 +120,7 @@ def many_images(count: int) -> SplitIndex:
 
 
 @pytest.fixture(scope="module")
-def without_val(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
+def without_val(tmp_path_factory: pytest.TempPathFactory) -> DataFile:
     """60 training images, of which "crossed" deals 40 to users of 1, 2, 3, 4, 10 and 20 images."""
     train = many_images(60)
     rows = np.random.default_rng(0).permutation(60)[:40]
@@ -128,16 +128,16 @@ def without_val(tmp_path_factory: pytest.TempPathFactory) -> FlairFile:
     crossed = PartitionIndex(list("abcdef"), rows, offsets)
     splits = {"train": dataclasses.replace(train, partitions={"crossed": crossed})}
     path = write(tmp_path_factory.mktemp("v") / "f.hdf5", "raw", splits=splits)
-    return FlairFile(path)
+    return DataFile(path)
 
 
 @pytest.mark.parametrize("partition", [None, "crossed"])
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.99])
 def test_a_carved_val_is_that_share_of_each_users_images(
-    without_val: FlairFile, partition: str | None, share: float
+    without_val: DataFile, partition: str | None, share: float
 ) -> None:
-    whole = SingleLabelTask(without_val, partition).split("train")
-    task = SingleLabelTask(without_val, partition, val_share=share, cache_bytes=10**8)
+    whole = SingleLabelView(without_val, partition).split("train")
+    task = SingleLabelView(without_val, partition, val_share=share, cache_bytes=10**8)
     train, val = task.split("train"), task.split("val")
     assert list(train.user_ids) == list(whole.user_ids)
     found = {name: users_rows(store) for name, store in (("train", train), ("val", val))}
@@ -179,19 +179,19 @@ def test_users_of_few_images_give_their_share_on_average() -> None:
     assert not _carved(users, np.arange(4000), users, 0.9, 0).any()  # a user's only image is for training
 
 
-def test_a_val_that_cannot_be_carved_is_refused(file: FlairFile, without_val: FlairFile) -> None:
+def test_a_val_that_cannot_be_carved_is_refused(file: DataFile, without_val: DataFile) -> None:
     with pytest.raises(ValueError, match=r"has a split 'val' of its own: set val_share to 0"):
-        SingleLabelTask(file, val_share=0.1)
+        SingleLabelView(file, val_share=0.1)
     for share in (-0.1, 1.0, float("nan")):
         with pytest.raises(ValueError, match=r"val_share is .*; give a number from 0 to below 1"):
-            SingleLabelTask(without_val, val_share=share)
+            SingleLabelView(without_val, val_share=share)
     with pytest.raises(ValueError, match="no images in the split 'val'"):
-        SingleLabelTask(without_val).split("val")
+        SingleLabelView(without_val).split("val")
 
 
 @pytest.mark.skipif(not CLOTHING.exists(), reason=f"{CLOTHING} is not on this machine")
 def test_garments_of_real_users_are_a_single_label_task() -> None:
-    task = SingleLabelTask(FlairFile(CLOTHING), image_size=32)
+    task = SingleLabelView(DataFile(CLOTHING), image_size=32)
     for name in ("train", "val", "test"):
         store, index = task.split(name), task.file.split(name)
         labels = index.labels["labels"].dense(np.arange(index.num_images))

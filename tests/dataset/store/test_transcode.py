@@ -22,7 +22,7 @@ from PIL import Image
 from dataset.cli import run
 from dataset.flair.download_preprocess import main
 from dataset.journal import Journal
-from dataset.store.hdf5 import FlairFile
+from dataset.store.hdf5 import DataFile
 from dataset.store.images import decode
 from dataset.store.transcode import Transcoding, other_format, to_jpeg, to_pixels
 from dataset.store.validate import validate
@@ -190,7 +190,7 @@ def test_a_source_of_many_formats_is_preprocessed_and_says_what_it_did(
     )
     assert ("become JPEGs of quality 90" in line) == (storage == "jpeg")
     assert all(f"{count} {note}" in line for note, count in COUNTS.items())
-    with FlairFile(output) as file:
+    with DataFile(output) as file:
         told = file.provenance["transcoded"]
         assert (told["images"], told["background"]) == (COUNTS, "white")
         assert told.get("jpeg_quality") == (90 if storage == "jpeg" else None)
@@ -215,7 +215,7 @@ def test_a_resumed_preprocessing_has_the_same_bytes_and_counts(
     assert run(main, [*words, f"--output_file={tmp_path / 'resumed.hdf5'}"]) == 75
     monkeypatch.undo()
     assert run(main, [*words, f"--output_file={tmp_path / 'resumed.hdf5'}"]) == 0
-    with FlairFile(tmp_path / "whole.hdf5") as whole, FlairFile(tmp_path / "resumed.hdf5") as resumed:
+    with DataFile(tmp_path / "whole.hdf5") as whole, DataFile(tmp_path / "resumed.hdf5") as resumed:
         assert whole.fingerprint == resumed.fingerprint
         assert whole.provenance["transcoded"] == resumed.provenance["transcoded"]
 
@@ -225,7 +225,7 @@ def test_another_quality_gives_another_file(tmp_path: Path, capsys: pytest.Captu
     for quality in (50, 95):
         output = tmp_path / f"{quality}.hdf5"
         assert run(main, [f"--source={folder}", f"--output_file={output}", f"--jpeg_quality={quality}"]) == 0
-        with FlairFile(output) as file:
+        with DataFile(output) as file:
             prints.add(file.fingerprint)
     assert len(prints) == 2
     capsys.readouterr()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
 from dataset.store import validate as validation
-from dataset.store.hdf5 import FlairFile, main
+from dataset.store.hdf5 import DataFile, main
 from dataset.store.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
 from dataset.store.native import checksum
 from dataset.store.validate import check_index, validate
@@ -101,7 +101,7 @@ def test_a_description_names_the_labels_and_counts_their_images(
 
 def content(path: Path) -> list[Any]:
     """Everything that the file says."""
-    with FlairFile(path) as file:
+    with DataFile(path) as file:
         found: list[Any] = [file.splits, file.grouped, file.storage, file.image_size, file.provenance]
         found += [file.label_mapping(taxonomy) for taxonomy in TAXONOMIES]
         for name in file.splits:
@@ -266,7 +266,7 @@ def test_a_truncated_file_is_refused_on_opening(
     path.write_bytes(whole[: int(part * len(whole))])
     rejected(path, capsys)
     with pytest.raises(ValueError, match=r"truncated|not an HDF5 file|damaged"):
-        FlairFile(path)
+        DataFile(path)
 
 
 def offsets_fall(file: h5py.File) -> None:

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from dataset.files import file_digest, locked, replacing, write_bytes
+
+
+def test_a_block_that_raises_leaves_the_old_content_and_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_bytes(path, b"old", mode=0o600)
+    with pytest.raises(KeyError), replacing(path) as temporary:
+        temporary.write_bytes(b"half of the new")
+        raise KeyError
+    assert path.read_bytes() == b"old"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in path.parent.iterdir()] == ["file"]
+
+
+def test_a_lock_is_held_once_and_free_after_its_block(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with locked(path, "it is taken"):
+        with pytest.raises(ValueError, match="it is taken"), locked(path, "it is taken"):
+            pass
+        with pytest.raises(ValueError, match="it is taken"), locked(path, "it is taken"):
+            pass
+    with locked(path, "it is taken"):
+        pass
+
+
+def test_a_file_system_without_locks_grants_every_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with locked(tmp_path / "lock", "it is taken"), locked(tmp_path / "lock", "it is taken"):
+        pass
+
+
+def test_a_digest_is_that_of_all_bytes(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000  # more than one block
+    (tmp_path / "file").write_bytes(content)
+    assert file_digest(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+    assert file_digest(tmp_path / "file", "md5") == hashlib.md5(content, usedforsecurity=False).hexdigest()
