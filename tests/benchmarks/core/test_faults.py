@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -174,7 +175,7 @@ def test_the_run_directory_is_left_when_two_want_it(
     before = (directory / "metrics.jsonl").read_bytes()
 
     def taken(*_: object) -> None:
-        raise BlockingIOError
+        raise BlockingIOError(errno.EAGAIN, "taken")
 
     monkeypatch.setattr(fcntl, "flock", taken)
     capsys.readouterr()
