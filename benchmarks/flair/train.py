@@ -90,7 +90,7 @@ def experiment(run: Run, file: DataFile) -> Experiment:
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
     if {"--help", "-h"} & set(argv):
-        print(__doc__ + "\n" + FLAIR.usage())
+        print(FLAIR.help(__doc__, "python -m benchmarks.flair.train"))
         return
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting tells of each RDP order that it skips
     argv, data_path = resolve_data(argv)

@@ -98,7 +98,7 @@ def experiment(run: Run, file: DataFile) -> Experiment:
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
     if {"--help", "-h"} & set(argv):
-        print(__doc__ + "\n" + VISION.usage())
+        print(VISION.help(__doc__, "python -m benchmarks.visual_classification.train"))
         return
     argv, data_path = resolve_data(argv)
     run = parse(argv)

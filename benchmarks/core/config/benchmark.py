@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, Literal, TypeVar
 
 from benchmarks.core.config.building import build
 from benchmarks.core.config.checks import check_training
-from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.command_line import CommandLine
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import (
     Idle,
@@ -23,7 +22,6 @@ from benchmarks.core.config.effects import (
 )
 from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.sections import (
-    LocalPrivacySection,
     PrivacySection,
     Runtime,
     TrainingConfig,
@@ -148,40 +146,31 @@ class Benchmark(Generic[C_co]):
         names = ", ".join(self.settings)
         raise ValueError(f"--config {name}: no such file and no shipped config; the shipped ones are {names}")
 
-    def _is_choice(self, dotted: str, text: str) -> bool:
-        """Whether a key's type is a choice of words with this among them, as ``none`` of ``augment.flip``."""
-        section, _, rest = dotted.partition(".")
-        kind: Any = Runtime if section == "runtime" else self.kind
-        for part in rest.split(".") if kind is Runtime else dotted.split("."):
-            kind = get_type_hints(kind).get(part) if dataclasses.is_dataclass(kind) else None
-        return text in get_args(kind)
+    @cached_property
+    def _command_line(self) -> CommandLine:
+        shipped = f"A YAML file, or a shipped config: {', '.join(self.settings)}. By default {self.default}."
+        recipe = f"Sets of switches, as A or A+B: {', '.join(self.recipes)}."
+        scale = f"Laid over a config for little data on a CPU: {', '.join(self.scales)}."
+        return CommandLine(self._default_config(), {"config": shipped, "recipe": recipe, "scale": scale})
 
-    def _typed(self, given: Mapping[str, str]) -> Tree:
-        """The tree of dotted keys."""
-        tree: Tree = {}
-        for key, text in given.items():
-            node = tree
-            *sections, leaf = key.split(".")
-            for section in sections:
-                node = node.setdefault(section, {})
-                if not isinstance(node, dict):
-                    raise ValueError(f"--{key}: --{section} was given a value of its own")
-            absent = text.lower() in ("none", "null") and not self._is_choice(key, text)
-            node[leaf] = None if absent else text
-        return tree
+    def _default_config(self) -> C_co:
+        return build(self.kind, self.protocol, "the protocol")
+
+    def help(self, text: str, program: str) -> str:
+        """What ``program --help`` prints: ``text``, then every key by section."""
+        return self._command_line.help(text, program)
 
     def parse(self, argv: Sequence[str]) -> Run[C_co]:
         """The run that a command line asks for. Defaults < YAML < command line.
 
         :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
         """
-        given = arguments(argv)
-        plain = {n: given.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}
+        typed = self._command_line.parse(argv)
+        plain = {n: typed.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}
         for name, text in plain.items():
             if text == "":
                 raise ValueError(f"--{name} is empty: give a value, or leave the option out")
         paths = {n: Path(text) if (text := plain[n]) else None for n in ("data_path", "run_dir", "weights")}
-        typed = self._typed(given)
         path = self.path(plain["config"] or self.default)
         shipped, of_a_run = read_yaml(path), _is_of_a_run(path)
         if of_a_run:
@@ -244,7 +233,7 @@ class Benchmark(Generic[C_co]):
     def resolved(self, config: TrainingConfig) -> C_co:
         """Idle fields at their defaults, and what follows from other fields filled in."""
         idle, tree = self.idle_keys(config), dataclasses.asdict(config)
-        defaults = dotted(dataclasses.asdict(build(self.kind, self.protocol, "the protocol")))
+        defaults = dotted(dataclasses.asdict(self._default_config()))
         if config.privacy is not None:
             defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
         for key in dotted(tree):
@@ -253,35 +242,3 @@ class Benchmark(Generic[C_co]):
         for key, value in _derived(config).items():
             put(tree, key, value)
         return build(self.kind, tree, "the resolved config")
-
-    def usage(self) -> str:
-        """Every key with its default, for ``--help``."""
-        recipes = f"  --recipe A or A+B        sets of switches: {', '.join(self.recipes)}"
-        lines = [
-            f"  --config NAME_OR_YAML    a YAML file, or a shipped config: {', '.join(self.settings)}",
-            "  --data_path FILE         an HDF5 file that this benchmark's download_preprocess made",
-            "  --run_dir DIR            where the run's files go; {digest} in it stands for the config",
-            "  --weights FILE           ImageNet weights (.pth or .safetensors) for fine-tuning",
-            "  --resume auto|never      go on from the directory's checkpoint, or refuse a directory in use",
-            *([recipes] if self.recipes else []),
-            f"  --scale {'|'.join(self.scales):<17}laid over a config for little data on a CPU",
-        ]
-        indent = " " * 27
-        lines = [textwrap.fill(line, 112, subsequent_indent=indent, break_on_hyphens=False) for line in lines]
-
-        own = dotted(self.protocol)
-
-        def walk(kind: Any, prefix: str) -> None:
-            for item in dataclasses.fields(kind):
-                default = own.get(f"{prefix}{item.name}", item.default)
-                if item.name in ("privacy", "local_privacy"):
-                    lines.append(f"  --{item.name} none   ({item.type}; any key below gives one)")
-                    walk(PrivacySection if item.name == "privacy" else LocalPrivacySection, f"{item.name}.")
-                elif item.default_factory is not dataclasses.MISSING:
-                    walk(item.default_factory, f"{prefix}{item.name}.")
-                else:
-                    lines.append(f"  --{prefix}{item.name} {default}   ({item.type})")
-
-        walk(self.kind, "")
-        walk(Runtime, "runtime.")
-        return "\n".join(lines)

@@ -1,14 +1,36 @@
-"""Command lines of ``--key value`` pairs."""
+"""Command lines: of training, by pydantic-settings from the config's fields, and plain pairs.
+
+pydantic-settings makes one argparse parser of all sections: dotted keys, ``--key value`` and ``--key=value``,
+and a help text by section with the fields' own docstrings. Three things it could not do are done here: say
+which key an unknown one was meant to be, tell ``none`` for nothing from ``none`` as a choice of words (as of
+``augment.flip``), and refuse a section that is given both whole and by its keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from pydantic import Field, create_model
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+
+from benchmarks.core.config.building import leaves
+from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import Tree
+
+WIDTH = 112
+NOTHING = ("none", "null")
+"""Words for None where a field may be empty."""
 
 
 def arguments(argv: Sequence[str]) -> dict[str, str]:
     """``--key value`` and ``--key=value`` pairs, the last of each key.
 
-    :raises ValueError: for anything else.
+    Raises:
+        ValueError: for anything else.
     """
     out: dict[str, str] = {}
     rest = list(argv)
@@ -16,10 +38,122 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
-            raise ValueError(f"cannot read the argument {word!r}: write --key value or --key=value")
+            raise ValueError(_unreadable(word))
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ValueError(f"--{key} needs a value: write --{key} value or --{key}=value")
+                raise ValueError(_without_value(f"--{key}"))
             value = rest.pop(0)
         out[key] = value
     return out
+
+
+def _unreadable(word: str) -> str:
+    return f"cannot read the argument {word!r}: write --key value or --key=value"
+
+
+def _without_value(option: str) -> str:
+    return f"{option} needs a value: write {option} value or {option}=value"
+
+
+class Options(BaseSettings):
+    """The options of a training command that are no part of its config."""
+
+    model_config = SettingsConfigDict(
+        use_attribute_docstrings=True,
+        enable_decoding=False,
+        cli_avoid_json=True,
+        cli_parse_none_str="none",
+        cli_use_class_docs_for_groups=True,
+    )
+
+    config: str
+    data_path: str | None = None
+    """HDF5 file that this benchmark's download_preprocess wrote."""
+    run_dir: str | None = None
+    """Directory of the run's files; {digest} in it stands for the config. By default a new one in runs/."""
+    weights: str | None = None
+    """File of pretrained weights (.pth or .safetensors). By default torchvision's, of ImageNet."""
+    resume: str = "auto"
+    """auto: go on from the directory's checkpoint. never: refuse a directory in use."""
+    recipe: str | None = None
+    scale: str | None = None
+
+
+class _Parser(ArgumentParser):
+    """argparse's parser, whose errors are a `ValueError` in our words."""
+
+    def error(self, message: str) -> NoReturn:
+        option, _, reason = message.removeprefix("argument ").partition(": ")
+        raise ValueError(_without_value(option) if reason == "expected one argument" else message)
+
+
+class CommandLine:
+    """The command line of a benchmark's training.
+
+    Args:
+        default: the config without any argument; its type says which keys there are.
+        choices: descriptions of the options ``config``, ``recipe`` and ``scale``, which are the benchmark's.
+    """
+
+    def __init__(self, default: TrainingConfig, choices: Mapping[str, str]) -> None:
+        kind: Any = type(default)
+        hints = get_type_hints(kind, include_extras=True)
+        fields: Tree = {
+            name: (hints[name], Field(getattr(default, name), description=info.description))
+            for name, info in kind.__pydantic_fields__.items()
+        }
+        fields["runtime"] = (Runtime, Runtime())
+        for name, text in choices.items():
+            fields[name] = (str | None, Field(None, description=text))
+        self._hints = {leaf.key: leaf.hint for leaf in (*leaves(kind), *leaves(Runtime, "runtime."))}
+        self._parser = _Parser(
+            usage="%(prog)s [--config NAME_OR_YAML] [--key value | --key=value] ...",
+            allow_abbrev=False,
+            add_help=False,
+            formatter_class=partial(RawDescriptionHelpFormatter, width=WIDTH, max_help_position=44),
+        )
+        self._source: CliSettingsSource[Any] = CliSettingsSource(
+            create_model("Arguments", __base__=Options, **fields),
+            root_parser=self._parser,
+            parse_args_method=self._parse,
+        )
+
+    def _parse(self, parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+        found, unknown = parser.parse_known_args(argv)
+        for key in vars(found):
+            section = next((name for name in vars(found) if key.startswith(f"{name}.")), None)
+            if section is not None:
+                raise ValueError(f"--{key}: --{section} was given a value of its own")
+        if not unknown:
+            return found
+        key = unknown[0].removeprefix("--").partition("=")[0]
+        if not unknown[0].startswith("--") or not key:
+            raise ValueError(_unreadable(unknown[0]))
+        near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+        raise ValueError(f"there is no config key {key}; {hint}")
+
+    def parse(self, argv: Sequence[str]) -> Tree:
+        """The options and keys that are given, as a tree whose leaves are words or None.
+
+        Raises:
+            ValueError: for an unknown key, a key without a value, or anything else than keys and values.
+        """
+        return self._values(self._source(args=list(argv))())
+
+    def _values(self, tree: Tree, prefix: str = "") -> Tree:
+        """The tree with None for the words that mean it, and only for those."""
+        out: Tree = {}
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                out[key] = self._values(value, f"{prefix}{key}.")
+            elif value is None or value.lower() in NOTHING:
+                out[key] = "none" if "none" in get_args(self._hints.get(prefix + key)) else None
+            else:
+                out[key] = value
+        return out
+
+    def help(self, text: str, program: str) -> str:
+        """The help text: ``text``, then every key by section with its description and default."""
+        self._parser.prog, self._parser.description = program, text
+        return self._parser.format_help()

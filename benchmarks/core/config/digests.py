@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
+from benchmarks.core.config.building import leaves
 from benchmarks.core.config.sections import REPETITION, TrainingConfig
 from benchmarks.core.config.trees import Tree, dotted
 
@@ -34,20 +35,6 @@ def digest(config: TrainingConfig) -> str:
     return tree_digest(config_tree(config))
 
 
-def _repetition_keys(kind: Any) -> tuple[str, ...]:
-    """The dotted keys of a config's fields that are marked as `REPETITION`; a section's ends with a dot."""
-    hints, out = get_type_hints(kind), []
-    for item in dataclasses.fields(kind):
-        sections = [
-            part for part in (hints[item.name], *get_args(hints[item.name])) if dataclasses.is_dataclass(part)
-        ]
-        if item.metadata == REPETITION:
-            out.append(item.name + ("." if sections else ""))
-        else:
-            out += [f"{item.name}.{key}" for part in sections for key in _repetition_keys(part)]
-    return tuple(out)
-
-
 def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
     """What runs that differ only in their seed have in common.
 
@@ -58,12 +45,8 @@ def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
     Returns:
         Every field by its dotted key, without those that their section marks as `REPETITION`.
     """
-    apart = _repetition_keys(kind)
-    return {
-        key: value
-        for key, value in dotted(tree).items()
-        if not any(key.startswith(name) if name.endswith(".") else key == name for name in apart)
-    }
+    apart = {leaf.key for leaf in leaves(kind) if leaf.metadata == REPETITION}
+    return {key: value for key, value in dotted(tree).items() if key not in apart}
 
 
 def experiment_digest(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> str:

@@ -14,7 +14,7 @@ from pfl_ext.privacy.local import LocalPrivacyConfig
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BestBy = Literal["loss", "C-AP", "accuracy", "last"]
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
@@ -159,7 +159,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class PrivacySection(PrivacyConfig):
-    """Private training (the PFL rows): pfl_ext's `PrivacyConfig`, and where the noise comes from."""
+    """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
 
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
@@ -172,7 +172,7 @@ class PrivacySection(PrivacyConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class LocalPrivacySection(LocalPrivacyConfig):
-    """Every update noised on its device: pfl_ext's `LocalPrivacyConfig`, and where the noise comes from."""
+    """Local differential privacy, every update noised on its device; ``--local_privacy none``: not so."""
 
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """As for `PrivacySection`."""
