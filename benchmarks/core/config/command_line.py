@@ -1,9 +1,10 @@
 """Command lines: of training, by pydantic-settings from the config's fields, and plain pairs.
 
 pydantic-settings makes one argparse parser of all sections: dotted keys, ``--key value`` and ``--key=value``,
-and a help text by section with the fields' own docstrings. Three things it could not do are done here: say
-which key an unknown one was meant to be, tell ``none`` for nothing from ``none`` as a choice of words (as of
-``augment.flip``), and refuse a section that is given both whole and by its keys.
+and a help text by section with the fields' own docstrings. Four things it could not do are done here: say
+which key an unknown one was meant to be, take dotted keys within a field that is a mapping, tell ``none`` for
+nothing from ``none`` as a choice of words (as of ``augment.flip``), and refuse a section that is given both
+whole and by its keys.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import difflib
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pydantic import Field, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
@@ -38,17 +39,13 @@ def arguments(argv: Sequence[str]) -> dict[str, str]:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
-            raise ValueError(_unreadable(word))
+            raise ValueError(f"cannot read the argument {word!r}: write --key value or --key=value")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ValueError(_without_value(f"--{key}"))
             value = rest.pop(0)
         out[key] = value
     return out
-
-
-def _unreadable(word: str) -> str:
-    return f"cannot read the argument {word!r}: write --key value or --key=value"
 
 
 def _without_value(option: str) -> str:
@@ -87,6 +84,10 @@ class _Parser(ArgumentParser):
         raise ValueError(_without_value(option) if reason == "expected one argument" else message)
 
 
+def _origins(hint: Any) -> list[Any]:
+    return [get_origin(part) for part in (hint, *get_args(hint))]
+
+
 class CommandLine:
     """The command line of a benchmark's training.
 
@@ -106,6 +107,7 @@ class CommandLine:
         for name, text in choices.items():
             fields[name] = (str | None, Field(None, description=text))
         self._hints = {leaf.key: leaf.hint for leaf in (*leaves(kind), *leaves(Runtime, "runtime."))}
+        self._open = tuple(f"{key}." for key, hint in self._hints.items() if Mapping in _origins(hint))
         self._parser = _Parser(
             usage="%(prog)s [--config NAME_OR_YAML] [--key value | --key=value] ...",
             allow_abbrev=False,
@@ -124,14 +126,13 @@ class CommandLine:
             section = next((name for name in vars(found) if key.startswith(f"{name}.")), None)
             if section is not None:
                 raise ValueError(f"--{key}: --{section} was given a value of its own")
-        if not unknown:
-            return found
-        key = unknown[0].removeprefix("--").partition("=")[0]
-        if not unknown[0].startswith("--") or not key:
-            raise ValueError(_unreadable(unknown[0]))
-        near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
-        raise ValueError(f"there is no config key {key}; {hint}")
+        for key, value in arguments(unknown).items():
+            if not key.startswith(self._open):  # what is within a mapping, no type declares
+                near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)
+                hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
+                raise ValueError(f"there is no config key {key}; {hint}")
+            setattr(found, key, value)
+        return found
 
     def parse(self, argv: Sequence[str]) -> Tree:
         """The options and keys that are given, as a tree whose leaves are words or None.
