@@ -28,10 +28,11 @@ from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.fednova import STEPS, FedNova, Normaliser, StepCounter, normaliser
-from pfl_ext.algorithms.scaffold import CHANGE, Scaffold, renewal
+from pfl_ext.algorithms.algorithm import refuse
+from pfl_ext.algorithms.on_pfl import StepCounter, rule_of
+from pfl_ext.algorithms.rules import Rule
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
-from pfl_ext.engine.cohort import CohortEngine, Corrected, dealt
+from pfl_ext.engine.cohort import CohortEngine, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean
 from pfl_ext.randomness import seed32
@@ -46,8 +47,8 @@ OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 class _OneByOne:
     """A pfl algorithm's local training done by the engine, for postprocessors that must see each user."""
 
-    def __init__(self, engine: CohortEngine, how: LocalTraining, normaliser: Normaliser | None) -> None:
-        self._engine, self._how, self._normaliser = engine, how, normaliser
+    def __init__(self, engine: CohortEngine, how: LocalTraining, rule: Rule) -> None:
+        self._engine, self._how, self._rule = engine, how, rule
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: Any, central_context: CentralContext
@@ -55,9 +56,7 @@ class _OneByOne:
         """As pfl's algorithms do it."""
         counted = StepCounter(user_dataset)
         update = MappedVectorStatistics(self._engine.train_alone(counted, self._how))
-        if self._normaliser is not None:
-            update = self._normaliser.statistics(update, counted.num_steps)
-        return update, Metrics()
+        return self._rule.statistics(update, counted.num_steps), Metrics()
 
 
 class CentrallyEvaluatedBackend(SimulatedBackend):
@@ -125,22 +124,14 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         seed = seed32(self._seed if secret is None else secret, "central noise", round_number)
         context = replace(central_context, do_evaluation=False, seed=seed)
         algorithm = training_algorithm
-        form = normaliser(model, context) if isinstance(algorithm, FedNova) else None
-        if form is not None and any(isinstance(p, NoisyMean) for p in self._postprocessors):
-            raise ValueError(
-                "FedNova divides updates by their steps, for which private training has no bound: choose "
-                "algorithm fedavg or fedprox"
-            )
-        scaffold = None
-        if isinstance(algorithm, Scaffold):
-            self._check_scaffold(cohort)
-            scaffold = Corrected(algorithm.controls, renewal(model, context))
-        how = self._local_training(algorithm, model, context)
-        if self._engine is not None and isinstance(how, LocalTraining):
+        self._refuse(algorithm, cohort)
+        rule = rule_of(algorithm, model, context)
+        how = self._local_training(algorithm, rule, model, context)
+        if self._engine is not None and rule is not None and isinstance(how, LocalTraining):
             if self._only_norms_matter():
-                trained = self._train_cohort(self._engine, how, context, form, scaffold)
-                return self._finish(context, *trained)
-            algorithm = _OneByOne(self._engine, how, form)
+                return self._finish(context, *self._train_cohort(self._engine, how, context, rule))
+            if rule.correction is None:
+                algorithm = _OneByOne(self._engine, how, rule)
         module = model.pytorch_model
         noted = module.noted = list[tuple[torch.Tensor, int]]()
         stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
@@ -155,26 +146,26 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             losses = ops.all_reduce_metrics(losses)
         return stats, metrics | losses
 
-    def _check_scaffold(self, cohort: IntArray) -> None:
-        """Refuse what would make SCAFFOLD's control variates something else."""
-        if get_ops().distributed.world_size > 1:
-            raise ValueError("SCAFFOLD keeps the state of each user in one process: start one worker")
-        if len(self._postprocessors) != 1 or not self._only_norms_matter():
-            raise ValueError(
-                "SCAFFOLD's users send control variates besides their updates, for which no privacy and no "
-                "other postprocessor but a weighting is made: choose algorithm fedavg or fedprox"
-            )
-        if len(np.unique(cohort)) != len(cohort):
-            raise ValueError(
-                "SCAFFOLD keeps one control variate for each user: draw cohorts without replacement"
-            )
+    def _refuse(self, algorithm: Any, cohort: IntArray) -> None:
+        """Refuse what the algorithm says it cannot be combined with."""
+        private = any(
+            isinstance(p, PrivacyMechanism) and not isinstance(p, NoPrivacy) for p in self._postprocessors
+        )
+        refuse(
+            getattr(algorithm, "refusals", {}),
+            workers=get_ops().distributed.world_size > 1,
+            privacy=private,
+            postprocessors=len(self._postprocessors) != 1 or not self._only_norms_matter(),
+            replacement=len(np.unique(cohort)) != len(cohort),
+        )
 
     def _local_training(
-        self, algorithm: Any, model: PyTorchModel, context: CentralContext
+        self, algorithm: Any, rule: Rule | None, model: PyTorchModel, context: CentralContext
     ) -> LocalTraining | None:
         if self._engine is None:
             return None
-        how = local_training(algorithm, model, context)
+        unknown = f"algorithm {type(algorithm).__name__}"
+        how = unknown if rule is None else local_training(rule, model, context)
         if isinstance(how, LocalTraining):
             return how
         print(f"engine: pfl's own loop trains the users, because of {how}", file=sys.stderr)
@@ -194,8 +185,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         engine: CohortEngine,
         how: LocalTraining,
         context: CentralContext,
-        form: Normaliser | None,
-        scaffold: Corrected | None,
+        rule: Rule,
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
         by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
@@ -209,17 +199,14 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         def weight(member: Member) -> float:
             return float(member.num_images) if by_images else 1.0
 
-        def coefficient(member: Member) -> float:
-            return weight(member) * (1.0 if form is None else form.scale(member.num_steps))
-
-        done = engine.train(self._images, mine, how, coefficient, private, scaffold)
+        done = engine.train(self._images, mine, how, weight, private, rule)
         members = [member for task in mine for member in task.members]
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
-        if form is not None:
-            steps = sum(weight(m) * form.effective_steps(m.num_steps) for m in members)
-            stats[STEPS] = torch.tensor([steps], device=next(iter(done.update.values())).device)
-        for name, change in (done.changes or {}).items():
-            stats[CHANGE + name] = change
+        for name in rule.counts(0):
+            count = sum(weight(m) * rule.counts(m.num_steps)[name] for m in members)
+            stats[name] = torch.tensor([count], device=next(iter(done.update.values())).device)
+        for name, sent in done.besides.items():
+            stats[name] = sent
         if private is not None:
             stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
         population = context.population

@@ -36,6 +36,7 @@ from benchmarks.core.federated import (
     algorithm_and_params,
     cohort_engine,
     pfl_model,
+    setup,
     training_data,
 )
 from benchmarks.reporting.plots import bench_bars
@@ -113,7 +114,7 @@ class Side:
         store = split("train")
         self.model: PyTorchModel = pfl_model(run, module)
         self.data = training_data(run, store, module.objective.name)
-        self._algorithm, self._params = algorithm_and_params(run.config, module, self.data)
+        self._algorithm, self._params = algorithm_and_params(run.config, setup(run.config, module, self.data))
         self.engine = cohort_engine(run, module, torch.float32)
         evaluation = CentralEvaluation(split(sides.scored or "train"), threads=run.runtime.reader_threads)
         self._evaluate = clock.around("evaluation", evaluation)

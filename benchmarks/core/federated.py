@@ -7,12 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.algorithm.fedprox import FedProx, FedProxParams
 from pfl.callback.base import TrainingProcessCallback
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, get_overall_value
@@ -24,12 +21,11 @@ from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
-from benchmarks.core.recorder import CONTROLS, Recorder
+from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.fedir import ImportanceWeights
-from pfl_ext.algorithms.fednova import FedNova, FedNovaParams
+from pfl_ext.algorithms.algorithm import Setup, refuse
+from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
-from pfl_ext.algorithms.scaffold import Controls, Scaffold, ScaffoldParams
 from pfl_ext.backend import TRAIN_LOSS, CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import (
     FederatedImageDataset,
@@ -74,26 +70,6 @@ def sampler(config: TrainingConfig) -> Sampler:
     return "replacement" if federated.replacement else "fixed"
 
 
-def objective_of(config: TrainingConfig, plain: ObjectiveName) -> ObjectiveName:
-    """A benchmark's own objective, or that which FedIR makes of it."""
-    weighted = config.federated.reweight == "fedir" and plain == "multi_label"
-    return "multi_label_weighted" if weighted else plain
-
-
-def importance_weights(
-    config: TrainingConfig, store: ImageStore, objective: ObjectiveName
-) -> ImportanceWeights | None:
-    """FedIR's, towards the distribution of the labels over all training images; None without FedIR."""
-    if config.federated.reweight == "none":
-        return None
-    assert objective != "multi_label"
-    num_images = int(store.user_offsets[-1])
-    blocks = [np.arange(i, min(i + 8192, num_images)) for i in range(0, num_images, 8192)]
-    counts = np.sum([store.targets(rows).sum(0, dtype=np.int64) for rows in blocks], axis=0)
-    most = config.federated.max_importance
-    return ImportanceWeights.of_counts(counts, num_images, cap=most, kind=objective)
-
-
 def training_data(
     run: AnyRun,
     store: ImageStore,
@@ -114,7 +90,7 @@ def training_data(
         noise_seed=None if secret is None else secret.noise_seed,
         partition=partition,
         sampler=sampler(config),
-        reweight=importance_weights(config, store, objective),
+        reweight=importance_weights(config.federated, store, objective),
         prefetch=runtime.prefetch,
         threads=runtime.reader_threads,
     )
@@ -144,68 +120,35 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     return PyTorchModel(module, local_optimizer, optimizer, amp_dtype=precision)
 
 
-def algorithm_and_params(
+def setup(
     config: TrainingConfig,
     module: ImageClassifier,
     users: FederatedImageDataset,
     directory: Path | None = None,
-) -> tuple[Any, NNAlgorithmParams]:
-    """FedAvg (with the server's optimiser: FedOpt) or FedProx, as pfl has them; FedNova or SCAFFOLD.
-
-    :param directory: of the run, for SCAFFOLD's state of each user; None: in a temporary file.
-    :raises ValueError: when that would exceed ``federated.max_state_gb``.
-    """
+) -> Setup:
+    """What the run's algorithm is built for; ``directory``: of the run."""
     federated = config.federated
-    common = {
-        "central_num_iterations": federated.num_rounds,
-        "evaluation_frequency": config.evaluation.every_rounds,
-        "train_cohort_size": federated.cohort_size,
-        "val_cohort_size": 1,  # any: the backend scores the central split instead of a cohort
-    }
-    if federated.algorithm == "fedprox":
-        return FedProx(), FedProxParams(**common, mu=federated.proximal_weight)
-    if federated.algorithm == "fednova":
-        return FedNova(), FedNovaParams(**common, mu=federated.proximal_weight)
-    if federated.algorithm == "scaffold":
-        controls = _controls(config, module, users, directory)
-        option, correction = federated.control_variates
-        params = ScaffoldParams(
-            **common,
-            total_weight=users.total_images if federated.weighting == "images" else users.num_users,
-            option=option,
-            correction=correction,
-        )
-        return Scaffold(controls), params
-    return FederatedAveraging(), NNAlgorithmParams(**common)
+    return Setup(
+        options=federated.algorithm_options,
+        num_rounds=federated.num_rounds,
+        cohort_size=federated.cohort_size,
+        by_images=federated.weighting == "images",
+        module=module,
+        users=users,
+        folder=None if directory is None else directory / "checkpoint",
+    )
 
 
-def _controls(
-    config: TrainingConfig, module: ImageClassifier, users: FederatedImageDataset, directory: Path | None
-) -> Controls:
-    """SCAFFOLD's state, in the run's checkpoint folder."""
-    check_state(config, module, users.num_users)
-    path = None if directory is None else directory / "checkpoint" / CONTROLS
-    return Controls(module, users.partition.user_ids, path)
-
-
-def check_state(config: TrainingConfig, module: ImageClassifier, num_users: int) -> None:
-    """Refuse SCAFFOLD where its state of all users is too large, or there are several workers.
-
-    Raises:
-        ValueError: one line with the sizes.
-    """
-    if current() is not None:
-        raise ValueError(
-            "scaffold's state of each user lies in one process: start it without a launcher, NP=1"
-        )
-    federated = config.federated
-    touched = min(num_users, federated.cohort_size * federated.num_rounds)
-    state = touched * sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 1e9
-    if state > federated.max_state_gb:
-        raise ValueError(
-            f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
-            f"federated.max_state_gb = {federated.max_state_gb:g}: raise it, or choose fedavg or fedprox"
-        )
+def algorithm_and_params(config: TrainingConfig, built_for: Setup) -> tuple[Any, NNAlgorithmParams]:
+    """pfl's side of the run's algorithm."""
+    built: tuple[Any, NNAlgorithmParams] = config.federated.algorithm_class.build(
+        built_for,
+        central_num_iterations=built_for.num_rounds,
+        evaluation_frequency=config.evaluation.every_rounds,
+        train_cohort_size=built_for.cohort_size,
+        val_cohort_size=1,  # any: the backend scores the central split instead of a cohort
+    )
+    return built
 
 
 def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
@@ -294,8 +237,8 @@ def check_federated(
         calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
     users = training_data(run, store, module.objective.name, partition)
     users.cohort(federated.cohort_size)
-    if federated.algorithm == "scaffold":
-        check_state(config, module, users.num_users)
+    refuse(federated.algorithm_class.refusals, workers=current() is not None)
+    federated.algorithm_class.check(setup(config, module, users))
 
 
 def train_federated(
@@ -324,9 +267,8 @@ def train_federated(
     if secret is not None:
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.directory)
     model = pfl_model(run, module)
-    algorithm, params = algorithm_and_params(config, module, users, recorder.directory)
-    if isinstance(algorithm, Scaffold):
-        recorder.algorithm_state = algorithm.controls
+    algorithm, params = algorithm_and_params(config, setup(config, module, users, recorder.directory))
+    recorder.algorithm_state = algorithm.user_state
     evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     postprocessors: list[Any] = [
         WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()

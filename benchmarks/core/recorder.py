@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import yaml
@@ -32,27 +32,12 @@ from benchmarks.core.tracking import Tracking
 from dataset.cli import Held
 from dataset.files import write_bytes, write_json, written
 from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import UserState
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.metrics import shown
 from pfl_ext.workers.distributed import from_main, is_main, tensors_from_main
 
 MODEL, SERVER, BEST, STATE = "model/", "optimizer/", "best/", "algorithm/"
-
-
-class AlgorithmState(Protocol):
-    """What an algorithm goes on from besides the model and the server's optimiser."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """For the checkpoint that is about to be written."""
-        ...
-
-    def saved(self) -> None:
-        """That checkpoint has taken its name."""
-        ...
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from the tensors of a checkpoint."""
-        ...
 
 
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -112,8 +97,6 @@ class Best:
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
-CONTROLS = "control_variates.f32"
-"""SCAFFOLD's state of each user, beside the checkpoints."""
 LONG_S = 600.0
 """A run that will take longer than this says so, in seconds."""
 
@@ -142,7 +125,7 @@ class Recorder:
         self.arithmetic: str | None = None
         """How training was computed, see `pfl_ext.engine.cpu.layers.arithmetic`."""
         self.ledger: Ledger | None = None
-        self.algorithm_state: AlgorithmState | None = None
+        self.algorithm_state: UserState | None = None
         self.held = Held()
         self.ended = False
         self.data_sha256 = data_sha256
@@ -222,7 +205,8 @@ class Recorder:
     def tidy(self) -> None:
         """After ``results.json``: remove what only a run that goes on needs, unless it is to be kept."""
         if self._main and not self.run.runtime.keep_checkpoints:
-            for path in (self._last, checkpoint.previous(self._last), self._last.with_name(CONTROLS)):
+            users = [self._last.with_name(name) for name in self.run.config.federated.algorithm_class.files]
+            for path in (self._last, checkpoint.previous(self._last), *users):
                 path.unlink(missing_ok=True)
 
     @property

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.core.experiment import Experiment, build_model, execute, started
-from benchmarks.core.federated import objective_of
 from benchmarks.core.mini import MINI_FILE, draw_mini, resolve
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.flair import results
@@ -29,6 +28,7 @@ from benchmarks.flair.users import SPLIT
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.label_sets import LabelSetView
+from pfl_ext.algorithms.fedir import weighted_objective
 from pfl_ext.algorithms.per_user import users_with
 from pfl_ext.data.federated_dataset import iid_partition
 from pfl_ext.tasks.metrics import BINNED, COLUMNS
@@ -71,7 +71,7 @@ def experiment(run: Run, file: DataFile) -> Experiment:
     config, task = run.config, flair_task(run, file)
     if config.personal.num_epochs:
         users_with(task.split(SPLIT), config.personal.min_images)  # refuses now what would fail at the end
-    iid, objective = config.data.partition == "iid", objective_of(config, "multi_label")
+    iid, objective = config.data.partition == "iid", weighted_objective(config.federated, "multi_label")
     return Experiment(
         task=f"{len(task.label_names)} labels",
         split=task.split,

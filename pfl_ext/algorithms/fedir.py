@@ -4,6 +4,9 @@ A user's images are drawn from its own distribution of labels q and not from the
 ``p / q``. That is all: the weights stand in the targets, and the objective (`pfl_ext.tasks.objectives`)
 normalises them over each mini-batch (equation 4). q never leaves the user; p is K numbers from the server.
 
+Not for private training: p holds the label counts of all training images, exactly, and enters every
+user's loss.
+
 Shape letters: n images that take part, N all images of the user, K labels.
 """
 
@@ -13,9 +16,24 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.tasks.objectives import ObjectiveName
 
 FloatArray = npt.NDArray[np.float64]
 Kind = Literal["single_label", "multi_label_weighted"]
+
+
+@dataclass(frozen=True)
+class ImportanceOptions:
+    """The options of FedIR, which goes with any algorithm of pfl's loop."""
+
+    reweight: Literal["none", "fedir"] = "none"
+    """fedir: weight of class k for user u: p(k) / q_u(k), of all images over the user's (Hsu et al., 5.2)."""
+    max_importance: PositiveFloat | None = None
+    """Greatest weight that FedIR gives; None: any."""
 
 
 class ImportanceWeights:
@@ -76,3 +94,22 @@ class ImportanceWeights:
             )
         ratio = np.divide(p, q, out=np.zeros_like(p), where=q > 0)
         return ratio if self._cap is None else np.minimum(ratio, self._cap)
+
+
+def weighted_objective(options: ImportanceOptions, plain: ObjectiveName) -> ObjectiveName:
+    """A benchmark's own objective, or the one that FedIR makes of it."""
+    weighted = options.reweight == "fedir" and plain == "multi_label"
+    return "multi_label_weighted" if weighted else plain
+
+
+def importance_weights(
+    options: ImportanceOptions, store: ImageStore, objective: ObjectiveName
+) -> ImportanceWeights | None:
+    """Those towards the distribution of the labels over all training images; None without FedIR."""
+    if options.reweight == "none":
+        return None
+    assert objective != "multi_label"
+    num_images = int(store.user_offsets[-1])
+    blocks = [np.arange(i, min(i + 8192, num_images)) for i in range(0, num_images, 8192)]
+    counts = np.sum([store.targets(rows).sum(0, dtype=np.int64) for rows in blocks], axis=0)
+    return ImportanceWeights.of_counts(counts, num_images, cap=options.max_importance, kind=objective)

@@ -8,26 +8,29 @@ momentum is theirs, ``v <- momentum v + g``.
 
 As pfl statistics: the user's tensors divided by ``|a|_1``, and one tensor more, `STEPS`, which the weighting
 and the sums over users and workers treat like the others, so that its mean is tau_eff.
+
+Not for private training: the division comes after the update that a mechanism would clip, and the number of
+steps has no bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.context import CentralContext
 from pfl.hyperparam.base import get_param_value
-from pfl.internal.bridge import FrameworkBridgeFactory as bridges
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
+from pfl_ext.algorithms.algorithm import Refusals, Setup, register
+from pfl_ext.algorithms.fedprox import ProximalOptions
+from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
+from pfl_ext.algorithms.rules import Rule
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
 """Key of a user's share of tau_eff, ``[1]``."""
@@ -56,85 +59,59 @@ def coefficient_sum(num_steps: int, momentum: float = 0.0, rate_times_mu: float 
 
 
 @dataclass(frozen=True)
-class Normaliser:
+class Normaliser(Rule):
     """The form of the users' local training, on which their ``|a|_1`` depends."""
 
     momentum: float
     rate_times_mu: float
+    proximal_weight: float = 0.0
 
     def scale(self, num_steps: int) -> float:
         """``1 / |a|_1``; 0 for a user without a step, whose update is zero."""
         total = coefficient_sum(num_steps, self.momentum, self.rate_times_mu)
         return 1 / total if total else 0.0
 
-    def effective_steps(self, num_steps: int) -> float:
+    def counts(self, num_steps: int) -> Mapping[str, float]:
         """The user's term of tau_eff."""
         if self.rate_times_mu:
-            return float(num_steps)
-        return coefficient_sum(num_steps, self.momentum)
-
-    def statistics(self, update: MappedVectorStatistics, num_steps: int) -> MappedVectorStatistics:
-        """What a user sends, from its update ``w - w_central``; in place."""
-        scale = self.scale(num_steps)
-        for name in update:
-            update[name] *= scale
-        device = next(iter(update.values())).device
-        update[STEPS] = torch.tensor([self.effective_steps(num_steps)], device=device)
-        return update
+            return {STEPS: float(num_steps)}
+        return {STEPS: coefficient_sum(num_steps, self.momentum)}
 
 
 def normaliser(model: PyTorchModel, context: CentralContext) -> Normaliser:
     """That of a round.
 
-    :raises ValueError: for a local optimiser whose steps are not those of SGD with momentum.
+    Raises:
+        ValueError: for a local optimiser whose steps are not those of SGD with momentum.
     """
-    rate = float(get_param_value(context.model_train_params.local_learning_rate))
-    optimizer = model.new_local_optimizer(learning_rate=rate)
-    group = optimizer.param_groups[0]
-    known = type(optimizer) in (torch.optim.SGD, PerVariableClippedSGD)
-    if not known or group["nesterov"] or group["dampening"]:
-        raise ValueError("FedNova counts the steps of plain SGD or SGD with momentum: train users with that")
-    return Normaliser(float(group["momentum"]), rate * float(get_param_value(context.algorithm_params.mu)))
+    rate, momentum = rate_and_momentum(model, context, "FedNova")
+    mu = float(get_param_value(context.algorithm_params.mu))
+    return Normaliser(momentum, rate * mu, mu)
 
 
-class StepCounter:
-    """A user's data set that counts the batches it hands out."""
+@register("fednova")
+class FedNova(OnPfl):
+    """pfl's algorithm; its parameters are `FedNovaParams`."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self.num_steps = dataset, 0
+    options = ProximalOptions
+    refusals: ClassVar[Refusals] = {
+        "privacy": "FedNova divides updates by their steps, for which private training has no bound: choose "
+        "algorithm fedavg or fedprox"
+    }
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+    @classmethod
+    def resolved(cls, options: ProximalOptions) -> dict[str, Any]:
+        """mu."""
+        return {"mu": options.mu or 0.0}
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    @classmethod
+    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
+        """The algorithm and its parameters."""
+        return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
 
-    def iter(self, batch_size: int | None) -> Iterator[Any]:
-        """As the data set."""
-        for batch in self._dataset.iter(batch_size):
-            self.num_steps += 1
-            yield batch
-
-
-class FedNova(FederatedAveraging):
-    """pfl's algorithm; its parameters are `FedNovaParams`. Not for private training, which bounds updates."""
-
-    def train_one_user(
-        self,
-        initial_model_state: MappedVectorStatistics,
-        model: PyTorchModel,
-        user_dataset: Any,
-        central_context: CentralContext,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
+    def rule(self, model: PyTorchModel, context: CentralContext) -> Normaliser:
         """SGD, with the proximal term if there is one, then division by ``|a|_1``."""
-        counted, how = StepCounter(user_dataset), central_context.model_train_params
-        mu = get_param_value(central_context.algorithm_params.mu)
-        if mu:
-            bridges.fedprox_bridge().do_proximal_sgd(model, counted, how, mu=mu)
-        else:
-            bridges.sgd_bridge().do_sgd(model, counted, how)
-        update = model.get_model_difference(initial_model_state)
-        return normaliser(model, central_context).statistics(update, counted.num_steps), Metrics()
+        return normaliser(model, context)
 
     def process_aggregated_statistics(
         self,

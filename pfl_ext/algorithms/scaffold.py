@@ -32,30 +32,53 @@ Letters: P parameters that are trained, U users.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.context import CentralContext
-from pfl.hyperparam.base import get_param_value
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.fednova import StepCounter, coefficient_sum
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
+from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, register
+from pfl_ext.algorithms.fednova import coefficient_sum
+from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
+from pfl_ext.algorithms.rules import Correction as Correction
+from pfl_ext.algorithms.rules import Rule
 from pfl_ext.algorithms.user_vectors import UserVectors
 
 CHANGE = "pfl_ext.algorithms.scaffold/"
 """Before the name of a variable: the key of ``c_i+ - c_i`` in a user's statistics."""
 Option = Literal["I", "II"]
-Correction = Literal["gradient", "step"]
+CONTROLS = "control_variates.f32"
+"""The file of the users' states, beside a run's checkpoints."""
+
+ONLY_WEIGHTED = (
+    "SCAFFOLD's users send control variates besides their updates, for which no privacy and no other "
+    "postprocessor but a weighting is made: choose algorithm fedavg or fedprox"
+)
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class ScaffoldOptions:
+    """The options of SCAFFOLD."""
+
+    scaffold_option: Option | None = None
+    """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
+    images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
+    scaffold_correction: Correction | None = None
+    """Where SCAFFOLD's correction is added: to the gradient, before clipping, weight decay and momentum, or
+    after each step of the optimiser (NIID-Bench). None: gradient, the paper's equation."""
+    max_state_gb: PositiveFloat = 16.0
+    """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
+    than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +99,7 @@ class Controls:
 
     Args:
         module: the model; its parameters are never changed here.
-        user_ids: of the U users, as their data sets tell them.
+        user_ids: of the U users, as their data sets give them.
         path: of the file with the users' vectors (`UserVectors`); None: a temporary one.
     """
 
@@ -108,6 +131,10 @@ class Controls:
         """Views of a vector ``[P]`` by variable."""
         parts = torch.split(vector, self._sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+
+    def sent(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector ``[P]`` of changes by the keys of pfl's statistics."""
+        return {CHANGE + name: part for name, part in self.named(vector).items()}
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector ``[P]`` of tensors by variable."""
@@ -167,94 +194,111 @@ def renewal(model: PyTorchModel, context: CentralContext) -> Renewal:
         ValueError: for local training whose steps are not those of SGD with momentum.
     """
     how, params = context.model_train_params, context.algorithm_params
-    rate = float(get_param_value(how.local_learning_rate))
-    optimizer = model.new_local_optimizer(learning_rate=rate)
-    group = optimizer.param_groups[0]
-    known = type(optimizer) in (torch.optim.SGD, PerVariableClippedSGD)
-    if not known or group["nesterov"] or group["dampening"]:
-        raise ValueError("SCAFFOLD knows the steps of plain SGD or SGD with momentum: train users with that")
+    rate, momentum = rate_and_momentum(model, context, "SCAFFOLD")
     if model.grad_scaler is not None or how.grad_accumulation_steps != 1 or how.get("local_num_steps"):
         raise ValueError("SCAFFOLD has no gradient scaling, accumulation or local_num_steps: leave them out")
-    return Renewal(params.option, params.correction, rate, float(group["momentum"]))
+    return Renewal(params.option, params.correction, rate, momentum)
 
 
-def gradient_at(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> dict[str, Tensor]:
-    """The gradient of the mean loss over a user's images where the model stands, by variable."""
-    parameters = model.variable_map
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for batch in batches:
-        ready = model._prepare_batch(batch)
-        with model.amp_context or contextlib.nullcontext():
-            noted, model.pytorch_model.noted = getattr(model.pytorch_model, "noted", None), None
-            loss = model.pytorch_model.loss(*ready)  # of no step
-            model.pytorch_model.noted = noted
-        found = torch.autograd.grad(loss, list(parameters.values()))
-        for name, gradient in zip(total, found):
-            total[name].add_(gradient, alpha=len(ready[0]) / num_images)
-    return total
+class CorrectedUser:
+    """One user's part of a round: its correction, and its new control variate at the end."""
+
+    def __init__(self, controls: Controls, form: Renewal, user: int) -> None:
+        self._controls, self._form, self._user = controls, form, user
+        self._own = controls.own(user)
+
+    @property
+    def correction(self) -> Mapping[str, Tensor]:
+        """``c - c_i`` by variable."""
+        return self._controls.correction(self._own)
+
+    def finish(
+        self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """Keep c_i+; the user sends ``c_i+ - c_i`` besides its update."""
+        controls = self._controls
+        whole = None if gradient is None else controls.flat(gradient)
+        change = self._form.change(controls.server, self._own, controls.flat(update), num_steps, whole)
+        controls.renew(self._user, self._own, change)
+        return controls.sent(change)
 
 
-def _corrected_step(
-    module: Any,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    train_kwargs: Mapping[str, Any],
-    arguments: Any,
-    *,
-    correction: Mapping[str, Tensor],
-    form: Renewal,
-) -> None:
-    """One local step, as pfl's loop asks for it."""
-    with arguments.amp_context:
-        loss = module.loss(*batch, **train_kwargs)
-    loss.backward()
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if form.correction == "gradient":
-        for name, parameter in trained.items():
-            parameter.grad += correction[name]
-    if arguments.max_grad_norm is not None:
-        nn.utils.clip_grad_norm_(module.parameters(), arguments.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    if form.correction == "step":
-        for name, parameter in trained.items():
-            parameter.data.sub_(correction[name], alpha=form.learning_rate)
+class CorrectedRule(Rule):
+    """Local SGD with SCAFFOLD's correction, for a round."""
+
+    def __init__(self, controls: Controls, form: Renewal) -> None:
+        self._controls, self._form = controls, form
+        self.correction, self.whole_gradient = form.correction, form.option == "I"
+
+    def user(self, user_id: str | None) -> CorrectedUser:
+        """The part of one user."""
+        return CorrectedUser(self._controls, self._form, self._controls.number(user_id))
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Changes of control variates."""
+        return self._controls.sent(torch.zeros_like(self._controls.server))
 
 
-class Scaffold(FederatedAveraging):
-    """The algorithm for pfl's loop and for the engine; its parameters are `ScaffoldParams`.
+@register("scaffold")
+class Scaffold(OnPfl):
+    """pfl's algorithm; its parameters are `ScaffoldParams`."""
 
-    Every user at most once in a cohort, and the users' statistics weighted but not changed otherwise:
-    `pfl_ext.backend` refuses the rest.
-    """
+    options = ScaffoldOptions
+    files = (CONTROLS,)
+    refusals: ClassVar[Refusals] = {
+        "workers": "scaffold's state of each user lies in one process: start it without a launcher, NP=1",
+        "privacy": ONLY_WEIGHTED,
+        "postprocessors": ONLY_WEIGHTED,
+        "replacement": "SCAFFOLD keeps one control variate for each user, who must come once in a cohort: "
+        "draw cohorts without replacement, set federated.replacement to false",
+        "proportional": "SCAFFOLD's mean control variate is of users drawn alike: set federated.sampling "
+        "to uniform",
+    }
 
     def __init__(self, controls: Controls) -> None:
         super().__init__()
-        self.controls = controls
+        self.controls = self.user_state = controls
 
-    def train_one_user(
-        self,
-        initial_model_state: MappedVectorStatistics,
-        model: PyTorchModel,
-        user_dataset: Any,
-        central_context: CentralContext,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Corrected local steps; ``y - x`` and ``c_i+ - c_i`` as statistics."""
-        controls, form = self.controls, renewal(model, central_context)
-        user = controls.number(user_dataset.user_id)
-        own, gradient = controls.own(user), None
-        if form.option == "I":
-            gradient = controls.flat(gradient_at(model, user_dataset.once(), len(user_dataset)))
-        counted = StepCounter(user_dataset)
-        how = central_context.model_train_params
-        correction = controls.correction(own)
-        model.do_multiple_epochs_of(counted, how, _corrected_step, correction=correction, form=form)
-        update = model.get_model_difference(initial_model_state)
-        change = form.change(controls.server, own, controls.flat(update), counted.num_steps, gradient)
-        controls.renew(user, own, change)
-        for name, part in controls.named(change).items():
-            update[CHANGE + name] = part
-        return update, Metrics()
+    @classmethod
+    def resolved(cls, options: ScaffoldOptions) -> dict[str, Any]:
+        """The option and the place of the correction."""
+        return {
+            "scaffold_option": options.scaffold_option or "II",
+            "scaffold_correction": options.scaffold_correction or "gradient",
+        }
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse a state of all users that is too large.
+
+        Raises:
+            ValueError: one line with the sizes.
+        """
+        touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
+        numbers = sum(p.numel() for p in setup.module.parameters() if p.requires_grad)
+        state, most = touched * numbers * 4 / 1e9, setup.options.max_state_gb
+        if state > most:
+            raise ValueError(
+                f"SCAFFOLD keeps a copy of the model for each of {touched:,} users, {state:,.1f} GB, above "
+                f"federated.max_state_gb = {most:g}: raise it, or choose fedavg or fedprox"
+            )
+
+    @classmethod
+    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
+        """The algorithm, with its state in the folder of the checkpoints, and its parameters."""
+        users, chosen = setup.users, cls.resolved(setup.options)
+        path = None if setup.folder is None else setup.folder / CONTROLS
+        params = ScaffoldParams(
+            **common,
+            total_weight=users.total_images if setup.by_images else users.num_users,
+            option=chosen["scaffold_option"],
+            correction=chosen["scaffold_correction"],
+        )
+        return cls(Controls(setup.module, users.partition.user_ids, path)), params
+
+    def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:
+        """Corrected local steps."""
+        return CorrectedRule(self.controls, renewal(model, context))
 
     def process_aggregated_statistics(
         self,

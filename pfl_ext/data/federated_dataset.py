@@ -18,6 +18,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import prefetched
+from pfl_ext.algorithms import fedvc
 from pfl_ext.data.schedule import UserCost, longest_first
 from pfl_ext.data.transforms import Crop, Flip, draw_boxes
 from pfl_ext.privacy.sampling import private_cohort
@@ -103,9 +104,7 @@ class LocalSampling:
     each round (``cap="random"``) or always the first (``"first"``, as pfl-research).
     ``straddle``: batches run across the end of an epoch as in ml-flair's ``repeat(2).batch(16)``, so a
     user with n <= B / 2 images makes one step of 2n, not two of n. ``reshuffle``: a new order each epoch.
-    ``virtual_size``: FedVC (Hsu et al. 2020, Section 5.3) in the place of ``max_images``: every user takes
-    part with exactly so many, drawn uniformly each round; without replacement from as many or more, else
-    each of them from all of its images ("with replacement"), so that some come twice and some not at all.
+    ``virtual_size``: FedVC's in the place of ``max_images``, see `pfl_ext.algorithms.fedvc.take`.
     """
 
     num_epochs: int = 2
@@ -121,12 +120,8 @@ class LocalSampling:
 
     def take(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
         """The rows that take part, in the store's order; where all do, nothing is drawn."""
-        if self.virtual_size is not None and 0 < len(rows) < self.virtual_size:
-            return rows[np.sort(rng.integers(len(rows), size=self.virtual_size))]
-        if self.virtual_size is not None and len(rows) > self.virtual_size:
-            return rows[np.sort(rng.choice(len(rows), self.virtual_size, replace=False))]
         if self.virtual_size is not None:
-            return rows
+            return fedvc.take(rows, self.virtual_size, rng)
         if self.max_images is None or len(rows) <= self.max_images:
             return rows
         if self.cap == "first":
@@ -148,7 +143,7 @@ class LocalSampling:
         """How many images users with so many train on."""
         sizes = np.asarray(sizes)
         if self.virtual_size is not None:
-            return np.where(sizes > 0, self.virtual_size, 0)
+            return fedvc.taking_part(sizes, self.virtual_size)
         return sizes if self.max_images is None else np.minimum(sizes, self.max_images)
 
     def num_steps(self, sizes: IntArray) -> IntArray:
@@ -309,9 +304,8 @@ class FederatedImageDataset(FederatedDataset):
                 f"set cohort_size to at most {population}"
             )
         rng = stream(self._cohort_seed, "cohort", number)
-        sizes, chances = self.partition.sizes, None
-        if self._sampler.startswith("proportional") and (sizes != sizes[0]).any():
-            chances = sizes / sizes.sum()
+        proportional = self._sampler.startswith("proportional")
+        chances = fedvc.chances(self.partition.sizes) if proportional else None
         return rng.choice(population, cohort_size, replace=replace, p=chances).astype(np.int64)
 
     def assign(self, cohort: IntArray, world_size: int) -> list[list[int]]:

@@ -13,16 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dataset.files import prefetched
-from pfl_ext.algorithms.scaffold import Controls, Renewal
+from pfl_ext.algorithms.rules import Rule
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.cpu.kernels import CpuKernels
@@ -42,6 +42,7 @@ STEP, FUSED = 5.0, 1.3
 """Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
 GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
 NO_ROOM = "the device has no memory to train on: choose a smaller network, input or batch"
+PLAIN = Rule()
 WIDE = 0.8
 """Speed of a step on all cores over that of as many steps side by side."""
 
@@ -106,13 +107,6 @@ def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
     return best
 
 
-class Corrected(NamedTuple):
-    """What SCAFFOLD adds to a round's local training."""
-
-    controls: Controls
-    form: Renewal
-
-
 @dataclass(frozen=True)
 class CohortSum:
     """What a worker's share of a cohort sends, added up."""
@@ -121,7 +115,8 @@ class CohortSum:
     num_users: int
     num_images: int
     tally: Tensor | None  # [n]
-    changes: dict[str, Tensor] | None  # of SCAFFOLD's control variates, by variable
+    besides: dict[str, Tensor] = field(default_factory=dict)
+    """What users send besides their updates."""
 
 
 Item = TypeVar("Item")
@@ -253,11 +248,11 @@ class CohortEngine:
         how: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
-        scaffold: Corrected | None = None,
+        rule: Rule = PLAIN,
     ) -> CohortSum:
-        """Train the users of these tasks and add up ``weight_of(member) * scale * update`` of each.
+        """Train the users of these tasks and add up what they send, times ``weight_of(member)`` of each.
 
-        ``scaffold``: whose corrections the steps take, and which learns each user's new control variate.
+        ``rule``: of the algorithm, from which ``how`` comes too. ``scaling``: is applied to updates besides.
         """
         how = self._prepare(how)
         members = [member for task in tasks for member in task.members]
@@ -268,7 +263,7 @@ class CohortEngine:
                 self._rehearse(next(self._batches(dataset.read(member), how)), how, scaling)
         while True:
             try:
-                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling, scaffold)
+                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling, rule)
                 break
             except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
                 self._halve(how)
@@ -279,21 +274,20 @@ class CohortEngine:
         for lane in others:
             first.sums.vector.add_(lane.sums.vector)
         tallies = [tally for lane in self.lanes for tally in lane.sums.tally]
-        changes = None if scaffold is None else self._changes(scaffold.controls)
         return CohortSum(
             self._trimmed.expand(first.sums.views),
             len(members),
             sum(m.num_images for m in members),
             torch.stack(tallies).sum(0) if tallies else None,
-            changes,
+            self._besides(rule),
         )
 
-    def _changes(self, controls: Controls) -> dict[str, Tensor]:
-        total = torch.zeros_like(controls.server, dtype=self._accumulate)
+    def _besides(self, rule: Rule) -> dict[str, Tensor]:
+        total = {name: zeros.to(self._accumulate) for name, zeros in rule.zeros().items()}
         for lane in self.lanes:
-            if lane.changes is not None:
-                total += lane.changes
-        return controls.named(total)
+            for name, tensor in lane.besides.items():
+                total[name] += tensor
+        return total
 
     def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
@@ -356,14 +350,13 @@ class CohortEngine:
         how: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
-        scaffold: Corrected | None,
+        rule: Rule,
     ) -> None:
         """Train these one after another."""
-        gradients = scaffold is not None and scaffold.form.option == "I"
 
         def read(member: Member) -> tuple[list[Batch], list[Batch]]:
             user = dataset.read(member)
-            once = self._settled(user.once()) if gradients else ()
+            once = self._settled(user.once()) if rule.whole_gradient else ()
             return list(self._batches(user, how)), list(once)
 
         order = [member for task in tasks for member in task.members]
@@ -371,48 +364,47 @@ class CohortEngine:
         users = self.watch.iterator("data", read_ahead)
         with lane.working():
             for task in tasks:
-                weights = [weight_of(m) for m in task.members]
+                weights = [weight_of(m) * rule.scale(m.num_steps) for m in task.members]
                 own = list(islice(users, len(task.members)))
                 if task.together:
                     firsts = [batch for (batch,), _ in own]
                     with self.watch.charge("training"):
                         train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
                     lane.decay(sum(weights), how, scaling)
-                elif scaffold is None:
+                elif rule.correction is None:
                     with self.watch.charge("training"):
                         lane.train(own[0][0], how)
                     lane.add(weights[0], scaling)
                 else:
-                    self._train_corrected(lane, task.members[0].user, *own[0], weights[0], how, scaffold)
+                    user_id = dataset.partition.user_ids[task.members[0].user]
+                    scales = weight_of(task.members[0]), weights[0]
+                    self._train_corrected(lane, user_id, *own[0], scales, how, rule)
 
     def _train_corrected(
         self,
         lane: Lane,
-        user: int,
+        user_id: str,
         steps: list[Batch],
         once: list[Batch],
-        weight: float,
+        weights: tuple[float, float],
         how: LocalTraining,
-        scaffold: Corrected,
+        rule: Rule,
     ) -> None:
-        """Train a user with SCAFFOLD's correction and renew its control variate."""
-        trimmed, controls = self._trimmed, scaffold.controls
+        """Train a user with its correction; ``weights``: of what it sends besides, and of its update."""
+        trimmed, user = self._trimmed, rule.user(user_id)
 
-        def whole(tensors: Mapping[str, Tensor]) -> Tensor:
-            return controls.flat({name: trimmed.whole(name, t) for name, t in tensors.items()})
+        def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: trimmed.whole(name, t) for name, t in tensors.items()}
 
-        own = controls.own(user)
-        corrections = controls.correction(own)
-        lane.correct({name: trimmed.live(name, t) for name, t in corrections.items()}, how)
+        lane.correct({name: trimmed.live(name, t) for name, t in user.correction.items()}, how)
         gradient = whole(lane.gradient(once, how)) if once else None
         with self.watch.charge("training"):
             lane.train(steps, how)
-        lane.add(weight, None)
-        change = scaffold.form.change(controls.server, own, whole(lane.added()), len(steps), gradient)
-        controls.renew(user, own, change)
-        if lane.changes is None:
-            lane.changes = torch.zeros_like(change, dtype=self._accumulate)
-        lane.changes.add_(change, alpha=weight)
+        lane.add(weights[1], None)
+        for name, sent in user.finish(whole(lane.added()), len(steps), gradient).items():
+            if name not in lane.besides:
+                lane.besides[name] = torch.zeros_like(sent, dtype=self._accumulate)
+            lane.besides[name].add_(sent, alpha=weights[0])
 
     def _batches(self, dataset: Any, how: LocalTraining) -> Iterator[Batch]:
         every = (batch for _ in range(how.num_epochs) for batch in dataset.iter(how.batch_size))

@@ -36,8 +36,8 @@ class Lane:
         self._local = layout.zeros()  # weights, then the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
-        self._corrections: list[Tensor] = []  # of SCAFFOLD, by variable
-        self.changes: Tensor | None = None  # the sum of its users' changes, of the whole network
+        self._corrections: list[Tensor] = []  # of the next user, by variable
+        self.besides: dict[str, Tensor] = {}  # the sum of what its users send besides their updates
         self._central, self._module = central, copy.deepcopy(central)
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
@@ -67,7 +67,7 @@ class Lane:
         self.sums.vector.zero_()
         self.sums.tally.clear()
         self.sums.losses.zero_()
-        self.changes = None
+        self.besides = {}
 
     @contextlib.contextmanager
     def working(self) -> Any:

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.algorithm.fedprox import FedProx
 from pfl.context import CentralContext
 from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.algorithms.fednova import FedNova
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, clip_each
-from pfl_ext.algorithms.scaffold import Correction, Scaffold
+from pfl_ext.algorithms.rules import Correction, Rule
 from pfl_ext.data.transfer import pinned
 from pfl_ext.tasks.objectives import Objective
 
@@ -26,14 +23,14 @@ LocalClipping = Literal["none", "variable", "global"]
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local SGD of FedAvg, FedProx, FedNova and SCAFFOLD as the engine knows it.
+    """Local SGD as the engine knows it.
 
     ``clipping``: of a step's gradient; "variable": each variable's norm is at most ``max_norm`` (Keras'
-    clipnorm, the FLAIR paper's), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
-    FedProx's weight of ``|w - w_central|^2 / 2`` (Li et al. 2020). ``amp``: type of autocast, or None.
+    clipnorm), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
+    the weight of ``|w - w_central|^2 / 2`` in the loss. ``amp``: type of autocast, or None.
     ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
-    ``v <- momentum v + g``, ``w <- w - lr v``, with v anew for each user. ``correction``: where SCAFFOLD's is
-    added, if there is one.
+    ``v <- momentum v + g``, ``w <- w - lr v``, with v from 0 for each user. ``correction``: where each
+    user's is added, if there are any (`pfl_ext.algorithms.rules`).
     """
 
     learning_rate: float
@@ -54,10 +51,8 @@ class LocalTraining:
         return torch.autocast(device.type, self.amp, cache_enabled=False)
 
 
-def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
+def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
     """What the engine has to do in this round; or why it cannot, in a few words."""
-    if type(algorithm) not in (FederatedAveraging, FedProx, FedNova, Scaffold):
-        return f"algorithm {type(algorithm).__name__}"
     params = context.model_train_params
     optimizer = model.new_local_optimizer(learning_rate=params.local_learning_rate)
     if type(optimizer) not in (torch.optim.SGD, PerVariableClippedSGD):
@@ -75,8 +70,6 @@ def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext)
             return "two kinds of local clipping at once"
     elif params.local_max_grad_norm is not None:
         clipping, max_norm = "global", float(params.local_max_grad_norm)
-    proximal = isinstance(algorithm, (FedProx, FedNova))
-    mu = float(get_param_value(context.algorithm_params.mu)) if proximal else 0.0
     amp = model.amp_context.fast_dtype if model.amp_context is not None else None
     return LocalTraining(
         float(get_param_value(params.local_learning_rate)),
@@ -84,11 +77,11 @@ def local_training(algorithm: Any, model: PyTorchModel, context: CentralContext)
         params.get("local_batch_size"),
         clipping,
         max_norm,
-        mu,
+        rule.proximal_weight,
         amp,
         float(group["momentum"]),
         float(group["weight_decay"]),
-        context.algorithm_params.correction if isinstance(algorithm, Scaffold) else None,
+        rule.correction,
     )
 
 

@@ -201,7 +201,7 @@ class SyntheticEngine:
         how: Any,
         weight_of: Any,
         scaling: PrivateMean,
-        scaffold: None = None,
+        rule: Any = None,
     ) -> CohortSum:
         """The sum of these users' scaled updates."""
         directions = self._game.directions
@@ -218,7 +218,7 @@ class SyntheticEngine:
         np.add.at(total, i, scaled)
         sums = torch.from_numpy(total.T.copy()).float()
         update = {name: part.reshape(1, -1) for name, part in zip(NAMES, sums)}
-        return CohortSum(update, len(users), len(users), tallies.sum(0), None)
+        return CohortSum(update, len(users), len(users), tallies.sum(0))
 
     def take_losses(self) -> tuple[float, int]:
         """Made-up updates have no loss."""

@@ -62,11 +62,8 @@ def _derived(config: TrainingConfig) -> Tree:
     out: Tree = {}
     if config.mode != "federated":
         return out
-    if federated.algorithm in ("fedprox", "fednova"):
-        out["federated.mu"] = federated.proximal_weight
-    if federated.algorithm == "scaffold":
-        option, correction = federated.control_variates
-        out |= {"federated.scaffold_option": option, "federated.scaffold_correction": correction}
+    resolved = federated.algorithm_class.resolved(federated.algorithm_options)
+    out |= {f"federated.{key}": value for key, value in resolved.items()}
     if config.local.effective_learning_rate is not None:
         out["local.learning_rate"] = config.local_learning_rate
     return out

@@ -43,6 +43,8 @@ def leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
 def _explain(fault: Any, kind: Any) -> str:
     """One fault of pydantic's, in one line that names the key and what to do."""
     name = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "value_error":  # a section's own check, which names the key
+        return str(fault["ctx"]["error"])
     if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
         return f"{name} is missing"
     if fault["type"] != "unexpected_keyword_argument":

@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.core.config.sections import FederatedConfig, TrainingConfig
-
-
-def _check_scaffold(federated: FederatedConfig) -> None:
-    """Refuse cohorts for which SCAFFOLD's c is no mean, and its keys where there is no SCAFFOLD."""
-    if federated.algorithm != "scaffold":
-        for key in ("scaffold_option", "scaffold_correction"):
-            if getattr(federated, key) is not None:
-                raise ValueError(
-                    f"federated.{key} is of scaffold, but federated.algorithm is {federated.algorithm}: "
-                    f"leave federated.{key} out, or set federated.algorithm to scaffold"
-                )
-        return
-    if federated.replacement:
-        raise ValueError(
-            "scaffold keeps one control variate for each user, who must not come twice in a cohort: set "
-            "federated.replacement to false"
-        )
-    if federated.sampling != "uniform":
-        raise ValueError(
-            "scaffold's mean control variate is that of users drawn alike: set federated.sampling to uniform"
-        )
+from benchmarks.core.config.sections import TrainingConfig
+from pfl_ext.algorithms.algorithm import refuse
 
 
 def check_training(config: TrainingConfig) -> None:
@@ -42,6 +22,9 @@ def check_training(config: TrainingConfig) -> None:
             f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
             "lower it"
         )
-    _check_scaffold(config.federated)
-    if config.mode == "federated" and config.local.virtual_size and config.federated.weighting != "users":
-        raise ValueError("local.virtual_size makes all users of one size: set federated.weighting to users")
+    federated = config.federated
+    if config.mode == "federated":
+        config.local.check_virtual(federated.weighting == "images")
+        proportional = federated.sampling == "proportional"
+        refusals = federated.algorithm_class.refusals
+        refuse(refusals, replacement=federated.replacement, proportional=proportional)

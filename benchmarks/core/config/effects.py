@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from pfl_ext.algorithms.algorithm import option_keys
 
 
 class Idle(NamedTuple):
@@ -74,10 +75,9 @@ def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
 def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
     federated, local, server = config.federated, config.local, config.server
     algorithm = f"federated.algorithm is {federated.algorithm}"
-    if federated.algorithm not in ("fedprox", "fednova"):
-        yield Idle("federated.mu", algorithm, "choose fedprox or fednova")
-    if federated.algorithm != "scaffold":
-        yield Idle("federated.max_state_gb", algorithm, "choose scaffold")
+    for key, names in option_keys():
+        if federated.algorithm not in names:
+            yield Idle(f"federated.{key}", algorithm, f"choose {' or '.join(names)}")
     if federated.reweight == "none":
         yield Idle("federated.max_importance", "federated.reweight is none", "choose fedir")
     if local.effective_learning_rate is not None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Literal
+from dataclasses import asdict, field, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from pfl_ext.algorithms.algorithm import STRICT as STRICT
+from pfl_ext.algorithms.algorithm import AlgorithmClass, algorithm_class
+from pfl_ext.algorithms.fedir import ImportanceOptions
+from pfl_ext.algorithms.fedprox import ProximalOptions
+from pfl_ext.algorithms.fedvc import VirtualOptions
+from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 BestBy = Literal["loss", "C-AP", "accuracy", "last"]
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
@@ -55,7 +60,7 @@ class AugmentConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class LocalConfig:
+class LocalConfig(VirtualOptions):
     """Training on one user."""
 
     learning_rate: PositiveFloat = 0.1
@@ -71,8 +76,6 @@ class LocalConfig:
     clip_by: Literal["variable", "global"] = "variable"
     momentum: Fraction = 0.0
     weight_decay: NonNegativeFloat = 0.0
-    virtual_size: PositiveInt | None = None
-    """FedVC (Hsu et al. 2020, 5.3): so many images of each user, drawn anew each round; None: all it has."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -92,41 +95,52 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class FederatedConfig:
-    """Rounds, cohorts and the algorithm of federated training."""
+class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
+    """Rounds, cohorts and the algorithm of federated training.
 
-    algorithm: Literal["fedavg", "fedprox", "fednova", "scaffold"] = "fedavg"
+    The options of the oldest algorithms are keys of this section. Those of any other algorithm of
+    `pfl_ext.algorithms` are fields of its own dataclass, given as ``federated.options.FIELD``.
+    """
+
+    algorithm: str = "fedavg"
+    """A name under `pfl_ext.algorithms`."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Those of the algorithm that are not among the keys here; every one, with its default, once built."""
     num_rounds: PositiveInt = 5000
     cohort_size: PositiveInt = 200
     replacement: bool = False
     sampling: Literal["uniform", "proportional"] = "uniform"
     """proportional: users are drawn with a probability proportional to their images (FedVC)."""
-    reweight: Literal["none", "fedir"] = "none"
-    """fedir: a user's images weigh as much as its classes are rarer with it than in all (Hsu et al., 5.2)."""
-    max_importance: PositiveFloat | None = None
-    """Greatest weight that FedIR gives; None: any."""
     weighting: Literal["images", "users"] = "images"
-    mu: NonNegativeFloat | None = None
-    """Weight of the proximal term of FedProx (where it is not given: 0.01) and FedNova (0)."""
-    scaffold_option: Literal["I", "II"] | None = None
-    """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
-    images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
-    scaffold_correction: Literal["gradient", "step"] | None = None
-    """Where SCAFFOLD's correction is added: to the gradient, before clipping, weight decay and momentum, or
-    after each step of the optimiser (NIID-Bench). None: gradient, the paper's equation."""
-    max_state_gb: PositiveFloat = 16.0
-    """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
-    than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
+
+    def __post_init__(self) -> None:
+        kind = self.algorithm_class
+        inherited = isinstance(self, kind.options)
+        known = [] if inherited else [item.name for item in fields(kind.options)]
+        for key in self.options:
+            if key not in known:
+                keys = ", ".join(known) or "none under federated.options"
+                raise ValueError(
+                    f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
+                )
+        if not inherited:
+            try:
+                object.__setattr__(self, "options", asdict(kind.options(**self.options)))
+            except ValidationError as faults:
+                fault = faults.errors()[0]
+                key = ".".join(map(str, fault["loc"]))
+                raise ValueError(f"federated.options.{key} is {fault['input']!r}: {fault['msg']}") from faults
 
     @property
-    def proximal_weight(self) -> float:
-        """``mu``, or the algorithm's default."""
-        return (0.01 if self.algorithm == "fedprox" else 0.0) if self.mu is None else self.mu
+    def algorithm_class(self) -> type[AlgorithmClass]:
+        """The algorithm itself."""
+        return algorithm_class(self.algorithm)
 
     @property
-    def control_variates(self) -> tuple[Literal["I", "II"], Literal["gradient", "step"]]:
-        """SCAFFOLD's option and correction, or their defaults."""
-        return self.scaffold_option or "II", self.scaffold_correction or "gradient"
+    def algorithm_options(self) -> Any:
+        """The algorithm's options: this section, where they are among its keys."""
+        kind = self.algorithm_class.options
+        return self if isinstance(self, kind) else kind(**self.options)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -152,9 +152,9 @@ def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
         ),
         (
             ["--federated.scaffold_option=I"],
-            "leave federated.scaffold_option out, or set federated.algorithm",
+            "has no effect where federated.algorithm is fedavg: remove it, or choose scaffold",
         ),
-        (["--federated.scaffold_correction=step"], "federated.scaffold_correction is of scaffold"),
+        (["--federated.scaffold_correction=step"], "--federated.scaffold_correction has no effect where"),
         (["--federated.algorithm=scaffold", "--federated.scaffold_option=3"], "scaffold_option is '3'"),
         (
             ["--config=pfl-r-17", "--federated.algorithm=scaffold"],

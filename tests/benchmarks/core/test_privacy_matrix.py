@@ -15,10 +15,12 @@ from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.privacy_matrix import TABLE, markdown
 from benchmarks.core.config.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.experiment import build_model
-from benchmarks.core.federated import objective_of, train_federated
+from benchmarks.core.federated import train_federated
 from benchmarks.core.recorder import Recorder
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
+from pfl_ext.algorithms.algorithm import names
+from pfl_ext.algorithms.fedir import weighted_objective
 from pfl_ext.privacy.central import NoisyMean
 from tests.pfl_ext.stores import NumberedStore
 
@@ -45,6 +47,8 @@ BY_KEY = {
     for kind, prefix in ((VISION.kind, ""), (FLAIR.kind, ""), (Runtime, "runtime."))
     for key, hint, default in fields(kind, prefix)
 }
+BY_KEY["federated.algorithm"] = (Literal[tuple(names())], "fedavg")
+del BY_KEY["federated.options"]  # an open mapping: any key in it has no row, and is refused
 
 
 def candidates(key: str) -> list[Any]:
@@ -185,7 +189,7 @@ def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisyMean, "postprocess_server", watched)
-        module = build_model(run.config, 5, None, objective_of(run.config, "multi_label"))
+        module = build_model(run.config, 5, None, weighted_objective(run.config.federated, "multi_label"))
         recorder = Recorder(run, directory, 1, "round")
         recorder.begin()
         train_federated(run, store, NumberedStore([2, 2]), module, recorder)

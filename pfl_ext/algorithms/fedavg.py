@@ -1,0 +1,24 @@
+"""FedAvg: the server moves by the weighted mean of the users' updates
+(McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data",
+arXiv 1602.05629).
+
+The server's optimiser steps on that mean: plain SGD at rate 1 is the paper's, momentum is FedAvgM (Hsu et al.
+2019), and an adaptive one FedOpt (Reddi et al. 2021); see `pfl_ext.algorithms.optimizers`.
+
+With privacy: a user sends its update alone, which the mechanism clips before it is added, so that one user
+moves the sum by the clipping bound at most.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pfl_ext.algorithms.algorithm import Refusals, register
+from pfl_ext.algorithms.on_pfl import OnPfl
+
+
+@register("fedavg")
+class FedAvg(OnPfl):
+    """pfl's algorithm; its parameters are ``NNAlgorithmParams``."""
+
+    refusals: ClassVar[Refusals] = {}

@@ -1,0 +1,55 @@
+"""FedProx: users are held near the server's model
+(Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127).
+
+Every user's loss has the term ``mu |w - w_central|^2 / 2`` besides; the server does what FedAvg's does. The
+paper's inexact solutions are here the same number of epochs for all.
+
+With privacy: the term acts on one user's local training, before its update is clipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.fedprox import FedProxParams
+from pfl.context import CentralContext
+from pfl.hyperparam.base import get_param_value
+from pfl.model.pytorch import PyTorchModel
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, register
+from pfl_ext.algorithms.on_pfl import OnPfl, ProximalRule
+
+DEFAULT_MU = 0.01
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProximalOptions:
+    """The options of FedProx, and of FedNova, which can have a proximal term too."""
+
+    mu: NonNegativeFloat | None = None
+    """Weight of the proximal term of FedProx (where it is not given: 0.01) and FedNova (0)."""
+
+
+@register("fedprox")
+class FedProx(OnPfl):
+    """pfl's algorithm; its parameters are ``FedProxParams``."""
+
+    options = ProximalOptions
+    refusals: ClassVar[Refusals] = {}
+
+    @classmethod
+    def resolved(cls, options: ProximalOptions) -> dict[str, Any]:
+        """mu."""
+        return {"mu": DEFAULT_MU if options.mu is None else options.mu}
+
+    @classmethod
+    def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
+        """The algorithm and its parameters."""
+        return cls(), FedProxParams(**common, **cls.resolved(setup.options))
+
+    def rule(self, model: PyTorchModel, context: CentralContext) -> ProximalRule:
+        """Local SGD with the proximal term."""
+        return ProximalRule(float(get_param_value(context.algorithm_params.mu)))

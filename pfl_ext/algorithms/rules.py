@@ -1,0 +1,76 @@
+"""What an algorithm asks of users in one round, in a form that pfl's loop and the engine both carry out.
+
+Letter: P parameters that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+Correction = Literal["gradient", "step"]
+"""Where a user's correction is added: to the gradient of the loss, before clipping, weight decay and
+momentum; or, times minus the learning rate, to the weights after each step of the optimiser."""
+
+
+class UserRule(Protocol):
+    """What a rule asks of one user, where it asks something else of each."""
+
+    @property
+    def correction(self) -> Mapping[str, Tensor]:
+        """What is added in every local step, by variable."""
+        ...
+
+    def finish(
+        self, update: Mapping[str, Tensor], num_steps: int, gradient: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """Take note of the user's local training; what the user sends besides its update.
+
+        Args:
+            update: the weights after local training minus those before, by variable.
+            num_steps: how many steps the user made.
+            gradient: of the mean loss of the user's images before the first step, if the rule asks for it and
+                the user has images.
+        """
+        ...
+
+
+class Rule:
+    """Local SGD, and a weighted mean of the updates: FedAvg. An algorithm overrides what differs."""
+
+    proximal_weight: float = 0.0
+    """Weight of ``|w - w_central|^2 / 2`` in every user's loss. Not together with a correction."""
+    correction: Correction | None = None
+    """Where each user's correction is added; None: there are no corrections, and `user` is not called."""
+    whole_gradient: bool = False
+    """Whether `UserRule.finish` needs the gradient over all images of the user, in one more pass."""
+
+    def scale(self, num_steps: int) -> float:
+        """What a user's update is multiplied by, in addition to its weight in the mean."""
+        return 1.0
+
+    def counts(self, num_steps: int) -> Mapping[str, float]:
+        """Numbers that a user sends besides its update; they are weighted and added up as the update is."""
+        return {}
+
+    def user(self, user_id: str | None) -> UserRule:
+        """The part of one user, at the start of its local training."""
+        raise NotImplementedError
+
+    def zeros(self) -> dict[str, Tensor]:
+        """What `UserRule.finish` gives, as zeros from which a sum over users starts."""
+        return {}
+
+    def statistics(self, update: MappedVectorStatistics, num_steps: int) -> MappedVectorStatistics:
+        """What a user sends, from its update; in place."""
+        scale = self.scale(num_steps)
+        for name in update:
+            update[name] *= scale
+        device = next(iter(update.values())).device
+        for name, count in self.counts(num_steps).items():
+            update[name] = torch.tensor([count], device=device)
+        return update
