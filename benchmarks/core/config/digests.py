@@ -22,7 +22,7 @@ def config_tree(config: TrainingConfig) -> Tree:
     tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
     if not config.model.pretrained:
         del tree["model"]["weights_sha256"]
-    if not config.federated.options:
+    if config.federated.options is None:
         del tree["federated"]["options"]
     return tree
 

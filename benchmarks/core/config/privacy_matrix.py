@@ -105,6 +105,7 @@ TABLE: Mapping[str, Rule] = {
     "federated.mu": Rule(BEFORE_CLIPPING),
     "federated.scaffold_option": _only("read for scaffold alone, which is refused", None),
     "federated.scaffold_correction": _only("read for scaffold alone, which is refused", None),
+    "federated.options": _only("those of algorithms that nobody has argued about", None),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
     **_each(UNUSED, "centralised", "num_epochs batch_size optimizer learning_rate beta1 beta2 epsilon"),
     **_each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),

@@ -104,8 +104,8 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
 
     algorithm: str = "fedavg"
     """A name under `pfl_ext.algorithms`."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Those of the algorithm that are not among the keys here; every one, with its default, once built."""
+    options: Mapping[str, Any] | None = None
+    """Those of an algorithm that has its own, each with its default once built; None for the others."""
     num_rounds: PositiveInt = 5000
     cohort_size: PositiveInt = 200
     replacement: bool = False
@@ -117,15 +117,15 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
         kind = self.algorithm_class
         inherited = isinstance(self, kind.options)
         known = [] if inherited else [item.name for item in fields(kind.options)]
-        for key in self.options:
+        for key in self.options or {}:
             if key not in known:
                 keys = ", ".join(known) or "none under federated.options"
                 raise ValueError(
                     f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
                 )
-        if not inherited:
+        if known:
             try:
-                object.__setattr__(self, "options", asdict(kind.options(**self.options)))
+                object.__setattr__(self, "options", asdict(kind.options(**self.options or {})))
             except ValidationError as faults:
                 fault = faults.errors()[0]
                 key = ".".join(map(str, fault["loc"]))
@@ -140,7 +140,7 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
     def algorithm_options(self) -> Any:
         """The algorithm's options: this section, where they are among its keys."""
         kind = self.algorithm_class.options
-        return self if isinstance(self, kind) else kind(**self.options)
+        return self if isinstance(self, kind) else kind(**self.options or {})
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -48,12 +48,13 @@ BY_KEY = {
     for key, hint, default in fields(kind, prefix)
 }
 BY_KEY["federated.algorithm"] = (Literal[tuple(names())], "fedavg")
-del BY_KEY["federated.options"]  # an open mapping: any key in it has no row, and is refused
 
 
 def candidates(key: str) -> list[Any]:
     """Every value of a choice; of any other type the default and one more."""
     hint, default = BY_KEY[key]
+    if key == "federated.options":
+        return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection, "local_privacy": LocalPrivacySection}[key]()]
     kinds = set(get_args(hint) or (hint,))
