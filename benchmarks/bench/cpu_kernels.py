@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from benchmarks.core.facts import commit, hardware
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
+from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, Unavailable
-from pfl_ext.engine.cpu.layers import Convolution, take_over
+from pfl_ext.engine.cpu.layers import Convolution, CpuLayers
 from pfl_ext.models.classifier import build_backbone, memory_format
 
 LABELS = 17
@@ -125,8 +126,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"there is nothing to measure: {reason}") from reason
     draw = torch.Generator().manual_seed(0)
     theirs = build_backbone("resnet18", LABELS, norm="group", weights=None, init="paper", generator=draw)
-    ours = copy.deepcopy(theirs)
-    take_over(ours, kernels)
+    row = BY_PROCESSOR["AVX512-FP16"] if kernels.has_halves else FLOAT32
+    ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")
     names = ["ours", "ours in bf16"][: len(types(kernels))]
     _row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))

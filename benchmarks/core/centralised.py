@@ -16,7 +16,8 @@ from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import draw_boxes
-from pfl_ext.engine.cpu.layers import arithmetic, kernels_for, take_over
+from pfl_ext.engine.cpu.choice import described
+from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
@@ -27,19 +28,19 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     """The network and its optimiser, in pfl's clothes so that it is scored and saved as a federated one; and
     how its training is computed, in a few words.
 
-    On a CPU its layers become those of `pfl_ext.engine.cpu.layers`.
+    On a CPU its layers are replaced by those of `pfl_ext.engine.cpu`, as the table there says.
     """
     runtime = run.runtime
     module.to(get_default_device())
     kernels = kernels_for(module) if runtime.engine == "fast" and runtime.cpu_kernels else None
     amp = torch.bfloat16 if runtime.precision == "bf16" else None
-    computed = arithmetic(kernels, amp)
-    if amp is not None and is_main():
-        print(f"runtime.precision bf16 is computed as: {computed}")
-    if kernels is not None:
-        kernels, amp = kernels.at(amp)
-    if kernels is not None:
-        take_over(module.backbone, kernels)
+    layers = layers_for(kernels, amp)
+    if layers is not None:
+        amp = layers.row.autocast
+        module.backbone = layers.replaced(module.backbone)
+    computed = described(module.backbone, amp)
+    if is_main():
+        print(f"training is computed in {computed}")
     central = run.config.centralised
     optimizer = make_server_optimizer(
         [p for p in module.parameters() if p.requires_grad],

@@ -278,8 +278,8 @@ def train_federated(
     accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
     engine = cohort_engine(run, module, accumulate)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    if engine is not None and precision is not None and is_main():
-        print(f"runtime.precision bf16 is computed as: {engine.arithmetic(precision)}")
+    if engine is not None and is_main():
+        print(f"training is computed in {engine.arithmetic(precision)}")
     backend = CentrallyEvaluatedBackend(
         users,
         evaluation,

@@ -123,7 +123,7 @@ class Recorder:
         self.followed = "val"
         """What the scores over the rounds are called in ``metrics.jsonl`` and on the screen."""
         self.arithmetic: str | None = None
-        """How training was computed, see `pfl_ext.engine.cpu.layers.arithmetic`."""
+        """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
         self.ledger: Ledger | None = None
         self.algorithm_state: UserState | None = None
         self.held = Held()

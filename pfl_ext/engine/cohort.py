@@ -25,8 +25,8 @@ from dataset.files import prefetched
 from pfl_ext.algorithms.rules import Rule
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.schedule import longest_first
-from pfl_ext.engine.cpu.kernels import CpuKernels
-from pfl_ext.engine.cpu.layers import arithmetic, kernels_for
+from pfl_ext.engine.cpu.choice import described
+from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
 from pfl_ext.engine.memory import MOST_IMAGES, group_size
@@ -155,8 +155,8 @@ class CohortEngine:
     :param prefetch: users read ahead of need, by each lane.
     :param fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought
         to be faster with graphs for them too, as a pass without one is some thousand launches.
-    :param cpu_kernels: on a CPU, convolutions and norms by `cpu_kernels`; where these
-        cannot be compiled, by torch, with a line on the screen.
+    :param cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
+        compiled, by torch, with a line on the screen.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class CohortEngine:
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
         self.watch: Watch = Unwatched()
-        self._build(False, self._kernels)
+        self._build(False, layers_for(self._kernels, None))
 
-    def _build(self, whole: bool, kernels: CpuKernels | None) -> None:
-        self._built = (whole, kernels is not None)
-        self._trimmed = trimmed = Trimmed(self._central, whole, kernels)
+    def _build(self, whole: bool, layers: CpuLayers | None) -> None:
+        self._built = (whole, layers)
+        self._trimmed = trimmed = Trimmed(self._central, whole, layers)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
         start = self._layout.gather(model)
@@ -196,21 +196,21 @@ class CohortEngine:
     def _prepare(self, how: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done.
 
-        Weight decay changes weights that no image reaches: then none may be left out. And for bfloat16 a CPU
-        may be faster with torch's layers, or in float32.
+        Weight decay changes weights that no image reaches: then none may be left out.
         """
-        kernels = self._kernels
-        if kernels is not None:
-            kernels, amp = kernels.at(how.amp)
-            how = replace(how, amp=amp)
-        whole = self._built[0] or how.weight_decay > 0
-        if (whole, kernels is not None) != self._built:
-            self._build(whole, kernels)
-        return how
+        return replace(how, amp=self._prepare_network(how.amp, self._built[0] or how.weight_decay > 0))
+
+    def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
+        """Returns the type of torch's autocast."""
+        layers = layers_for(self._kernels, precision)
+        if (whole, layers) != self._built:
+            self._build(whole, layers)
+        return precision if layers is None else layers.row.autocast
 
     def arithmetic(self, precision: torch.dtype | None) -> str:
-        """See `cpu.layers.arithmetic`."""
-        return arithmetic(self._kernels, precision)
+        """How training in this type, None being float32, is computed, in one line."""
+        autocast = self._prepare_network(precision, self._built[0])
+        return described(self._model.backbone, autocast)
 
     def close(self) -> None:
         """Stop the lanes' threads."""

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.kernels import CpuKernels
-from pfl_ext.engine.cpu.layers import take_over
+from pfl_ext.engine.cpu.layers import CpuLayers
 from pfl_ext.models.classifier import ImageClassifier, memory_format
 
 Sides = tuple[slice, slice]
@@ -44,17 +43,17 @@ class Trimmed:
 
     ``model`` is the classifier where a copy would gain nothing: `refresh` and `expand` do nothing then.
     :param whole: keep dead taps too.
-    :param kernels: what does the layers that it can do, on a CPU.
+    :param layers: the compiled layers, on a CPU.
     """
 
     def __init__(
-        self, central: ImageClassifier, whole: bool = False, kernels: CpuKernels | None = None
+        self, central: ImageClassifier, whole: bool = False, layers: CpuLayers | None = None
     ) -> None:
         self._central = central
         self._sides: dict[str, Sides] = {}
         convolutions = {} if whole else _trimmable(central)
         on_gpu = central.mean.device.type == "cuda"
-        if not convolutions and kernels is None and not on_gpu:
+        if not convolutions and layers is None and not on_gpu:
             self.model = central
             return
         self.model = copy.deepcopy(central)
@@ -63,8 +62,8 @@ class Trimmed:
             assert isinstance(layer, nn.Conv2d)
             self._sides[f"{name}.weight"] = sides
             self.model.set_submodule(name, _cut(layer, sides))
-        if kernels is not None:
-            take_over(self.model.backbone, kernels)
+        if layers is not None:
+            self.model.backbone = layers.replaced(self.model.backbone)
         elif on_gpu:
             self.model.to(memory_format=torch.channels_last)
         self._sums: dict[str, Tensor] = {}

@@ -21,8 +21,8 @@ from benchmarks.flair.train import main
 from dataset.cli import run
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import load
+from pfl_ext.engine.cpu.choice import chosen
 from pfl_ext.engine.cpu.kernels import CpuKernels, Unavailable
-from pfl_ext.engine.cpu.layers import arithmetic
 from pfl_ext.tasks.metrics import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Train
 
@@ -201,10 +201,11 @@ def test_compiled_layers_learn_what_torchs_learn(
     if kernels is not None:
         assert results(compiled)["model_sha256"] != results(torchs)["model_sha256"]
         same = results(half)["model_sha256"] == results(compiled)["model_sha256"]
-        assert same == (kernels.at(torch.bfloat16)[1] is None)
-    assert f"bf16 is computed as: {results(half)['arithmetic']}\n" in capsys.readouterr().out
-    assert results(half)["arithmetic"] == arithmetic(kernels, torch.bfloat16)
-    assert results(torchs)["arithmetic"] == "float32, torch's layers"
+        row = chosen(torch.bfloat16, kernels.feature)
+        assert same == (row.autocast is None)
+        assert results(half)["arithmetic"].startswith("float32: " if same else "bfloat16: ")
+    assert f"training is computed in {results(half)['arithmetic']}\n" in capsys.readouterr().out
+    assert results(torchs)["arithmetic"] == "float32: all layers by torch"
     for ours, theirs in zip(lines(half), lines(torchs), strict=True):
         for name in ours.keys() & {"loss", "train_loss"}:
             assert ours[name] == pytest.approx(theirs[name], rel=0.03)

@@ -229,9 +229,9 @@ class Runtime:
     engine: Literal["fast", "stock"] = "fast"
     """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
     cpu_kernels: bool = True
-    """Of the fast engine on a CPU: layers compiled at the first start, about twice as fast as torch's, which
-    are used where there is no C++ compiler, and for bf16 where the CPU has AMX. For bf16 they multiply half
-    floats where the CPU does (AVX512-FP16), else float32."""
+    """Of the fast engine on a CPU: convolutions and norms compiled at the first start, about twice as fast as
+    torch's, which are used where there is no C++ compiler. For bf16 the processor decides, layer by layer; a
+    line at the start says how."""
     lanes: PositiveInt | None = None
     """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
     fuse: bool | None = None

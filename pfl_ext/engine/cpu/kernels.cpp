@@ -4,22 +4,25 @@
 
 #include "direct.h"
 #include "group_norm.h"
-#include "pool.h"
 #include "thin.h"
 #include "winograd.h"
 
-// work(a vector of the type to compute with); 1 where there was no memory for it, else 0
-template <class Work> static long with(long half, Work work) {
+// work(a), or work(b) where `half` says so; 1 where there was no memory for it, else 0
+template <class A, class B, class Work> static long choose(long half, A a, B b, Work work) {
   try {
     if (half)
-      work(halves{});
+      work(b);
     else
-      work(vec{});
+      work(a);
   } catch (const std::bad_alloc&) {
     return 1;
   }
   return 0;
 }
+// work(a vector of the type to compute with)
+template <class Work> static long with(long half, Work work) { return choose(half, vec{}, halves{}, work); }
+// work(a number of the type of the images), where all is computed in float32
+template <class Work> static long with_images(long half, Work work) { return choose(half, 0.0f, bfloat{}, work); }
 template <class Work> static void split(long n, long threads, Work work) {
   const long parts = std::max(1L, std::min(n, threads));
   bool failed = false;  // an exception must not leave a thread of OpenMP's
@@ -45,11 +48,11 @@ template <class Work> static void split_sum(long n, long threads, float* dw, lon
 }
 
 // The image at this place among others of `size` values; null stays null.
-template <class V> static const Image<V>* at(const void* images, long place, long size) {
-  return images ? (const Image<V>*)images + place * size : nullptr;
+template <class I> static const I* at(const void* images, long place, long size) {
+  return images ? (const I*)images + place * size : nullptr;
 }
-template <class V> static Image<V>* at(void* images, long place, long size) {
-  return images ? (Image<V>*)images + place * size : nullptr;
+template <class I> static I* at(void* images, long place, long size) {
+  return images ? (I*)images + place * size : nullptr;
 }
 
 extern "C" {
@@ -60,8 +63,9 @@ long conv3x3(const void* x, const float* w, void* y, long threads, long half, lo
              long k) {
   return with(half, [&](auto kind) {
     typedef decltype(kind) V;
+    typedef Image<V> I;
     split(n, threads, [&](long first, long last, long) {
-      winograd<V>(at<V>(x, first, h * width * c), w, at<V>(y, first, h * width * k), last - first, h, width, c, k);
+      winograd<V>(at<I>(x, first, h * width * c), w, at<I>(y, first, h * width * k), last - first, h, width, c, k);
     });
   });
 }
@@ -69,9 +73,10 @@ long conv3x3_backward(const void* x, const void* e, const float* w, void* dx, fl
                       long h, long width, long c, long k) {
   return with(half, [&](auto kind) {
     typedef decltype(kind) V;
+    typedef Image<V> I;
     split_sum(n, threads, dw, 9 * c * k, [&](long first, long last, float* own) {
-      winograd_backward<V>(at<V>(x, first, h * width * c), at<V>(e, first, h * width * k), w,
-                           at<V>(dx, first, h * width * c), own, last - first, h, width, c, k);
+      winograd_backward<V>(at<I>(x, first, h * width * c), at<I>(e, first, h * width * k), w,
+                           at<I>(dx, first, h * width * c), own, last - first, h, width, c, k);
     });
   });
 }
@@ -79,10 +84,11 @@ long convolve(const void* x, const float* w, void* y, long threads, long half, l
               long k, long high, long wide, long stride, long top, long left) {
   return with(half, [&](auto kind) {
     typedef decltype(kind) V;
+    typedef Image<V> I;
     split(n, threads, [&](long first, long last, long) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
       const auto work = c < CHANNELS ? thin<V> : direct<V>;
-      work(at<V>(x, first, h * width * c), w, at<V>(y, first, o.down * o.across * k), o);
+      work(at<I>(x, first, h * width * c), w, at<I>(y, first, o.down * o.across * k), o);
     });
   });
 }
@@ -91,47 +97,25 @@ long convolve_backward(const void* x, const void* e, const float* w, void* dx, f
                        long h, long width, long c, long k, long high, long wide, long stride, long top, long left) {
   return with(half, [&](auto kind) {
     typedef decltype(kind) V;
+    typedef Image<V> I;
     split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
-      const Image<V>*xs = at<V>(x, first, h * width * c), *es = at<V>(e, first, o.down * o.across * k);
+      const I*xs = at<I>(x, first, h * width * c), *es = at<I>(e, first, o.down * o.across * k);
       if (c < CHANNELS)
         thin_backward<V>(xs, es, own, o);
       else
-        direct_backward<V>(xs, es, w, at<V>(dx, first, h * width * c), own, o);
-    });
-  });
-}
-long pool(const void* x, void* y, unsigned char* places, long threads, long half, long n, long h, long width, long c,
-          long high, long wide, long stride, long top, long left) {
-  return with(half, [&](auto kind) {
-    typedef decltype(kind) V;
-    split(n, threads, [&](long first, long last, long) {
-      const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
-      const long size = o.down * o.across * c;
-      max_pool(at<V>(x, first, h * width * c), at<V>(y, first, size), places + first * size, o);
-    });
-  });
-}
-long pool_backward(const void* e, const unsigned char* places, void* dx, long threads, long half, long n, long h,
-                   long width, long c, long high, long wide, long stride, long top, long left) {
-  return with(half, [&](auto kind) {
-    typedef decltype(kind) V;
-    split(n, threads, [&](long first, long last, long) {
-      const Form o(last - first, h, width, c, c, high, wide, stride, top, left);
-      const long size = o.down * o.across * c;
-      max_pool_backward(at<V>(e, first, size), places + first * size, at<V>(dx, first, h * width * c), o);
+        direct_backward<V>(xs, es, w, at<I>(dx, first, h * width * c), own, o);
     });
   });
 }
 long group_norm(const void* x, const void* z, const float* scale, const float* shift, void* y, float* mean, float* rstd,
                 long threads, long half, long n, long positions, long c, long g, long after, double eps) {
-  return with(half, [&](auto kind) {
-    typedef decltype(kind) V;
-    typedef Image<V> I;
+  return with_images(half, [&](auto kind) {
+    typedef decltype(kind) I;
     const auto one = after == NOTHING ? normalise<NOTHING, I> : after == RELU ? normalise<RELU, I> : normalise<ADD_RELU, I>;
     const long size = positions * c;
     split(n, threads, [&](long first, long last, long) {
-      one(at<V>(x, first, size), at<V>(z, first, size), scale, shift, at<V>(y, first, size), mean + first * g,
+      one(at<I>(x, first, size), at<I>(z, first, size), scale, shift, at<I>(y, first, size), mean + first * g,
           rstd + first * g, last - first, positions, c, g, eps);
     });
   });
@@ -139,16 +123,15 @@ long group_norm(const void* x, const void* z, const float* scale, const float* s
 long group_norm_backward(const void* x, const void* y, const void* e, const float* scale, const float* shift,
                          const float* mean, const float* rstd, void* dx, void* dz, float* dshift, float* dscale,
                          long threads, long half, long n, long positions, long c, long g, long after) {
-  return with(half, [&](auto kind) {
-    typedef decltype(kind) V;
-    typedef Image<V> I;
+  return with_images(half, [&](auto kind) {
+    typedef decltype(kind) I;
     const auto one = after == NOTHING ? normalise_backward<NOTHING, I>
                      : after == RELU  ? normalise_backward<RELU, I>
                                       : normalise_backward<ADD_RELU, I>;
     const long size = positions * c;
     split(n, threads, [&](long first, long last, long) {
-      one(at<V>(x, first, size), at<V>(y, first, size), at<V>(e, first, size), scale, shift, mean + first * g,
-          rstd + first * g, at<V>(dx, first, size), at<V>(dz, first, size), dshift + first * c, dscale + first * c,
+      one(at<I>(x, first, size), at<I>(y, first, size), at<I>(e, first, size), scale, shift, mean + first * g,
+          rstd + first * g, at<I>(dx, first, size), at<I>(dz, first, size), dshift + first * c, dscale + first * c,
           last - first, positions, c, g);
     });
   });

@@ -1,4 +1,4 @@
-"""Convolutions, norms and pooling for training on a CPU, compiled on the machine where they run.
+"""Convolutions and norms for training on a CPU, compiled on the machine where they run.
 
 `cpu` says what they compute. It is compiled once by the machine's C++ compiler (seconds), into the user's
 cache folder, under a name that holds the fingerprints of what it was made of (sources, compiler and its
@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pfl_ext.engine.cpu.choice import Feature
+
 SOURCES = Path(__file__).parent
 THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
@@ -43,8 +45,6 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "conv3x3_backward": (5, 7, 0),
     "convolve": (3, 12, 0),
     "convolve_backward": (5, 12, 0),
-    "pool": (3, 11, 0),
-    "pool_backward": (3, 11, 0),
     "group_norm": (7, 7, 1),
     "group_norm_backward": (11, 7, 0),
 }
@@ -85,11 +85,11 @@ class Form:
 
 
 class CpuKernels:
-    """The compiled functions on images in channels-last memory, float32 or, if `has_halves`, bfloat16.
+    """The compiled functions on images in channels-last memory, float32 or bfloat16.
 
-    Of bfloat16 images, convolutions multiply half floats (IEEE's, of 11 bits, times scales by which none gets
-    too large). Weights and their gradients are float32. Each uses as many threads as torch has in the calling
-    thread.
+    Convolutions take bfloat16 images only if `has_halves`: then they multiply half floats (IEEE's, of 11
+    bits, times scales by which none gets too large). GroupNorm computes in float32, whatever its images are.
+    Weights and their gradients are float32. Each uses as many threads as torch has in the calling thread.
     :raises Unavailable: where they cannot be compiled, or compute something else than torch.
     """
 
@@ -111,36 +111,20 @@ class CpuKernels:
             ]
             function.restype = ctypes.c_long
             self._functions[name] = function
+        self.has_halves = bool(self._functions["has_halves"]())
+        """Whether the processor does arithmetic with half floats (AVX512-FP16), as the compiler knows it."""
         _check(self, torch.float32, TOLERANCE)
+        _check(self, torch.bfloat16, HALF_TOLERANCE)
+
+    @cached_property
+    def feature(self) -> Feature:
+        """What of the processor decides who computes a layer."""
+        flags = _processor().split()
+        if "amx_bf16" in flags:
+            return "AMX"
         if self.has_halves:
-            _check(self, torch.bfloat16, HALF_TOLERANCE)
-
-    @cached_property
-    def tiles(self) -> bool:
-        """Whether the processor multiplies matrices of bfloat16 by tiles (AMX), which torch then uses."""
-        return "amx_bf16" in _processor().split()
-
-    @cached_property
-    def multiplies_bfloat16(self) -> bool:
-        """Whether the processor multiplies bfloat16 by vectors (AVX512-BF16), which torch then uses."""
-        return "avx512_bf16" in _processor().split()
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether the processor does arithmetic with half floats (AVX512-FP16)."""
-        return bool(self._functions["has_halves"]())
-
-    def at(self, precision: torch.dtype | None) -> tuple[CpuKernels | None, torch.dtype | None]:
-        """For training in this type, None being float32: the functions to use, if any, and torch's autocast.
-
-        torch is the faster one in bfloat16 where the processor has tiles for it, or multiplies bfloat16 but
-        not half floats. Elsewhere these are: with half floats, if it has them, and in float32 otherwise.
-        """
-        if precision is None:
-            return self, None
-        if self.tiles or (self.multiplies_bfloat16 and not self.has_halves):
-            return None, precision
-        return self, precision if self.has_halves else None
+            return "AVX512-FP16"
+        return "AVX512-BF16" if "avx512_bf16" in flags else "none"
 
     def __deepcopy__(self, memo: Any) -> CpuKernels:
         return self  # networks that hold it are copied
@@ -185,22 +169,6 @@ class CpuKernels:
         else:
             self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
         return dx, dw
-
-    def max_pool(self, x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """``[N, C, H, W]`` -> ``[N, C, H', W']``: the largest of each window, and bytes: its place there."""
-        x = _last(x)
-        n, c, h, w = x.shape
-        out = _empty((n, c, *form.output(h, w)), x.dtype)
-        places = torch.empty_like(out, dtype=torch.uint8)
-        self._call("pool", (x, out, places), n, h, w, c, *astuple(form))
-        return out, places
-
-    def max_pool_backward(self, e: Tensor, places: Tensor, form: Form, size: Sequence[int]) -> Tensor:
-        """From ``e`` ``[N, C, H', W']``, the output's gradient: that of ``x``, whose shape is ``size``."""
-        n, c, h, w = size
-        dx = _empty(size, e.dtype)
-        self._call("pool_backward", (_last(e), places, dx), n, h, w, c, *astuple(form))
-        return dx
 
     def group_norm(
         self,
@@ -326,11 +294,12 @@ def _check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
     scale = weight[0, :, 0, 0].contiguous()
     found: list[Any] = []
     expected: list[Tensor] = []
-    for form, c in (
+    forms = (
         (Form(3, 3, 1, 1, 1), CHANNELS),
         (Form(3, 3, 2, 1, 1), CHANNELS),
         (Form(3, 3, 2, 1, 1), 3),
-    ):
+    )
+    for form, c in forms if dtype == torch.float32 or kernels.has_halves else ():
         error, images, own = e[:, :, :: form.stride, :: form.stride], x[:, :c], weight[:, :c]
         skipped = 0 if c == CHANNELS else 1  # the gradient of images with few channels
         found += [kernels.convolution(images, own, form)]
@@ -352,13 +321,6 @@ def _check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
                 y = y + leaves[3]
             y = y.relu() if relu else y
             expected += [y, *torch.autograd.grad(y, leaves, e.float())]
-    pooled, places = kernels.max_pool(x, Form(3, 3, 2, 1, 1))
-    leaf = x.float().clone().requires_grad_()
-    with torch.enable_grad():
-        y = F.max_pool2d(leaf, 3, 2, 1)
-        error = e[:, :, ::2, ::2]
-        expected += [y, *torch.autograd.grad(y, leaf, error.float())]
-    found += [pooled, kernels.max_pool_backward(error, places, Form(3, 3, 2, 1, 1), x.shape)]
     for ours, theirs in zip(found, expected, strict=True):
         if not (ours - theirs).norm() <= tolerance * theirs.norm():
             raise Unavailable("what the compiler made of them does not compute what torch computes")

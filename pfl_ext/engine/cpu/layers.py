@@ -1,29 +1,40 @@
-"""A network's convolutions and norms done by `kernels`, where these are faster than torch's.
+"""Modules that do a network's convolutions and norms by `kernels`, where `choice` says so.
 
 Shape letters: N images, C channels in, K channels out, H and W positions.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
+from pfl_ext.engine.cpu.joining import joined
 from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, Unavailable
 from pfl_ext.models.classifier import ImageClassifier
 
-SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-RELUS = {nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"}
-
 
 class Convolution(nn.Conv2d):
-    """A convolution by `CpuKernels`."""
+    """A convolution by `CpuKernels`, with another's weights.
 
-    kernels: CpuKernels
+    ``multiplied``: the format of the numbers that it multiplies where torch's autocast is on.
+    """
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
+        super().__init__(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            layer.stride,  # type: ignore[arg-type]
+            layer.padding,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        self.weight, self.bias = layer.weight, layer.bias
+        self.kernels, self.multiplied = kernels, multiplied
 
     @property
     def form(self) -> Form:
@@ -35,7 +46,8 @@ class Convolution(nn.Conv2d):
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
         few = self.in_channels < CHANNELS  # whose images' gradient is torch's to find
-        return taken(x, self.kernels) and not (few and x.requires_grad)
+        half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        return taken(x) and not (few and x.requires_grad) and (self.kernels.has_halves or not half)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
@@ -51,35 +63,22 @@ class Convolution(nn.Conv2d):
         return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
 
 
-class MaxPool(nn.MaxPool2d):
-    """Max pooling by `CpuKernels`."""
-
-    kernels: CpuKernels
-
-    @property
-    def form(self) -> Form:
-        """What `CpuKernels` must know."""
-        (high, wide), (top, left) = _pair(self.kernel_size), _pair(self.padding)
-        return Form(high, wide, _pair(self.stride)[0], top, left)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
-        if not (taken(x, self.kernels) and x.ndim == 4 and x.shape[1] % CHANNELS == 0):
-            return super().forward(x)  # type: ignore[no-any-return]
-        out: Tensor = _Pool.apply(entering(x), self)
-        return out
-
-
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU."""
+    """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU.
 
-    kernels: CpuKernels
+    Its scale and shift are another's. It multiplies float32 also where its images are bfloat16.
+    """
+
+    def __init__(self, layer: nn.GroupNorm, kernels: CpuKernels, multiplied: torch.dtype) -> None:
+        super().__init__(layer.num_groups, layer.num_channels, layer.eps, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.kernels, self.multiplied = kernels, multiplied
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
         """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way."""
-        if not taken(x, self.kernels) or x.ndim != 4:
+        if not taken(x) or x.ndim != 4:
             return False
-        return added is None or (taken(added, self.kernels) and added.shape == x.shape)
+        return added is None or (taken(added) and added.shape == x.shape)
 
     def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:
         """``[N, C, H, W]``, in and out."""
@@ -110,10 +109,9 @@ def followed(x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
     return x.relu() if relu else x
 
 
-def taken(x: Tensor, kernels: CpuKernels) -> bool:
+def taken(x: Tensor) -> bool:
     """Whether these images are of a kind that the compiled layers know."""
-    known = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and kernels.has_halves)
-    return x.device.type == "cpu" and known and (kernels.has_halves or not torch.is_autocast_enabled("cpu"))
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def entering(x: Tensor) -> Tensor:
@@ -135,19 +133,6 @@ class _Convolve(torch.autograd.Function):
         return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
 
 
-class _Pool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: MaxPool) -> Tensor:
-        out, places = layer.kernels.max_pool(x, layer.form)
-        ctx.save_for_backward(places)
-        ctx.layer, ctx.form, ctx.size = layer, layer.form, x.shape
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor, None]:
-        return ctx.layer.kernels.max_pool_backward(e, *ctx.saved_tensors, ctx.form, ctx.size), None
-
-
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -165,7 +150,7 @@ class _Normalise(torch.autograd.Function):
 def kernels_for(model: ImageClassifier) -> CpuKernels | None:
     """What does this network's convolutions faster; None on a GPU, where there are none that it can do, or,
     with a line on the screen, where it cannot be compiled."""
-    if model.mean.device.type != "cpu" or Convolution not in map(_kind, model.backbone.modules()):
+    if model.mean.device.type != "cpu" or not any(map(compilable, model.backbone.modules())):
         return None
     try:
         return CpuKernels()
@@ -174,87 +159,44 @@ def kernels_for(model: ImageClassifier) -> CpuKernels | None:
         return None
 
 
-def arithmetic(kernels: CpuKernels | None, precision: torch.dtype | None) -> str:
-    """How training in this type is computed where these kernels can be had: the type, and whose layers.
+class CpuLayers(NamedTuple):
+    """The compiled functions, and the table's row of what they do in a network."""
 
-    A ``precision`` of None is float32.
-    """
-    chosen = precision
-    if kernels is not None:
-        kernels, chosen = kernels.at(precision)
-    kind = "float32" if chosen is None else str(chosen).removeprefix("torch.")
-    if kernels is None:
-        return f"{kind}, torch's layers"
-    slow = precision is not None and chosen is None
-    return f"{kind}, compiled layers" + (", as this processor is slow in lower precision" if slow else "")
+    kernels: CpuKernels
+    row: Row
 
+    def replaced(self, network: nn.Module) -> nn.Module:
+        """The network in channels-last memory, with modules of here for the layers that the row has compiled.
 
-def take_over(network: nn.Module, kernels: CpuKernels) -> None:
-    """Make every layer of ``network`` that `CpuKernels` can do one of these, in channels-last memory.
-
-    Norms take over the sums and ReLUs that follow them, where the network's forward can be written down as
-    a graph.
-    """
-    network.to(memory_format=torch.channels_last)
-    for layer in network.modules():
-        kind = _kind(layer)
-        if kind is not None:
-            layer.__class__, layer.kernels = kind, kernels  # type: ignore[assignment]
-    _join(network)
+        It shares parameters and all other layers with ``network``, which is of no further use.
+        """
+        network.to(memory_format=torch.channels_last)
+        for name, layer in list(network.named_modules()):
+            kind = kind_of(layer)
+            if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
+                continue
+            multiplied = self.row.way(kind).format
+            assert isinstance(layer, nn.Conv2d | nn.GroupNorm)
+            make = Convolution if isinstance(layer, nn.Conv2d) else GroupNorm
+            made = make(layer, self.kernels, multiplied)  # type: ignore[arg-type]
+            if layer is network:
+                return made
+            network.set_submodule(name, made)
+        return joined(network, GroupNorm)
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not list(m.children())
+def layers_for(kernels: CpuKernels | None, precision: torch.dtype | None) -> CpuLayers | None:
+    """What is compiled for training in this type, None being float32; None without compiled functions."""
+    return None if kernels is None else CpuLayers(kernels, chosen(precision, kernels.feature))
 
 
-def _join(network: nn.Module) -> None:
-    """Have norms do the sums and ReLUs after them that nothing else sees."""
-    try:
-        graph = _Tracer().trace(network)
-    except Exception:  # whatever fx, or the network's own forward, makes of inputs without values
-        return
-    layers = dict(network.named_modules())
-
-    def kind(node: fx.Node) -> Any:
-        return type(layers[str(node.target)]) if node.op == "call_module" else node.target
-
-    found = False
-    for norm in [node for node in graph.nodes if kind(node) is GroupNorm]:
-        after, added = [*norm.users], None
-        if len(after) == 1 and kind(after[0]) in SUMS and _plain_sum(after[0]):
-            added = next(node for node in after[0].all_input_nodes if node is not norm)
-            after = [after[0], *after[0].users]
-        if len(after) == 1 + (added is not None) and kind(after[-1]) in RELUS:
-            with graph.inserting_before(after[-1]):
-                joined = graph.call_module(str(norm.target), norm.args, {"relu": True, "added": added})
-            after[-1].replace_all_uses_with(joined)
-            for node in (*after[::-1], norm):
-                graph.erase_node(node)
-            found = True
-    if found:
-        forward = type(fx.GraphModule(network, graph)).forward
-        network.__class__ = type(type(network).__name__, (type(network),), {"forward": forward})
-
-
-def _plain_sum(node: fx.Node) -> bool:
-    return len(node.args) == 2 == len(node.all_input_nodes) and not node.kwargs
-
-
-def _kind(layer: nn.Module) -> type[Convolution | GroupNorm | MaxPool] | None:
+def compilable(layer: nn.Module) -> bool:
+    """Whether there is a module of here that does what this layer of torch's does."""
     if type(layer) is nn.GroupNorm:
-        return GroupNorm if layer.affine and layer.num_channels % CHANNELS == 0 else None
-    if type(layer) is nn.MaxPool2d:
-        (high, wide), strides = _pair(layer.kernel_size), _pair(layer.stride)
-        odd = layer.ceil_mode or layer.return_indices or _pair(layer.dilation) != (1, 1) or high * wide > 255
-        return MaxPool if strides[0] == strides[1] and not odd else None
+        return layer.affine and layer.num_channels % CHANNELS == 0
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        return None
+        return False
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
     small = max(layer.kernel_size) <= 3  # with larger ones torch was the faster
     images = layer.in_channels < CHANNELS or (layer.in_channels % CHANNELS == 0 and small)
-    return Convolution if plain and images and layer.out_channels % CHANNELS == 0 else None
-
-
-def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value, value) if isinstance(value, int) else value
+    return plain and images and layer.out_channels % CHANNELS == 0

@@ -57,14 +57,23 @@ static inline void part(vec v, vec* parts, float) { parts[0] = v; }         // b
 static inline vec folded(vec v, float) { return v; }                        // the sum of both
 static inline void twice(float* p, vec v, float) { store(p, v); }           // for both the same
 
-#ifdef HALVES
+// bfloat16 in memory, for which every processor has vectors of float.
 struct bfloat {
   unsigned short bits;
 };
-static inline vec load(const bfloat* p) {
-  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i_u*)p)), 16);
+typedef unsigned words __attribute__((vector_size(4 * L)));
+struct Shorts {
+  typedef unsigned short At __attribute__((vector_size(2 * L), aligned(2), may_alias));
+};
+static inline vec load(const bfloat* p) { return (vec)(__builtin_convertvector(*(const Shorts::At*)p, words) << 16); }
+static inline void store(bfloat* p, vec v) {
+#ifdef HALVES
+  _mm256_storeu_si256((__m256i_u*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  const words bits = (words)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+  *(Shorts::At*)p = __builtin_convertvector((v == v ? rounded : bits | 0x400000) >> 16, Shorts::At);  // a NaN stays one
+#endif
 }
-static inline void store(bfloat* p, vec v) { _mm256_storeu_si256((__m256i_u*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 static inline float number(bfloat v) {
   const unsigned bits = unsigned(v.bits) << 16;
   float made;
@@ -72,6 +81,7 @@ static inline float number(bfloat v) {
   return made;
 }
 
+#ifdef HALVES
 typedef _Float16 halves __attribute__((vector_size(64)));
 struct Pair {
   _Float16 first, second;

@@ -105,6 +105,34 @@ def small_backbone(seed: int = 0) -> nn.Sequential:
     return net
 
 
+def wide_backbone() -> nn.Module:
+    """With layers that are compiled: with and without bias, with strides, taped, trimmed and not."""
+    torch_generator = torch.Generator().manual_seed(2)
+    net = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1, bias=False),
+        nn.GroupNorm(8, 32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 32, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, LABELS),
+    )
+    with torch.no_grad():
+        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
+            for parameter in layer.parameters():
+                mean = 1.0 if isinstance(layer, nn.GroupNorm) else 0.0
+                parameter.normal_(mean, 0.1, generator=torch_generator)
+    return net
+
+
 @torch.no_grad()
 def in_float64(backbone: nn.Module, off: float = 0.0, seed: int = 0) -> nn.Module:
     """The network in float64, each weight multiplied by a draw from ``1 - off .. 1 + off``."""

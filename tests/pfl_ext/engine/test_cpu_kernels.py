@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu import kernels as cpu_kernels
+from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.kernels import CpuKernels, Form, Unavailable
-from pfl_ext.engine.cpu.layers import Convolution, GroupNorm, MaxPool, kernels_for, take_over
+from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from tests.pfl_ext.engine.setting import (
-    LABELS,
     Setting,
     distance,
     in_float64,
     norm,
     rounding_of,
-    small_backbone,
+    wide_backbone,
     without_noise,
 )
 
@@ -270,8 +270,7 @@ def test_what_shares_a_vector_of_half_floats_does_not_share_its_numbers(channels
 def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> None:
     assert KERNELS is not None
     network = resnet(norm)
-    taken = copy.deepcopy(network)
-    take_over(taken, KERNELS)
+    taken = CpuLayers(KERNELS, BY_PROCESSOR["AVX512-FP16"]).replaced(copy.deepcopy(network))
     draw = torch.Generator().manual_seed(4)
     x = F.interpolate(torch.rand(6, 3, 8, 8, generator=draw), size=(64, 64), mode="bicubic")
     targets = (torch.rand(6, 17, generator=draw) < 0.3).double()
@@ -314,58 +313,12 @@ def test_a_convolution_of_few_channels_is_torchs(
     assert relative(KERNELS.convolution_backward(x, e, weight, form, (False, True))[1], dw) < margins[2]
     with pytest.raises(ValueError, match="fewer than 32 channels"):
         KERNELS.convolution_backward(x, e, weight, form, (True, True))
-    layer = nn.Conv2d(*channels, kernel, stride, padding, bias=False)
-    layer.weight.data = weight
-    take_over(layer, KERNELS)
+    theirs = nn.Conv2d(*channels, kernel, stride, padding, bias=False)
+    theirs.weight.data = weight
+    layer = CpuLayers(KERNELS, FLOAT32).replaced(theirs)
     assert type(layer) is Convolution
     image = x.clone().requires_grad_()  # then torch does it
     assert relative(torch.autograd.grad(layer(image), image, e)[0], dx) < margins[1]
-
-
-@compiled
-@settings(max_examples=60, deadline=None)
-@given(
-    n=st.integers(1, 3),
-    height=st.integers(3, 12),
-    width=st.integers(3, 12),
-    channels=st.sampled_from([32, 96]),
-    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    stride=st.integers(1, 3),
-    padded=st.tuples(st.booleans(), st.booleans()),
-    odd=st.sampled_from([None, float("nan"), float("-inf")]),
-    half=st.booleans(),
-)
-def test_max_pooling_and_its_gradient_are_torchs(
-    n: int,
-    height: int,
-    width: int,
-    channels: int,
-    kernel: tuple[int, int],
-    stride: int,
-    padded: tuple[bool, bool],
-    odd: float | None,
-    half: bool,
-) -> None:
-    assert KERNELS is not None
-    dtype = torch.bfloat16 if half and KERNELS.has_halves else torch.float32
-    kernel = (min(kernel[0], height), min(kernel[1], width))
-    padding = (kernel[0] // 2 * padded[0], kernel[1] // 2 * padded[1])
-    draw = torch.Generator().manual_seed(n * 1000 + height * 17 + width)
-    x = torch.randn(n, channels, height, width, generator=draw).relu().to(dtype)  # with many that are equal
-    if odd is not None:
-        x[0, ::3, :4, :4] = odd
-    leaf = x.double().requires_grad_()
-    y = F.max_pool2d(leaf, kernel, stride, padding)
-    e = torch.randn(y.shape, generator=draw).to(dtype)
-    (dx,) = torch.autograd.grad(y, leaf, e.double())
-    layer = nn.MaxPool2d(kernel, stride, padding)
-    take_over(layer, KERNELS)
-    assert type(layer) is MaxPool
-    mine = x.clone().requires_grad_()
-    out = layer(mine)
-    torch.testing.assert_close(out.double(), y, rtol=0, atol=0, equal_nan=True)
-    margin = rounding(kernel[0] * kernel[1]) if dtype == torch.float32 else 2 * BFLOAT16
-    assert relative(torch.autograd.grad(out, mine, e)[0], dx) < margin
 
 
 @compiled
@@ -382,7 +335,6 @@ def test_a_group_norm_with_what_comes_after_it_and_their_gradients_are_torchs(
     n: int, side: int, form: tuple[int, int], offset: float, after: str, half: bool
 ) -> None:
     assert KERNELS is not None
-    half = half and KERNELS.has_halves
     dtype = torch.bfloat16 if half else torch.float32
     channels, groups = form
     assume(channels // groups * side**2 > 1)  # torch refuses a lone number
@@ -459,16 +411,18 @@ def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor, margin: float = 0
 @pytest.mark.parametrize("norm", ["group", "frozen_batch"])
 def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     theirs = resnet(norm)
-    ours = copy.deepcopy(theirs).to(memory_format=torch.channels_last)
     assert KERNELS is not None
-    take_over(ours, KERNELS)
+    ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
     kinds = [type(layer) for layer in ours.modules()]
     assert kinds.count(Convolution) == 20
-    assert kinds.count(MaxPool) == 1
     assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
     x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
     assert_same(ours, theirs, x)
-    assert copy.deepcopy(ours).layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
+    again = copy.deepcopy(ours)
+    assert again.layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
+    again.requires_grad_(False).get_parameter("fc.weight").zero_()
+    assert not torch.equal(again(x), ours(x)), "a copy has weights of its own"
     relus = [layer for layer in ours.modules() if isinstance(layer, nn.ReLU)]
     seen: list[nn.Module] = []
     for relu in relus:
@@ -502,13 +456,10 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("half", [False, True])
 def test_what_must_not_be_joined_is_not(half: bool) -> None:
     assert KERNELS is not None
-    if half and not KERNELS.has_halves:
-        pytest.skip("this processor does no arithmetic with half floats")
     theirs = Odd()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, 0.5, 0.5, generator=torch.Generator().manual_seed(3))
-    ours = copy.deepcopy(theirs)
-    take_over(ours, KERNELS)
+    ours = CpuLayers(KERNELS, BY_PROCESSOR["AMX"]).replaced(copy.deepcopy(theirs))
     x = torch.randn(2, 32, 5, 5, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16, enabled=half):  # where sums have terms of both types
         assert_same(ours, theirs, x, 0.1 if half else 0.0)
@@ -526,8 +477,7 @@ class Branching(nn.Sequential):
 def test_a_network_that_cannot_be_written_down_stays_as_it_is() -> None:
     assert KERNELS is not None
     network = Branching(nn.GroupNorm(4, 32))
-    take_over(network, KERNELS)
-    assert type(network) is Branching
+    assert CpuLayers(KERNELS, FLOAT32).replaced(network) is network
     assert type(network[0]) is GroupNorm
 
 
@@ -541,44 +491,11 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
         nn.Conv2d(32, 32, 5),
         nn.Conv2d(48, 32, 3),
         nn.Conv2d(3, 24, 3),
-        nn.MaxPool2d(3, (1, 2)),
-        nn.MaxPool2d(3, dilation=2),
-        nn.MaxPool2d(3, ceil_mode=True),
-        nn.MaxPool2d(3, return_indices=True),
-        nn.MaxPool2d(16),
     )
     before = [type(layer) for layer in odd]
     assert kernels_for(ImageClassifier(odd, input_size=10)) is None
-    take_over(odd, object())  # type: ignore[arg-type]
+    CpuLayers(object(), FLOAT32).replaced(odd)  # type: ignore[arg-type]
     assert [type(layer) for layer in odd] == before
-
-
-def wide_backbone() -> nn.Module:
-    """With layers that are compiled: with and without bias, with strides, taped, trimmed and not."""
-    torch_generator = torch.Generator().manual_seed(2)
-    net = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1, bias=False),
-        nn.GroupNorm(8, 32),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(32, 32, 3, padding=1),
-        nn.GroupNorm(4, 32),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(64, 32, 3, stride=2, padding=1),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(32, 32, 3, padding=1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, LABELS),
-    )
-    with torch.no_grad():
-        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
-            for parameter in layer.parameters():
-                mean = 1.0 if isinstance(layer, nn.GroupNorm) else 0.0
-                parameter.normal_(mean, 0.1, generator=torch_generator)
-    return net
 
 
 @compiled
@@ -615,31 +532,6 @@ def test_the_same_round_is_bitwise_the_same_again() -> None:
     setting = Setting([3, 12, 7], backbone=wide_backbone)
     first, second = (setting.run(True, lanes=2)[0] for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@compiled
-@pytest.mark.parametrize("processor", ["tiles", "halves", "bfloat16", "neither"])
-def test_bf16_is_done_as_the_processor_does_it_fastest(
-    processor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if processor == "halves" and (KERNELS is None or not KERNELS.has_halves):
-        pytest.skip("this processor does no arithmetic with half floats")
-    monkeypatch.setattr(CpuKernels, "tiles", processor == "tiles")
-    monkeypatch.setattr(CpuKernels, "multiplies_bfloat16", processor != "neither")
-    if processor != "halves":
-        monkeypatch.setattr(CpuKernels, "has_halves", False)
-    setting = Setting([1, 6, 9], backbone=wide_backbone)
-    exact = setting.run(True)[0]
-    setting.amp = torch.bfloat16
-    assert engine().arithmetic(None) == "float32, compiled layers"
-    kind, layers = engine().arithmetic(torch.bfloat16).split(", ")[:2]
-    assert kind == ("float32" if processor == "neither" else "bfloat16")
-    assert layers == ("compiled layers" if processor in ("halves", "neither") else "torch's layers")
-    assert (distance(setting.run(True)[0], exact) > 2**-14) == (processor != "neither")
-    setting.backbone = small_backbone  # nothing in it is compiled
-    without = setting.run(True)[0]
-    setting.amp = None
-    assert distance(without, setting.run(True)[0]) > 2**-14
 
 
 @with_halves

@@ -1,0 +1,113 @@
+"""Which implementation and which number format each layer of a network gets on a CPU.
+
+One table decides, by the processor and the kind of layer, and by nothing else: no result depends on a clock.
+
+* **AMX** and **AVX512-BF16** multiply bfloat16, as torch's convolutions and linear layers do there. With
+  AVX512-BF16 alone, a round of CIFAR's network was measured at 2.23 times the speed of stock pfl in torch's
+  bfloat16, and at 1.73 in compiled float32; at 224 pixels both were equal. GroupNorm is bound by memory. For
+  bfloat16 images in channels-last memory, in which torch's convolutions are fastest, torch's norm takes many
+  times as long as the compiled one (README), which therefore stands between torch's convolutions.
+* **AVX512-FP16** adds up twice as many products of half floats as of float32: the compiled convolutions do.
+* **None** of these: bfloat16 would be converted before each product, so all is float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+Feature = Literal["AMX", "AVX512-FP16", "AVX512-BF16", "none"]
+"""What of a processor decides, the first that it has."""
+Kind = Literal["3x3 convolutions", "other convolutions", "GroupNorm", "pooling", "linear"]
+"""Of layers; the first is of stride 1."""
+
+
+class Way(NamedTuple):
+    """An implementation and the format of the numbers that it multiplies."""
+
+    by: Literal["compiled", "torch"]
+    format: torch.dtype
+
+
+class Row(NamedTuple):
+    """A way for each kind of layer; a layer that `layers` cannot do is torch's all the same."""
+
+    convolution3x3: Way
+    convolution: Way
+    group_norm: Way
+    pooling: Way
+    linear: Way
+
+    def way(self, kind: Kind) -> Way:
+        """That of this kind of layer."""
+        return self[KINDS.index(kind)]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type of torch's autocast around the network; None: there is none."""
+        return None if self.linear.format == torch.float32 else self.linear.format
+
+
+KINDS: tuple[Kind, ...] = ("3x3 convolutions", "other convolutions", "GroupNorm", "pooling", "linear")
+_FLOAT32, _HALF = Way("compiled", torch.float32), Way("compiled", torch.float16)
+_TORCH, _TORCH_BF16 = Way("torch", torch.float32), Way("torch", torch.bfloat16)
+
+FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _TORCH)
+"""For ``runtime.precision fp32``, on every processor."""
+BY_PROCESSOR: dict[Feature, Row] = {
+    #           3x3, stride 1  other convs   GroupNorm  pooling      linear
+    "AMX": Row(_TORCH_BF16, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    "AVX512-FP16": Row(_HALF, _HALF, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    "AVX512-BF16": Row(_TORCH_BF16, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    "none": FLOAT32,
+}
+"""For ``runtime.precision bf16``, by processor."""
+
+
+def chosen(precision: torch.dtype | None, feature: Feature) -> Row:
+    """The row for training in this type, None being float32."""
+    return FLOAT32 if precision is None else BY_PROCESSOR[feature]
+
+
+def kind_of(layer: nn.Module) -> Kind | None:
+    """The layer's kind; None: the table says nothing of it."""
+    if isinstance(layer, nn.Conv2d):
+        plain = layer.kernel_size == (3, 3) and layer.stride == (1, 1)
+        return "3x3 convolutions" if plain else "other convolutions"
+    if isinstance(layer, nn.GroupNorm):
+        return "GroupNorm"
+    if isinstance(layer, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+        return "pooling"
+    return "linear" if isinstance(layer, nn.Linear) else None
+
+
+def described(network: nn.Module, autocast: torch.dtype | None) -> str:
+    """How this network is computed in this type, None being float32, in one line.
+
+    Such as "bfloat16: convolutions by torch, GroupNorm by compiled float32, linear by torch".
+    """
+    found: dict[str, Counter[str]] = {name: Counter() for name in KINDS}
+    for layer in network.modules():
+        kind = kind_of(layer)
+        if kind is not None:
+            multiplied = getattr(layer, "multiplied", None)  # the format of a compiled layer
+            found[kind]["torch" if multiplied is None else f"compiled {_name(multiplied)}"] += 1
+    if found[KINDS[0]].keys() == found[KINDS[1]].keys() and len(found[KINDS[0]]) == 1:
+        found = {"convolutions": found[KINDS[0]], **{kind: found[kind] for kind in KINDS[2:]}}
+    type_name = "float32" if autocast is None else _name(autocast)
+    ways = {way for counts in found.values() for way in counts}
+    if ways <= {"torch"}:
+        return f"{type_name}: all layers by torch"
+    parts = []
+    for name, counts in found.items():
+        numbers = len(counts) > 1
+        each = [f"{way} ({count})" if numbers else way for way, count in sorted(counts.items())]
+        parts += [f"{name} by {' and '.join(each)}"] if each else []
+    return f"{type_name}: {', '.join(parts)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
