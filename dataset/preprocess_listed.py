@@ -19,21 +19,21 @@ import numpy as np
 import pyarrow as pa
 
 from dataset.cli import OneLineParser, cores, input_file, is_address, output_folder
+from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.listed import (
     ListedSet,
     Lists,
-    class_name,
     fetch_lists,
     image_files,
     largest,
     read_lists,
     remote_shard,
 )
+from dataset.fetch.source import Shard, nothing
 from dataset.files import write_bytes
-from dataset.flair.download_preprocess import Options, check_disk, checked_output, preprocess
-from dataset.flair.sources import ArchiveSource, Shard, nothing
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
+from dataset.preprocess import Options, check_disk, checked_output, preprocess, side_or_own
 from dataset.store.index import DatasetIndex, PartitionIndex
 
 MISSING_COLUMNS = ("image_id", "user_id", "reason")
@@ -58,7 +58,8 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
     )
     add("--splits", help=lists)
     add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes, or pixels")
-    add("--image_size", type=int, default=256, help="raw: side in pixels; images become squares")
+    size = "raw: side in pixels of the squares, or the word own: each image keeps its size"
+    add("--image_size", type=side_or_own, default=256, help=size)
     add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded")
     bad = "leave out and list images that are missing; these and damaged ones; or none"
     add("--on_bad_image", choices=("skip-missing", "skip", "fail"), default="skip-missing", help=bad)
@@ -100,12 +101,8 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
         given.image_size,
         verify=given.verify,
         on_bad_image=given.on_bad_image,
-        vocabulary={
-            "labels": [class_name(number, lists.num_classes) for number in range(lists.num_classes)],
-            "fine_grained_labels": sorted(
-                set(table["fine_grained_labels"].combine_chunks().flatten().to_pylist())
-            ),
-        },
+        tool=f"dataset.{spec.name}.download_preprocess",
+        vocabulary=lists.vocabulary(table),
         workers=given.workers,
         finish=finish,
     )
@@ -164,9 +161,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         if not all((folder / shard.name).is_file() for shard in shards):
             have = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             need = max(estimate + largest(spec, place) - have, 0)
-        return ArchiveSource(
-            listing, shards, None, len(ids), estimate, told, need, discard, read_listing=lambda _: table
-        )
+        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, told, need, discard)
     root = Path(place)
     files = image_files(root, wanted)
     archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
@@ -174,12 +169,13 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         raise ValueError(
             f"--source {place} holds none of the images that the CSVs list, and no *.tar or *.tar.gz"
         )
-    shards = [_on_disk(path) for path in archives]
+    shards = [Shard.on_disk(path, path.name) for path in archives]
     if not files:
-        return ArchiveSource(listing, shards, None, len(ids), estimate, told, read_listing=lambda _: table)
+        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, told)
     size = sum(path.stat().st_size for path in files.values())
     return ArchiveSource(
         listing,
+        lambda _: table,
         shards,
         root,
         len(ids),
@@ -187,14 +183,8 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         told,
         0,
         nothing,
-        read_listing=lambda _: table,
         paths=files,
     )
-
-
-def _on_disk(path: Path) -> Shard:
-    stat = path.stat()
-    return Shard(path.name, stat.st_size, lambda: path, f"{path.name} {stat.st_size} {stat.st_mtime_ns}")
 
 
 def _sizes(text: str) -> list[int]:

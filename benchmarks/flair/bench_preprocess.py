@@ -32,8 +32,9 @@ from PIL import Image
 
 from dataset.cli import OneLineParser, run
 from dataset.flair import download_preprocess
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile, DataWriter
-from dataset.store.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
+from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex
 
 CONTENDERS = {
     "naive": [],

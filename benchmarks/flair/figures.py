@@ -46,8 +46,8 @@ from benchmarks.reporting.plots import (
 from benchmarks.reporting.runs import DAMAGE, read_history, reading
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import LabelMatrix
 from pfl_ext.tasks.metrics import shown
 
 Named = tuple[str, Figure]

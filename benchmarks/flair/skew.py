@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.files import prefetched
+from dataset.store.annotations import IntArray, LabelMatrix
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import IntArray, LabelMatrix, SplitIndex
+from dataset.store.index import SplitIndex
 from pfl_ext.randomness import stream
 
 FloatArray = npt.NDArray[np.float64]

@@ -49,7 +49,7 @@ def write(
             name: split_index(spec, name, split, partitions if name == "train" else {})
             for name, split in images.items()
         },
-        {"labels": mapping, "fine_grained_labels": mapping},
+        {"labels": mapping},
         provenance,
     )
     with DataWriter(path, index, storage="raw", image_size=SIDE) as writer:

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from dataset.fetch.archives import BoundedHeader, archive_errors
 from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked
 from dataset.files import file_digest
-from dataset.flair.sources import BoundedHeader, archive_errors
 from dataset.partitions.assignments import (
     TRAIN_CSV,
     check_classes,
@@ -36,7 +36,8 @@ from dataset.partitions.assignments import (
     read_listing,
     rows_digest,
 )
-from dataset.store.index import IntArray, LabelMatrix, PartitionIndex, SplitIndex
+from dataset.store.annotations import IntArray, OneClass
+from dataset.store.index import PartitionIndex, SplitIndex
 
 SIDE = 32
 PIXELS = SIDE * SIDE * 3
@@ -270,12 +271,12 @@ def split_index(
 ) -> SplitIndex:
     """The index of one split; image ids are positions in the official order."""
     count = len(images.classes)
-    labels = LabelMatrix(np.arange(count + 1), images.classes.astype(np.uint16), spec.num_classes)
+    labels = OneClass.of(images.classes, spec.num_classes)
     return SplitIndex(
         [f"all-{name}"],
         np.array([0, count]),
         np.zeros(count, np.int32),
         [str(row) for row in range(count)],
-        {"labels": labels, "fine_grained_labels": labels},
+        {"labels": labels},
         partitions,
     )

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from dataset.fetch.archives import tar_images
 from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, remote, retried
+from dataset.fetch.source import Shard
 from dataset.files import replacing
-from dataset.flair.sources import Shard, tar_images
 from dataset.partitions.assignments import (
     NOBODY,
     TEST_CSV,
@@ -30,7 +31,8 @@ from dataset.partitions.assignments import (
     partition_name,
     read_listing,
 )
-from dataset.store.columns import SCHEMA
+from dataset.store.annotations import Kind
+from dataset.store.columns import schema
 
 OWNERS = {"train": "no-author", "test": "all-test"}
 """Who owns an image whose author is not told."""
@@ -75,16 +77,19 @@ class Lists:
         return [name for listing in self.listings for name in listing.users]
 
     def table(self, natural: str) -> pa.Table:
-        """`dataset.store.columns.SCHEMA`, a row for each image; its user is that of partition ``natural``."""
+        """A source's records, a row for each image; its user is that of the partition ``natural``.
+
+        The class number is the annotation ``labels``; the class name of a source that has names is
+        ``fine_grained_labels``.
+        """
         owner: dict[str, str] = {}
-        kind: dict[str, tuple[int, str]] = {}
+        found: dict[str, tuple[int, str]] = {}
         for listing in self.listings:
-            labels = listing.labels or [class_name(k, self.num_classes) for k in listing.classes.tolist()]
-            for image, k, label in zip(listing.image_ids, listing.classes.tolist(), labels):
-                if kind.setdefault(image, (k, label))[0] != k:
+            for image, k, name in zip(listing.image_ids, listing.classes.tolist(), self._names(listing)):
+                if found.setdefault(image, (k, name))[0] != k:
                     raise ValueError(
                         f"{listing.origin} says that image {image} has class {k}, another CSV says "
-                        f"{kind[image][0]}; take the CSVs of one version"
+                        f"{found[image][0]}; take the CSVs of one version"
                     )
             if natural in listing.users:
                 owner |= {
@@ -92,18 +97,30 @@ class Lists:
                     for image, user in zip(listing.image_ids, listing.users[natural])
                     if user != NOBODY
                 }
-        rows = [(owner.get(image, OWNERS["train"]), image, "train", *one) for image, one in kind.items()]
-        own = self.test.labels or [class_name(k, self.num_classes) for k in self.test.classes.tolist()]
-        for image, k, label in zip(self.test.image_ids, self.test.classes.tolist(), own):
-            if image in kind:
+        rows = [(owner.get(image, OWNERS["train"]), image, "train", *one) for image, one in found.items()]
+        test = zip(self.test.image_ids, self.test.classes.tolist(), self._names(self.test))
+        for image, k, name in test:
+            if image in found:
                 raise ValueError(
-                    f"image {image} is a training image and in {self.test.origin}; take both CSVs anew"
+                    f"image {image} is a training image and in {self.test.origin}; download both CSVs again"
                 )
-            rows.append((OWNERS["test"], image, "test", k, label))
+            rows.append((OWNERS["test"], image, "test", k, name))
         users, images, splits, classes, names = (list(column) for column in zip(*rows))
-        coarse = [[class_name(k, self.num_classes)] for k in classes]
-        columns = [users, images, splits, coarse, [[name] for name in names]]
-        return pa.table([pa.array(one, field.type) for one, field in zip(columns, SCHEMA)], SCHEMA)
+        columns = [users, images, splits, [class_name(k, self.num_classes) for k in classes]]
+        kinds: dict[str, Kind] = {"labels": "class"}
+        if any(listing.labels for listing in (*self.listings, self.test)):
+            columns, kinds = [*columns, names], {**kinds, "fine_grained_labels": "class"}
+        return pa.table(columns, schema(kinds))
+
+    def _names(self, listing: Listing) -> list[str]:
+        return listing.labels or [class_name(k, self.num_classes) for k in listing.classes.tolist()]
+
+    def vocabulary(self, table: pa.Table) -> dict[str, list[str]]:
+        """The class names of the annotations of `table`: all class numbers, and the names that occur."""
+        found = {"labels": [class_name(number, self.num_classes) for number in range(self.num_classes)]}
+        if "fine_grained_labels" in table.schema.names:
+            found["fine_grained_labels"] = sorted(set(table["fine_grained_labels"].to_pylist()))
+        return found
 
 
 def class_name(number: int, num_classes: int) -> str:

@@ -34,8 +34,9 @@ from tqdm import tqdm
 
 from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
+from dataset.store.annotations import IntArray, LabelMatrix
 from dataset.store.hdf5 import DataWriter, Storage
-from dataset.store.index import SPLITS, DatasetIndex, IntArray, LabelMatrix, SplitIndex
+from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
 
@@ -175,7 +176,7 @@ def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
         user_offsets=np.concatenate([[0], np.cumsum(sizes)]),
         user_index=user.astype(np.int32),
         image_ids=[f"{name[u]}-{i:04d}" for u, i in zip(user.tolist(), _within(sizes).tolist())],
-        labels={
+        annotations={
             "labels": _csr(np.flatnonzero(coarse), len(coarse), len(COARSE_LABELS)),
             "fine_grained_labels": _fine_labels(spec.seed, code, sizes, coarse, fine),
         },

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.index import IntArray, PartitionIndex
+from dataset.store.annotations import IntArray
+from dataset.store.index import PartitionIndex
 
 NOBODY = "NA"
 TRAIN_CSV, TEST_CSV = re.compile(r"federated_train.*\.csv"), "test.csv"

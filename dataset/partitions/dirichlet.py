@@ -41,7 +41,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.index import IntArray, PartitionIndex
+from dataset.store.annotations import IntArray
+from dataset.store.index import PartitionIndex
 
 _TINY = float(np.finfo(np.float64).tiny)
 

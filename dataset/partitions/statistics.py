@@ -23,8 +23,8 @@ import numpy.typing as npt
 from dataset.cli import OneLineParser, output_folder, run
 from dataset.files import write_bytes
 from dataset.store import probe
+from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import IntArray
 from dataset.store.single_label import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"

@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import IntArray
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -14,15 +14,33 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, IntArray, LabelMatrix, SplitIndex
+from dataset.store.annotations import (
+    ARROW,
+    Annotation,
+    Boxes,
+    IntArray,
+    Kind,
+    LabelMatrix,
+    Masks,
+    OneClass,
+)
+from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 from dataset.store.native import IdColumn
 
-COLUMNS = ("user_id", "image_id", "partition", *TAXONOMIES)
+ID_COLUMNS = ("user_id", "image_id", "partition")
 MAX_ID_BYTES = 255  # ids are held in columns of fixed width
-SCHEMA = pa.schema(
-    [(name, pa.string()) for name in COLUMNS[:3]] + [(name, pa.list_(pa.string())) for name in TAXONOMIES]
-)
-"""The columns of `Records.table`, under the names of ``apple/flair``; ids are strings."""
+
+
+def schema(annotations: Mapping[str, Kind]) -> pa.Schema:
+    """The columns of a source's records: ids, which are strings, and annotations by name."""
+    ids = [(name, pa.string()) for name in ID_COLUMNS]
+    return pa.schema(ids + [(name, ARROW[kind]) for name, kind in annotations.items()])
+
+
+def kinds(columns: pa.Schema) -> dict[str, Kind]:
+    """The annotations of a source's records, by name."""
+    by_type = {str(arrow): kind for kind, arrow in ARROW.items()}
+    return {one.name: by_type[str(one.type)] for one in columns if one.name not in ID_COLUMNS}
 
 
 def label_matrix(rows: IntArray, columns: IntArray, num_images: int, num_labels: int) -> LabelMatrix:
@@ -49,15 +67,27 @@ def build_index(
     grouped: bool,
     vocabulary: Mapping[str, list[str]],
     provenance: Mapping[str, Any],
+    sizes: npt.NDArray[np.int32] | None = None,
+    sort_images: bool = True,
 ) -> tuple[DatasetIndex, Placement]:
     """The index of the records to keep, and the place of each.
 
     Users are sorted by id, and a user's images by id, so that the result does not depend on the order of the
-    source; not grouped, images stay in the source's order. A label's column is its alphabetical rank in
-    ``vocabulary[taxonomy]``, or where that is not given among the labels that occur.
+    source; not grouped, images stay in the source's order.
 
-    Raises ValueError that names user and image for a label outside the vocabulary, an unknown partition and
-    an image that comes twice.
+    Args:
+        table: the columns of `schema`, a row for each record.
+        keep: which records, ``[R]``.
+        grouped: whether the images of a user become neighbours.
+        vocabulary: the class names by annotation, in the order of their numbers; those of a label set are
+            sorted. Where it is not given, the names that occur, sorted; masks need one.
+        provenance: where the data come from.
+        sizes: height and width of each image, ``[R, 2]``.
+        sort_images: whether a user's images are sorted by id, or stay in the source's order.
+
+    Raises:
+        ValueError: that names user and image, for a label outside the vocabulary, an unknown partition and an
+            image that comes twice.
     """
     ids = {name: _ids(table[name]) for name in ("user_id", "image_id")}
     table = table.combine_chunks()
@@ -70,9 +100,11 @@ def build_index(
         record = int(np.flatnonzero(codes == names.index(code))[0])
         raise ValueError(f"{whose(record)} is in partition {code!r}; there are {', '.join(SPLITS)}")
     _refuse_twice(ids["image_id"], keep, whose)
-    pairs, mappings = {}, {}
-    for taxonomy in TAXONOMIES:
-        pairs[taxonomy], mappings[taxonomy] = _labels(table[taxonomy], keep, taxonomy, vocabulary, whose)
+    columns = {
+        name: _column(table[name], kind, keep, name, vocabulary.get(name), whose)
+        for name, kind in kinds(table.schema).items()
+    }
+    mappings = {name: column.mapping for name, column in columns.items()}
     present = tuple(name for name in SPLITS if name in names and (keep & (codes == names.index(name))).any())
     placement = Placement(present, np.full(len(keep), -1, np.int8), np.full(len(keep), -1, np.int64))
     splits: dict[str, SplitIndex] = {}
@@ -80,21 +112,19 @@ def build_index(
         records = np.flatnonzero(keep & (codes == names.index(name)))
         user_ids, owner = np.unique(ids["user_id"][records], return_inverse=True)
         if grouped:
-            order = np.lexsort((ids["image_id"][records], owner))
+            keys = (ids["image_id"][records], owner) if sort_images else (owner,)
+            order = np.lexsort(keys)
             records, owner = records[order], owner[order]
         placement.split[records], placement.row[records] = number, np.arange(len(records))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(owner))])
-        labels = {}
-        for taxonomy, (of_record, column) in pairs.items():
-            here = placement.split[of_record] == number
-            rows, width = placement.row[of_record[here]], len(mappings[taxonomy])
-            labels[taxonomy] = label_matrix(rows, column[here], len(records), width)
+        annotations = {one: column.of(records) for one, column in columns.items()}
         splits[name] = SplitIndex(
             IdColumn(user_ids),
             offsets if grouped else np.empty(0, np.int64),
             owner.astype(np.int32),
             IdColumn(ids["image_id"][records]),
-            labels,
+            annotations,
+            image_sizes=None if sizes is None else sizes[records],
         )
     return DatasetIndex(splits, mappings, provenance, grouped), placement
 
@@ -103,7 +133,7 @@ def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     """Strings as a fixed-width byte array, chunk by chunk: few Python objects at a time."""
     width = pc.max(pc.binary_length(column)).as_py() or 1
     if width > MAX_ID_BYTES:
-        raise ValueError(f"an id has {width:,} bytes, more than {MAX_ID_BYTES}; is this FLAIR?")
+        raise ValueError(f"an id has {width:,} bytes, more than {MAX_ID_BYTES}; is this a column of ids?")
     ids, done = np.zeros(len(column), f"S{width}"), 0
     for chunk in column.cast(pa.binary()).chunks:
         ids[done : done + len(chunk)] = chunk.to_pylist()
@@ -127,26 +157,68 @@ def _refuse_twice(image_ids: npt.NDArray[np.bytes_], keep: npt.NDArray[np.bool_]
         raise ValueError(f"{first} comes a second time ({second}); does the source hold a shard twice?")
 
 
-def _labels(
+@dataclass(frozen=True)
+class _Column:
+    """An annotation of all records: label sets and boxes as elements, of which each belongs to a record."""
+
+    kind: Kind
+    mapping: dict[str, int]
+    record: IntArray  # [elements], rising
+    classes: IntArray  # [elements]; empty for masks
+    payload: Any = None  # boxes: corners [elements, 4]; masks: the Arrow column
+
+    def of(self, records: IntArray) -> Annotation:
+        """The annotation of these records, in their order."""
+        if self.kind == "mask":
+            masks = self.payload.take(pa.array(records)).to_pylist()
+            data = np.frombuffer(b"".join(masks), np.uint8)
+            return Masks(np.cumsum([0, *map(len, masks)], dtype=np.int64), data, len(self.mapping))
+        starts = np.searchsorted(self.record, records)
+        counts = np.searchsorted(self.record, records, "right") - starts
+        at = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        classes, width = self.classes[at], len(self.mapping)
+        if self.kind == "class":
+            return OneClass.of(classes, width)
+        if self.kind == "boxes":
+            indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+            return Boxes(indptr, self.payload[at], classes.astype(np.uint16), width)
+        return label_matrix(np.repeat(np.arange(len(records)), counts), classes, len(records), width)
+
+
+def _column(
     column: pa.ChunkedArray,
+    kind: Kind,
     keep: npt.NDArray[np.bool_],
-    taxonomy: str,
-    vocabulary: Mapping[str, list[str]],
+    name: str,
+    vocabulary: list[str] | None,
     whose: Any,
-) -> tuple[tuple[IntArray, IntArray], dict[str, int]]:
-    """The (record, column) pairs of the records to keep, and the mapping name -> column."""
-    record = pc.list_parent_indices(column).to_numpy().astype(np.int64)
-    names, codes = _coded(pc.list_flatten(column))
+) -> _Column:
+    """An annotation of the records to keep, and its mapping from name to number."""
+    nothing = np.zeros(0, np.int64)
+    if kind == "mask":
+        if vocabulary is None:
+            raise ValueError(f"{name}: a mask holds numbers; the vocabulary must name its classes")
+        return _Column(kind, {one: k for k, one in enumerate(vocabulary)}, nothing, nothing, column)
+    payload = None
+    if kind == "class":
+        record, values = np.arange(len(column)), column
+    else:
+        record, values = pc.list_parent_indices(column).to_numpy().astype(np.int64), pc.list_flatten(column)
+    if kind == "boxes":
+        corners = pc.list_flatten(pc.struct_field(values, "corners")).to_numpy()
+        payload, values = corners.astype(np.float32).reshape(-1, 4), pc.struct_field(values, "name")
+    names, codes = _coded(values)
     kept = keep[record]
     record, codes = record[kept], codes[kept]
     occurring = np.unique(codes)
-    known = sorted(vocabulary.get(taxonomy, [names[code] for code in occurring.tolist()]))
-    mapping = {name: rank for rank, name in enumerate(known)}
+    known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
+    mapping = {one: rank for rank, one in enumerate(sorted(known) if kind == "label set" else known)}
     for code in occurring.tolist():
         if names[code] not in mapping:
             where = whose(int(record[np.flatnonzero(codes == code)[0]]))
             raise ValueError(
-                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {taxonomy}"
+                f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
             )
-    to_column = np.array([mapping.get(name, -1) for name in names], np.int64)
-    return (record, to_column[codes] if len(codes) else codes), mapping
+    to_number = np.array([mapping.get(one, -1) for one in names], np.int64)
+    classes = to_number[codes] if len(codes) else codes
+    return _Column(kind, mapping, record, classes, payload if payload is None else payload[kept])

@@ -27,8 +27,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from dataset.store.annotations import IntArray, LabelMatrix
 from dataset.store.columns import label_matrix
-from dataset.store.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, SplitIndex
+from dataset.store.index import SPLITS, TAXONOMIES, SplitIndex
 from dataset.store.native import IdColumn, Storage, StoredImages, dataset, opened
 
 _NAMES = {"labels": ("label_mapping", "label_counter")}

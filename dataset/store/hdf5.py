@@ -1,33 +1,51 @@
-"""One HDF5 file holds a FLAIR-like data set; read it, write it, describe and validate it.
+"""One HDF5 file holds a data set: users, images and annotations; read it, write it, describe and validate it.
 
     python -m dataset.store F
 
-Schema, versions 1 and 2. Shape letters: U users, N images, B bytes of all JPEGs, S side in pixels, P
-positives, V users of a partition, M images of it.
+Schema, versions 1 to 3; a file is written as the oldest version that can hold it. Shape letters: U users,
+N images, B bytes of all images, S side in pixels, K classes, P labels, M boxes, V users of a partition, R
+images of it.
 
-    attributes of /       format "flair-on-pfl" | schema_version 1, or 2 with partitions
-                          | storage "jpeg" or "raw" | grouped | image_size S, or 0 for jpeg | content_sha256
-    /metadata/label_mapping, fine_grained_label_mapping     JSON {name: column}, alphabetical, as uint8 bytes
+    attributes of /       format "flair-on-pfl" | schema_version | storage "jpeg" or "raw" | grouped
+                          | image_size S, or 0 where each image has its own size | content_sha256
     /metadata/provenance                                    JSON: source, revision, counts, tool, licence
     /{train|val|test}/user_ids            bytes [U]         fixed width, UTF-8
                      /user_offsets        int64 [U+1]       grouped: user u has rows offsets[u]:offsets[u+1]
                      /user_index          int32 [N]         not grouped: whose each image is
                      /image_ids           bytes [N]
-                     /labels_indptr       int64 [N+1]       CSR: columns of image i are
-                     /labels_indices      uint16 [P]        indices[indptr[i]:indptr[i+1]], sorted
-                     /fine_grained_labels_indptr, _indices  the same for the fine taxonomy
-                     /images              uint8 [B]         jpeg: the bytes of all images, in row order
+                     /images              uint8 [B]         jpeg: the bytes of all images, in row order;
+                                                            raw with image_size 0: the pixels of all images
                                           uint8 [N,S,S,3]   raw: RGB
-                     /image_offsets       int64 [N+1]       jpeg: image i has bytes offsets[i]:offsets[i+1]
+                     /image_offsets       int64 [N+1]       image i has bytes offsets[i]:offsets[i+1], where
+                                                            image_size is 0
                      /image_crc32         uint32 [N]        CRC-32 of each image as stored
-                     /partitions/NAME     further ways to deal the images to users, none or more:
-                         /user_ids        bytes [V]
-                         /rows            int64 [M]         rows of the split, each at most once
-                         /offsets         int64 [V+1]       user v has rows[offsets[v]:offsets[v+1]]
 
-Every data set is contiguous and uncompressed. Each but ``images`` has an attribute ``sha256`` of its bytes;
-``images`` has ``image_crc32``. ``content_sha256`` covers all but provenance, so it is the same for the same
-data whenever and from whichever source the file was made. HDF5's own structures carry checksums (format 1.8).
+Version 1 holds two label sets. Those of image i are indices[indptr[i]:indptr[i+1]], sorted:
+
+    /metadata/label_mapping, fine_grained_label_mapping     JSON {name: column}, alphabetical
+    /{split}/labels_indptr, labels_indices                  int64 [N+1], uint16 [P]
+            /fine_grained_labels_indptr, _indices           the same for the fine taxonomy
+
+Version 2 adds further ways to deal the images of a split to users:
+
+    /{split}/partitions/NAME/user_ids     bytes [V]
+                            /rows         int64 [R]         rows of the split, each at most once
+                            /offsets      int64 [V+1]       user v has rows[offsets[v]:offsets[v+1]]
+
+Version 3 holds any annotations instead of the two label sets, each under a name of its own:
+
+    /metadata/annotations                                   JSON [{name, kind, classes}], in order
+    /{split}/annotations/NAME/indptr, indices               label set: int64 [N+1], uint16 [P], as above
+                             /classes                       class: uint16 [N]
+                             /offsets, png                  mask: int64 [N+1], uint8 [bytes of all masks]
+                             /indptr, corners, classes      boxes: int64 [N+1], float32 [M,4], uint16 [M]
+    /{split}/image_sizes                  int32 [N,2]       each image's own height and width, to which masks
+                                                            and boxes refer
+
+JSON texts are uint8 bytes. Every data set is contiguous and uncompressed. Each but ``images`` has an
+attribute ``sha256`` of its bytes; ``images`` has ``image_crc32``. ``content_sha256`` covers all but
+provenance, so it is the same for the same data whenever and from whichever source the file was made. HDF5's
+own structures carry checksums (format 1.8).
 
 `DataFile` also reads the files of pfl-research and ml-flair (`dataset.store.foreign`).
 """
@@ -48,9 +66,10 @@ import numpy.typing as npt
 from dataset.cli import OneLineParser
 from dataset.files import file_digest
 from dataset.store import probe
+from dataset.store.annotations import IntArray
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
-from dataset.store.index import TAXONOMIES, IntArray, SplitIndex
+from dataset.store.index import TAXONOMIES, SplitIndex
 from dataset.store.native import REMAKE, NativeReader, Reader, Storage, is_native, opened
 from dataset.store.validate import check_foreign, check_split, describe, validate
 from dataset.store.writer import DataWriter
@@ -119,10 +138,16 @@ class DataFile:
         return file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
-        """Label name -> column of a taxonomy, alphabetical."""
-        if taxonomy not in TAXONOMIES:
-            raise ValueError(f"{taxonomy!r} is not a taxonomy; there are {', '.join(TAXONOMIES)}")
+        """Class name -> class number of an annotation; alphabetical for a label set."""
+        if taxonomy not in self._reader.label_mappings:
+            known = ", ".join(self._reader.label_mappings) or "none"
+            raise ValueError(f"{taxonomy!r} is not an annotation of {self.path}; there are {known}")
         return dict(self._reader.label_mappings[taxonomy])
+
+    @property
+    def annotation_names(self) -> tuple[str, ...]:
+        """The annotations that the file holds."""
+        return tuple(self._reader.label_mappings)
 
     def split(self, name: str) -> SplitIndex:
         """The index of one split; read once."""
@@ -163,6 +188,11 @@ class DataFile:
                 ) from None
         return out
 
+    def read_own(self, split: str, rows: IntArray) -> list[npt.NDArray[np.uint8]]:
+        """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
+        stored = self._reader.stored(split, np.asarray(rows, np.int64))
+        return [decode(one, None) if isinstance(one, memoryview) else one for one in stored]
+
     def close(self) -> None:
         """Release the file; a later call opens it again."""
         self._reader.close()
@@ -185,7 +215,7 @@ def _reader(path: Path) -> Reader:
             return NativeReader(path)
         if is_foreign(file):
             return ForeignReader(path)
-    raise ValueError(f"{path} is HDF5, but has none of the layouts of FLAIR that are known here")
+    raise ValueError(f"{path} is HDF5, but has none of the layouts that are known here")
 
 
 def main(argv: Sequence[str]) -> None:

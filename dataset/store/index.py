@@ -1,6 +1,6 @@
-"""What is known of a FLAIR-like data set without its pixels: users, images and labels, in columns.
+"""What is known of a data set without its pixels: users, images and annotations, in columns.
 
-Shape letters: U users, N images, K labels.
+Shape letters: U users, N images, K classes.
 """
 
 from __future__ import annotations
@@ -12,50 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dataset.store.annotations import Annotation, IntArray, LabelMatrix
+
 SPLITS = ("train", "val", "test")
-"""The names of the three splits; users are disjoint between them (FLAIR paper, Section 4.1)."""
+"""The names of the splits. Users are disjoint between them."""
 
 TAXONOMIES = ("labels", "fine_grained_labels")
-"""The two levels of FLAIR's labels, under the column names of ``apple/flair``: 17 coarse, 1,628 fine."""
-
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class LabelMatrix:
-    """A sparse N x K 0/1 matrix in CSR form; column indices are sorted and unique within a row."""
-
-    indptr: IntArray  # [N + 1]
-    indices: npt.NDArray[np.uint16]  # [number of positives]
-    num_labels: int  # K
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], num_labels: int) -> LabelMatrix:
-        """Build from one sequence of label indices per image; repeated labels count once."""
-        unique = [sorted(set(row)) for row in rows]
-        indptr = np.zeros(len(unique) + 1, np.int64)
-        np.cumsum([len(row) for row in unique], out=indptr[1:])
-        flat = np.fromiter((k for row in unique for k in row), np.int64, count=int(indptr[-1]))
-        if flat.size and (flat.min() < 0 or flat.max() >= num_labels):
-            raise ValueError(f"a label index lies outside 0..{num_labels - 1}")
-        return cls(indptr, flat.astype(np.uint16), num_labels)
-
-    def __len__(self) -> int:
-        return len(self.indptr) - 1
-
-    def dense(self, rows: IntArray) -> npt.NDArray[np.uint8]:
-        """The multi-hot rows asked for, ``[len(rows), K]`` uint8."""
-        rows = np.asarray(rows, np.int64)
-        starts, counts = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
-        out = np.zeros((len(rows), self.num_labels), np.uint8)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns = self.indices[np.repeat(starts, counts) + within]
-        out[np.repeat(np.arange(len(rows)), counts), columns] = 1
-        return out
-
-    def counts(self) -> IntArray:
-        """Number of images with each label, ``[K]``."""
-        return np.bincount(self.indices, minlength=self.num_labels).astype(np.int64)
+"""The label sets of a file of version 1 or 2, and of the predecessors' files."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +45,14 @@ class SplitIndex:
     user_offsets: IntArray  # [U + 1], or empty when not grouped
     user_index: npt.NDArray[np.int32]  # [N]: which user each image belongs to
     image_ids: Sequence[str]  # [N]
-    labels: Mapping[str, LabelMatrix]  # by taxonomy, each N x K
+    annotations: Mapping[str, Annotation]  # by name, each of N images
     partitions: Mapping[str, PartitionIndex] = field(default_factory=dict)  # by name
+    image_sizes: npt.NDArray[np.int32] | None = None  # [N, 2]: each image's own height and width
+
+    @property
+    def labels(self) -> dict[str, LabelMatrix]:
+        """The annotations that are label sets or classes, by name."""
+        return {name: one for name, one in self.annotations.items() if isinstance(one, LabelMatrix)}
 
     @property
     def num_users(self) -> int:
@@ -98,9 +67,12 @@ class SplitIndex:
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """All splits, the label mappings (name -> column, alphabetical) and where the data came from."""
+    """All splits, the class names of the annotations, and where the data came from.
+
+    A label mapping is class name -> class number, from 0; that of a label set is alphabetical.
+    """
 
     splits: Mapping[str, SplitIndex]
-    label_mappings: Mapping[str, Mapping[str, int]]  # by taxonomy
+    label_mappings: Mapping[str, Mapping[str, int]]  # by annotation
     provenance: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = True

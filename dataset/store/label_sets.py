@@ -1,4 +1,4 @@
-"""One learning task on a FLAIR file: which labels, at which image size.
+"""A file seen as images with a set of labels each: which labels, at which image size.
 
 Shape letters: U users, N images of a split, K labels, S image side, n rows asked for.
 """
@@ -11,9 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from dataset.store.annotations import IntArray
 from dataset.store.cache import ByteArray, PixelCache
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import TAXONOMIES, IntArray, SplitIndex
+from dataset.store.index import SplitIndex
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class LabelSetView:
         if not self.file.grouped:
             raise ValueError("this file is not grouped by user: preprocess without --not_group_data_by_user")
         if self.binary_label is not None and self._binary_taxonomy is None:
-            known = ", ".join(self.file.label_mapping(TAXONOMIES[0]))
+            first = next(iter(self.file.annotation_names), None)
+            known = ", ".join(self.file.label_mapping(first)) if first else "none"
             raise ValueError(
                 f"the label {self.binary_label!r} is in neither taxonomy of this file; "
                 f"its coarse labels are {known}"
@@ -45,7 +47,9 @@ class LabelSetView:
 
     @property
     def _binary_taxonomy(self) -> str | None:
-        found = [name for name in TAXONOMIES if self.binary_label in self.file.label_mapping(name)]
+        found = [
+            name for name in self.file.annotation_names if self.binary_label in self.file.label_mapping(name)
+        ]
         return found[0] if found else None
 
     @cached_property

@@ -10,8 +10,9 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload
@@ -20,11 +21,13 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.index import SPLITS, TAXONOMIES, IntArray, LabelMatrix, PartitionIndex, SplitIndex
+from dataset.store.annotations import LEAF_TYPES, LEAVES, IntArray, Kind, kind_of, restored
+from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, PartitionIndex, SplitIndex
 
 FORMAT = "flair-on-pfl"
-SCHEMA_VERSION = 2
-"""The newest that is read; a file without partitions is written as version 1."""
+SCHEMA_VERSION = 3
+"""The newest that is read. A file is written as the oldest version that can hold it."""
+ANNOTATIONS = "annotations"
 PARTITIONS = "partitions"
 PARTITION_COLUMNS = ("offsets", "rows", "user_ids")
 PARTITION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
@@ -40,8 +43,12 @@ TYPES = {
     "rows": "<i8",
     "offsets": "<i8",
 }
+TYPES |= {"image_sizes": "<i4"} | LEAF_TYPES
 TYPES |= {f"{taxonomy}_indptr": "<i8" for taxonomy in TAXONOMIES}
 TYPES |= {f"{taxonomy}_indices": "<u2" for taxonomy in TAXONOMIES}
+
+WIDTHS = {"image_sizes": 2, "corners": 4}
+"""Of the columns that are matrices."""
 
 Storage = Literal["jpeg", "raw"]
 StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]
@@ -151,9 +158,24 @@ def column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
     data, leaf = dataset(group, name), name.rpartition("/")[2]
     where = f"{group.file.filename} is damaged: {group.name.strip('/')}/{name}"
     known = data.dtype.str == TYPES[leaf] if leaf in TYPES else data.dtype.kind == "S"
-    if not known or data.ndim != 1:
+    width = WIDTHS.get(leaf)
+    if not known or data.shape[1:] != (() if width is None else (width,)):
         raise ValueError(f"{where} has type {data.dtype}, not {TYPES.get(leaf, 'bytes')}; {REMAKE}")
     return np.asarray(data[()])
+
+
+def _annotations(path: Path, content: Any) -> tuple[dict[str, Kind], dict[str, dict[str, int]]]:
+    """Kind and class names of each annotation, from the metadata of version 3."""
+    try:
+        kinds: dict[str, Kind] = {str(one["name"]): one["kind"] for one in content}
+        mappings = {
+            str(one["name"]): {str(name): k for k, name in enumerate(one["classes"])} for one in content
+        }
+        if set(kinds.values()) <= set(LEAVES) and len(kinds) == len(content):
+            return kinds, mappings
+    except (TypeError, KeyError):
+        pass
+    raise ValueError(f"{path} is damaged: metadata/annotations does not list annotations; {REMAKE}")
 
 
 def is_native(file: h5py.File) -> bool:
@@ -161,11 +183,28 @@ def is_native(file: h5py.File) -> bool:
     return bool("format" in file.attrs and file.attrs["format"] in (FORMAT, FORMAT.encode()))
 
 
-def index_names(storage: Storage, grouped: bool) -> list[str]:
-    """The data sets of a split's group, without ``images``."""
-    names = ["user_ids", "user_offsets" if grouped else "user_index", "image_ids", "image_crc32"]
-    names += [f"{taxonomy}_{part}" for taxonomy in TAXONOMIES for part in ("indptr", "indices")]
-    return names + (["image_offsets"] if storage == "jpeg" else [])
+def version_of(index: DatasetIndex) -> int:
+    """The oldest schema version that can hold an index."""
+    for split in index.splits.values():
+        kinds = [(name, kind_of(one)) for name, one in split.annotations.items()]
+        if split.image_sizes is not None or kinds != [(name, "label set") for name in TAXONOMIES]:
+            return SCHEMA_VERSION
+    return 2 if any(split.partitions for split in index.splits.values()) else 1
+
+
+def annotation_names(kinds: Mapping[str, Kind], version: int) -> dict[str, dict[str, str]]:
+    """Where the data sets of each annotation are in a split's group, by annotation and leaf."""
+    pattern = "{}_{}" if version < SCHEMA_VERSION else ANNOTATIONS + "/{}/{}"
+    return {name: {leaf: pattern.format(name, leaf) for leaf in LEAVES[kind]} for name, kind in kinds.items()}
+
+
+def index_names(reader: NativeReader) -> list[str]:
+    """The data sets of a split's group, without ``images`` and partitions."""
+    names = ["user_ids", "user_offsets" if reader.grouped else "user_index", "image_ids", "image_crc32"]
+    for leaves in annotation_names(reader.kinds, reader.version).values():
+        names += leaves.values()
+    names += ["image_sizes"] if reader.sized else []
+    return names + (["image_offsets"] if reader.image_size is None else [])
 
 
 def partition_names(group: h5py.Group) -> list[str]:
@@ -189,9 +228,13 @@ def content_checksum(file: h5py.File) -> str:
     Provenance, and with it every date and path, is left out.
     """
     lines = [f"{key}={file.attrs[key]}" for key in ("schema_version", "storage", "grouped", "image_size")]
-    names = [f"metadata/{name}" for name in MAPPINGS.values()]
+    version = int(file.attrs["schema_version"])
+    names = [f"metadata/{name}" for name in MAPPINGS.values()] if version < 3 else ["metadata/annotations"]
     for split in sorted(set(file) - {"metadata"}):
-        names += [f"{split}/{name}" for name in sorted(file[split]) if name not in ("images", PARTITIONS)]
+        groups = ("images", PARTITIONS, ANNOTATIONS)
+        names += [f"{split}/{name}" for name in sorted(file[split]) if name not in groups]
+        for one in sorted(file[split].get(ANNOTATIONS, ())):
+            names += [f"{split}/{ANNOTATIONS}/{one}/{leaf}" for leaf in sorted(file[split][ANNOTATIONS][one])]
         parts = [f"{split}/{PARTITIONS}/{name}" for name in partition_names(file[split])]
         names += [f"{part}/{leaf}" for part in parts for leaf in PARTITION_COLUMNS]
     for name in names:
@@ -230,19 +273,25 @@ class NativeReader:
             self.image_size: int | None = int(file.attrs["image_size"]) or None
             self.splits = tuple(name for name in SPLITS if name in file)
             self.content_sha256 = str(file.attrs["content_sha256"])
-            self.label_mappings: dict[str, dict[str, int]] = {
-                t: read_json(file, name) for t, name in MAPPINGS.items()
-            }
+            self.version = version
+            self.kinds: dict[str, Kind] = dict.fromkeys(TAXONOMIES, "label set")
+            self.label_mappings: dict[str, dict[str, int]] = {}
+            if version < SCHEMA_VERSION:
+                self.label_mappings = {t: read_json(file, name) for t, name in MAPPINGS.items()}
+            else:
+                self.kinds, self.label_mappings = _annotations(path, read_json(file, "annotations"))
             self.provenance: dict[str, Any] = read_json(file, "provenance")
-            for told in (*self.label_mappings.values(), self.provenance):
-                if not isinstance(told, dict):
+            for content in (*self.label_mappings.values(), self.provenance):
+                if not isinstance(content, dict):
                     raise ValueError(f"{path} is damaged: its metadata are no JSON objects; {REMAKE}")
+            self.sized = any("image_sizes" in file[name] for name in self.splits)
             missing = [name for name in self.splits if "images" not in file[name]]
             if missing:
                 raise ValueError(f"{path} is damaged: {missing[0]}/images is missing; {REMAKE}")
             images = {name: dataset(file, f"{name}/images") for name in self.splits}
             self.data_at = {name: data.id.get_offset() or 0 for name, data in images.items()}
         self._image_offsets: dict[str, IntArray] = {}
+        self._image_sizes: dict[str, IntArray] = {}
         self._descriptor: int | None = None
 
     def split(self, name: str) -> SplitIndex:
@@ -261,14 +310,12 @@ class NativeReader:
                 owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
             else:
                 offsets, owner = np.empty(0, np.int64), column(group, "user_index")
-            labels = {
-                taxonomy: LabelMatrix(
-                    column(group, f"{taxonomy}_indptr"),
-                    column(group, f"{taxonomy}_indices"),
-                    len(self.label_mappings[taxonomy]),
-                )
-                for taxonomy in TAXONOMIES
+            places = annotation_names(self.kinds, self.version)
+            found = {
+                one: restored(kind, partial(self._annotation, group, places[one]), self._width(one))
+                for one, kind in self.kinds.items()
             }
+            image_sizes = column(group, "image_sizes") if self.sized else None
             partitions = {
                 part: PartitionIndex(
                     IdColumn(column(group, f"{PARTITIONS}/{part}/user_ids")),
@@ -278,10 +325,32 @@ class NativeReader:
                 for part in partition_names(group)
             }
             users = IdColumn(column(group, "user_ids"))
-            return SplitIndex(users, offsets, owner, image_ids, labels, partitions)
+            return SplitIndex(users, offsets, owner, image_ids, found, partitions, image_sizes)
+
+    def _width(self, annotation: str) -> int:
+        """K."""
+        return len(self.label_mappings[annotation])
+
+    def _annotation(self, group: h5py.Group, places: Mapping[str, str], leaf: str) -> npt.NDArray[Any]:
+        """A column of an annotation; the bytes of masks are mapped, not read."""
+        name = places[leaf]
+        if not name.endswith("/png"):
+            return column(group, name)
+        data = dataset(group, name)
+        offset = data.id.get_offset()
+        if data.dtype != np.uint8 or data.ndim != 1 or offset is None:
+            raise ValueError(f"{self._path} is damaged: {name} holds no bytes; {REMAKE}")
+        return np.memmap(self._path, np.uint8, "r", offset, data.shape)
+
+    def image_sizes(self, split: str) -> IntArray:
+        """Height and width of each image, ``[N, 2]``."""
+        if split not in self._image_sizes:
+            with opened(self._path) as file:
+                self._image_sizes[split] = column(file[split], "image_sizes").astype(np.int64)
+        return self._image_sizes[split]
 
     def image_offsets(self, split: str) -> IntArray:
-        """Where each JPEG begins in ``images``, ``[N + 1]``, in bytes."""
+        """Where each image begins in ``images``, ``[N + 1]``, in bytes."""
         if split not in self._image_offsets:
             with opened(self._path) as file:
                 offsets, size = column(file[split], "image_offsets"), len(file[split]["images"])
@@ -301,8 +370,7 @@ class NativeReader:
         """As `Reader.stored`; neighbouring rows are read at once."""
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
         runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks) if len(run)]
-        if self.storage == "raw":
-            assert self.image_size is not None
+        if self.image_size is not None:
             shape = (self.image_size, self.image_size, 3)
             out, done = np.empty((len(rows), *shape), np.uint8), 0
             for start, stop in runs:
@@ -318,6 +386,14 @@ class NativeReader:
             cuts = (offsets[start : stop + 1] - offsets[start]).tolist()
             view = buffer.data
             images += [view[a:b] for a, b in pairwise(cuts)]
+        if self.storage == "raw":
+            sizes = self.image_sizes(split)
+            shapes = sizes[rows] if len(sizes) == len(offsets) - 1 else np.zeros((len(rows), 2), np.int64)
+            if (shapes.prod(axis=1) * 3 != np.diff(offsets)[rows]).any():
+                raise ValueError(
+                    f"{self._path} is damaged: {split}/image_sizes contradict its images; {REMAKE}"
+                )
+            return [np.asarray(one).reshape(h, w, 3) for one, (h, w) in zip(images, shapes.tolist())]
         return images
 
     def _read_into(self, buffer: npt.NDArray[np.uint8], at: int) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.partitions.dirichlet import known_as, meaning
+from dataset.store.annotations import IntArray
 from dataset.store.cache import ByteArray, PixelCache
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import IntArray, SplitIndex
+from dataset.store.index import SplitIndex
 
 PARTITIONED = "train"
 """The split that has partitions; the others keep the file's own users."""

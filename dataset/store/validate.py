@@ -16,14 +16,27 @@ import h5py
 import numpy as np
 
 from dataset.partitions.dirichlet import meaning
+from dataset.store.annotations import (
+    Annotation,
+    Boxes,
+    IntArray,
+    Kind,
+    Masks,
+    check_annotation,
+    fault_of_mask,
+    kind_of,
+    rises,
+    within,
+)
 from dataset.store.images import jpeg_size
-from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, PartitionIndex, SplitIndex
+from dataset.store.index import SPLITS, DatasetIndex, PartitionIndex, SplitIndex
 from dataset.store.native import (
     MAPPINGS,
     PARTITION_COLUMNS,
     PARTITION_NAME,
     PARTITIONS,
     REMAKE,
+    SCHEMA_VERSION,
     TYPES,
     IdColumn,
     NativeReader,
@@ -44,10 +57,12 @@ MOST_LABELS = 100
 
 def check_index(index: DatasetIndex) -> None:
     """Raise ValueError, with a sentence that says where, if an index contradicts itself."""
-    for taxonomy in TAXONOMIES:
-        mapping = index.label_mappings.get(taxonomy)
-        if mapping != {name: column for column, name in enumerate(sorted(mapping or ()))}:
-            raise ValueError(f"the mapping of {taxonomy} is not alphabetical and numbered from 0")
+    for name, kind in kinds_of(index).items():
+        mapping = index.label_mappings.get(name) or {}
+        names = sorted(mapping) if kind == "label set" else list(mapping)
+        if dict(mapping) != {one: number for number, one in enumerate(names)}:
+            order = "alphabetical and " if kind == "label set" else ""
+            raise ValueError(f"the mapping of {name} is not {order}numbered from 0")
     unknown = set(index.splits) - set(SPLITS)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is not a split; there are {', '.join(SPLITS)}")
@@ -69,33 +84,54 @@ def check_split(
     users, images = split.num_users, split.num_images
     for what, column in (("user", split.user_ids), ("image", split.image_ids)) if ids else ():
         _check_ids(what, column)
-    if grouped and not _steps(split.user_offsets, users, images, least=1):
+    if grouped and not rises(split.user_offsets, users, images, least=1):
         raise ValueError("user_offsets do not rise from 0 to the number of images")
-    if len(split.user_index) != images or not _within(split.user_index, users):
+    if len(split.user_index) != images or not within(split.user_index, users):
         raise ValueError("user_index does not give each image one of the users")
     if grouped:
         if not np.array_equal(split.user_index, np.repeat(np.arange(users), np.diff(split.user_offsets))):
             raise ValueError("user_index contradicts user_offsets")
     elif len(split.user_offsets):
         raise ValueError("there are user_offsets although images are not grouped by user")
-    for taxonomy in TAXONOMIES:
-        labels = split.labels[taxonomy]
-        if labels.num_labels != len(mappings[taxonomy]):
-            names = len(mappings[taxonomy])
-            raise ValueError(f"{taxonomy} has {labels.num_labels} columns but {names} names")
-        if not _steps(labels.indptr, images, len(labels.indices), least=0):
-            raise ValueError(f"{taxonomy}_indptr does not rise from 0 to the number of labels")
-        if not _within(labels.indices, labels.num_labels):
-            raise ValueError(f"a label index of {taxonomy} is out of range (0..{labels.num_labels - 1})")
-        rising = np.diff(labels.indices.astype(np.int64), prepend=-1) > 0
-        rising[labels.indptr[:-1][np.diff(labels.indptr) > 0]] = True  # the first label of each image
-        if not rising.all():
-            raise ValueError(f"the label indices of an image in {taxonomy} are not sorted and unique")
+    for name, annotation in split.annotations.items():
+        if annotation.num_labels != len(mappings[name]):
+            raise ValueError(f"{name} has {annotation.num_labels} columns but {len(mappings[name])} names")
+        check_annotation(name, annotation, images)
+    _check_sizes(split)
     for name, partition in split.partitions.items():
         try:
             _check_partition(name, partition, images, ids)
         except ValueError as error:
             raise ValueError(f"partition {name!r}: {error}") from None
+
+
+def kinds_of(index: DatasetIndex) -> dict[str, Kind]:
+    """The annotations of a data set by name. Raises ValueError if its splits have different ones."""
+    found = [
+        {name: kind_of(one) for name, one in split.annotations.items()} for split in index.splits.values()
+    ]
+    if any(kinds != found[0] for kinds in found):
+        raise ValueError("its splits have different annotations")
+    for name in found[0] if found else ():
+        if not PARTITION_NAME.fullmatch(name):
+            raise ValueError(
+                f"annotation {name!r}: its name has other characters than letters, digits and ._+-"
+            )
+    return found[0] if found else {}
+
+
+def _check_sizes(split: SplitIndex) -> None:
+    """Raise ValueError if sizes are missing where annotations refer to them, or boxes reach beyond them."""
+    sizes = split.image_sizes
+    if sizes is not None and (sizes.shape != (split.num_images, 2) or (sizes < 1).any()):
+        raise ValueError("image_sizes does not give each image a height and a width")
+    for name, annotation in split.annotations.items():
+        if isinstance(annotation, (Masks, Boxes)) and sizes is None:
+            raise ValueError(f"{name} needs image_sizes, which are missing")
+        if isinstance(annotation, Boxes) and sizes is not None:
+            bounds = np.repeat(sizes[:, ::-1], np.diff(annotation.indptr), axis=0)
+            if (annotation.corners[:, 2:] > bounds).any():
+                raise ValueError(f"{name}: a box reaches beyond its image")
 
 
 def _check_partition(name: str, partition: PartitionIndex, images: int, ids: bool) -> None:
@@ -105,9 +141,9 @@ def _check_partition(name: str, partition: PartitionIndex, images: int, ids: boo
         _check_ids("user", partition.user_ids)
     if not len(partition.user_ids):
         raise ValueError("it has no user")
-    if not _steps(partition.offsets, len(partition.user_ids), len(partition.rows), least=1):
+    if not rises(partition.offsets, len(partition.user_ids), len(partition.rows), least=1):
         raise ValueError("its offsets do not rise from 0 to the number of its images")
-    if not _within(partition.rows, images):
+    if not within(partition.rows, images):
         raise ValueError(f"a row is out of range (0..{images - 1})")
     if np.bincount(partition.rows).max(initial=0) > 1:
         raise ValueError("it deals an image twice")
@@ -120,19 +156,6 @@ def _check_ids(what: str, column: Sequence[str]) -> None:
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
-
-
-def _within(values: Any, bound: int) -> bool:
-    return not len(values) or bool(values.min() >= 0 and values.max() < bound)
-
-
-def _steps(offsets: Any, parts: int, total: int, least: int) -> bool:
-    return bool(
-        len(offsets) == parts + 1
-        and offsets[0] == 0
-        and offsets[-1] == total
-        and (np.diff(offsets) >= least).all()
-    )
 
 
 def validate(path: Path) -> None:
@@ -179,18 +202,18 @@ def describe(path: Path, reader: Reader) -> str:
     for name in reader.splits:
         split = reader.split(name)
         images = np.bincount(split.user_index, minlength=split.num_users)
-        per_image = {t: len(split.labels[t].indices) / split.num_images for t in TAXONOMIES}
+        per_image = {one: elements(found) / split.num_images for one, found in split.annotations.items()}
         lines.append(
             f"{name:>6}: {split.num_users:,} users, {split.num_images:,} images "
             f"(per user: median {np.median(images):g}, mean {images.mean():.2f}, max {images.max():,}); "
-            + ", ".join(f"{value:.3f} {taxonomy}/image" for taxonomy, value in per_image.items())
+            + ", ".join(f"{value:.3f} {one}/image" for one, value in per_image.items())
         )
         for part, dealt in split.partitions.items():
             sizes = np.diff(dealt.offsets)
             lines.append(
                 f"        partition {part}: {len(sizes):,} users, {len(dealt.rows):,} images "
                 f"(per user: median {np.median(sizes):g}, mean {sizes.mean():.2f}, max {sizes.max():,})"
-                + (f"; {clause}" if (clause := meaning(part, len(reader.label_mappings["labels"]))) else "")
+                + (f"; {clause}" if (clause := meaning(part, _num_classes(reader))) else "")
             )
     lines += _label_lines(reader)
     if isinstance(reader, NativeReader):
@@ -199,18 +222,34 @@ def describe(path: Path, reader: Reader) -> str:
     return "\n".join(lines)
 
 
+def elements(annotation: Annotation) -> int:
+    """How many labels, masks or boxes an annotation has."""
+    if isinstance(annotation, Masks):
+        return len(annotation)
+    return len(annotation.classes if isinstance(annotation, Boxes) else annotation.indices)
+
+
+def _num_classes(reader: Reader) -> int:
+    """K of the first annotation, which partitions refer to."""
+    return len(next(iter(reader.label_mappings.values()), {}))
+
+
 def _label_lines(reader: Reader) -> list[str]:
-    """The labels of each taxonomy and how many images of each split have them, the most frequent first."""
+    """The classes of each annotation, and how many images or objects of each split have them."""
     lines: list[str] = []
     before: tuple[Any, ...] = ()
-    for taxonomy in TAXONOMIES:
-        names = sorted(reader.label_mappings[taxonomy], key=reader.label_mappings[taxonomy].__getitem__)
-        counts = np.array([reader.split(name).labels[taxonomy].counts() for name in reader.splits])
+    kinds = kinds_of(index_of(reader))
+    for taxonomy, mapping in reader.label_mappings.items():
+        names, what = list(mapping), {"boxes": "with objects", "mask": "masks"}.get(kinds[taxonomy], "")
+        if kinds[taxonomy] == "mask":
+            lines.append(f"{taxonomy}: masks of {len(names):,} classes: {', '.join(names[:MOST_LABELS])}")
+            continue
+        counts = np.array([_counts(reader.split(name).annotations[taxonomy]) for name in reader.splits])
         if before == (names, counts.tolist()):
             lines.append(f"{taxonomy}: the same {len(names):,}")
             continue
         before = names, counts.tolist()
-        lines.append(f"{taxonomy}: {len(names):,}, with images in {', '.join(reader.splits)}")
+        lines.append(f"{taxonomy}: {len(names):,}, {what or 'with images'} in {', '.join(reader.splits)}")
         order = np.argsort(-counts.sum(0), kind="stable")
         lines += [
             f"  {names[k]}: {', '.join(f'{count:,}' for count in counts[:, k])}" for k in order[:MOST_LABELS]
@@ -223,9 +262,17 @@ def _label_lines(reader: Reader) -> list[str]:
     return lines
 
 
+def _counts(annotation: Annotation) -> IntArray:
+    """Labels or objects of each class, ``[K]``."""
+    assert not isinstance(annotation, Masks)
+    numbers = annotation.classes if isinstance(annotation, Boxes) else annotation.indices
+    return np.bincount(numbers, minlength=annotation.num_labels).astype(np.int64)
+
+
 def _check_datasets(path: Path, file: h5py.File, reader: NativeReader) -> None:
-    names = [f"metadata/{name}" for name in [*MAPPINGS.values(), "provenance"]]
-    leaves = [*index_names(reader.storage, reader.grouped), "images"]
+    listed = [*MAPPINGS.values()] if reader.version < SCHEMA_VERSION else ["annotations"]
+    names = [f"metadata/{name}" for name in [*listed, "provenance"]]
+    leaves = [*index_names(reader), "images"]
     names += [f"{split}/{leaf}" for split in reader.splits for leaf in leaves]
     for split in reader.splits:
         parts = [f"{split}/{PARTITIONS}/{part}" for part in partition_names(file[split])]
@@ -244,14 +291,15 @@ def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) 
     group, count = file[name], len(file[name]["image_ids"])
     if len(group["image_crc32"]) != count:
         raise ValueError(f"{path} is damaged: {name}/image_crc32 has the wrong length; {REMAKE}")
-    if reader.storage == "jpeg":
-        if not _steps(reader.image_offsets(name), count, len(group["images"]), least=1):
+    if reader.image_size is None:
+        if not rises(reader.image_offsets(name), count, len(group["images"]), least=1):
             raise ValueError(
                 f"{path} is damaged: {name}/image_offsets do not rise from 0 to the number of bytes; {REMAKE}"
             )
     elif group["images"].shape != (count, reader.image_size, reader.image_size, 3):
         raise ValueError(f"{path} is damaged: {name}/images has the wrong shape; {REMAKE}")
-    crc = group["image_crc32"][()]
+    crc, index = group["image_crc32"][()], reader.split(name)
+    masks = {one: found for one, found in index.annotations.items() if isinstance(found, Masks)}
 
     def damage(start: int) -> str | None:
         rows = np.arange(start, min(start + _BLOCK, count))
@@ -259,14 +307,15 @@ def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) 
             fault = None
             if zlib.crc32(image) != crc[row]:
                 fault = "it does not agree with its checksum"
+            elif masks and (fault := _fault_of_masks(index, masks, row)):
+                pass
             elif reader.storage == "jpeg":
                 try:
                     jpeg_size(bytes(image))
                 except ValueError as error:
                     fault = str(error)
             if fault:
-                split = reader.split(name)
-                user, image_id = split.user_ids[int(split.user_index[row])], split.image_ids[row]
+                user, image_id = index.user_ids[int(index.user_index[row])], index.image_ids[row]
                 return f"image {image_id} of user {user} ({name}, row {row}): {fault}"
         return None
 
@@ -274,3 +323,10 @@ def _check_images(path: Path, file: h5py.File, reader: NativeReader, name: str) 
         for fault in pool.map(damage, range(0, count, _BLOCK)):
             if fault:
                 raise ValueError(f"{path} is damaged: {fault}; {REMAKE}")
+
+
+def _fault_of_masks(index: SplitIndex, masks: Mapping[str, Masks], row: int) -> str | None:
+    assert index.image_sizes is not None
+    height, width = index.image_sizes[row].tolist()
+    found = (fault_of_mask(one.png(row), (height, width), one.num_labels) for one in masks.values())
+    return next((fault for fault in found if fault), None)

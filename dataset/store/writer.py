@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from dataset.files import sync
 from dataset.journal import Journal
-from dataset.store.index import TAXONOMIES, DatasetIndex, IntArray, SplitIndex
+from dataset.store.annotations import IntArray, kind_of, stored
+from dataset.store.index import DatasetIndex, SplitIndex
 from dataset.store.native import (
     FORMAT,
     MAPPINGS,
@@ -35,8 +36,10 @@ from dataset.store.native import (
     SCHEMA_VERSION,
     IdColumn,
     Storage,
+    annotation_names,
     checksum,
     content_checksum,
+    version_of,
 )
 from dataset.store.validate import check_index, validate
 
@@ -58,7 +61,8 @@ class DataWriter:
         index: users, images, labels, label mappings and provenance (JSON values only).
         storage: ``jpeg`` keeps the bytes of each image, ``raw`` its pixels.
         image_bytes: for ``jpeg``, the byte length of each image, ``[N]`` by split.
-        image_size: for ``raw``, the side S of the images in pixels.
+        image_size: for ``raw``, the side S of the images in pixels; None keeps the pixels of each image in
+            its own size, which the index must give.
         journal: of a preprocessing that can be stopped and taken up again.
         origin: what identifies the images' bytes.
 
@@ -77,12 +81,12 @@ class DataWriter:
         origin: str = "",
     ) -> None:
         assert (storage == "jpeg") == (image_bytes is not None), "image_bytes goes with jpeg storage"
-        assert (storage == "raw") == (image_size is not None), "image_size goes with raw storage"
+        assert storage == "raw" or image_size is None, "image_size goes with raw storage"
         check_index(index)
         self._path, self._index, self._storage, self._image_size = Path(path), index, storage, image_size
         self._journal, self._origin = journal, origin
-        own = f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}"
-        self._temporary = journal.data if journal else self._path.with_name(own)
+        temporary = f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}"
+        self._temporary = journal.data if journal else self._path.with_name(temporary)
         counts = {name: split.num_images for name, split in index.splits.items()}
         self._crc = {name: np.zeros(count, np.uint32) for name, count in counts.items()}
         self._written = {name: np.zeros(count, bool) for name, count in counts.items()}
@@ -92,16 +96,15 @@ class DataWriter:
                 sizes = np.asarray(image_bytes[name], np.int64)
                 assert len(sizes) == count
                 assert (sizes > 0).all(), "image_bytes gives every image's length"
-            else:
-                assert image_size is not None
+            elif image_size is not None:
                 sizes = np.full(count, image_size * image_size * 3, np.int64)
+            else:
+                own = index.splits[name].image_sizes
+                assert own is not None, "raw images of their own size need sizes"
+                sizes = own.astype(np.int64).prod(axis=1) * 3
             self._places[name] = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
-
-    @property
-    def _partitioned(self) -> bool:
-        return any(split.partitions for split in self._index.splits.values())
 
     @property
     def num_bytes(self) -> int:
@@ -147,9 +150,10 @@ class DataWriter:
         """SHA-256 of all that decides which byte lies where."""
         digest = hashlib.sha256(f"{self._origin} {self._storage} {self._image_size}".encode())
         digest.update(json.dumps([dict(m) for m in self._index.label_mappings.values()]).encode())
+        version = version_of(self._index)
         for name, split in self._index.splits.items():
             digest.update(name.encode() + checksum(self._places[name]).encode())
-            for key, column in _columns(split, self._index.grouped).items():
+            for key, column in _columns(split, self._index.grouped, version).items():
                 digest.update(f"{key} {checksum(column)}".encode())
         return digest.hexdigest()
 
@@ -174,29 +178,29 @@ class DataWriter:
         return True
 
     def write(
-        self, split: str, rows: IntArray, images: Sequence[bytes | memoryview] | npt.NDArray[np.uint8]
+        self,
+        split: str,
+        rows: IntArray,
+        images: Sequence[bytes | memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
     ) -> None:
         """Put image i of ``images`` at row ``rows[i]`` of a split. Threads may write different rows at once.
 
-        For ``jpeg`` storage each image is its bytes, of the announced length; for ``raw``, ``images`` is
-        ``[n, S, S, 3]`` uint8. Neighbouring rows are written at once.
+        For ``jpeg`` storage each image is its bytes, of the announced length; for ``raw``, its pixels
+        ``[S, S, 3]``, or ``[H, W, 3]`` in its own size, as uint8. Neighbouring rows are written at once.
         """
         rows = np.asarray(rows, np.int64)
         assert len(rows) == len(images)
         assert not self._written[split][rows].any(), "a row is written once"
-        if isinstance(images, np.ndarray):
-            assert images.dtype == np.uint8
-            assert images.shape[1:] == (self._image_size, self._image_size, 3)
-            images = [np.ascontiguousarray(image).reshape(-1).data for image in images]
+        content = [one if not isinstance(one, np.ndarray) else _pixels(one) for one in images]
         places, base = self._places[split], self._data_at[split]
-        sizes = np.fromiter(map(len, images), np.int64, count=len(images))
+        sizes = np.fromiter(map(len, content), np.int64, count=len(content))
         assert np.array_equal(sizes, places[rows + 1] - places[rows]), "a length was announced otherwise"
-        self._crc[split][rows] = [zlib.crc32(image) for image in images]
+        self._crc[split][rows] = [zlib.crc32(one) for one in content]
         breaks = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
         with _disk_errors(self._path):
             for start, stop in pairwise(breaks):
                 if start < stop:
-                    _write_all(self._descriptor, images[start:stop], base + int(places[rows[start]]))
+                    _write_all(self._descriptor, content[start:stop], base + int(places[rows[start]]))
         self._written[split][rows] = True
 
     def __exit__(
@@ -238,41 +242,57 @@ class DataWriter:
     def _create(self) -> None:
         # Format 1.8 keeps checksums over HDF5's own structures, which the older default does not.
         with h5py.File(self._temporary, "w", libver=("v108", "v108")) as file:
-            size = self._image_size or 0
+            size, version = self._image_size or 0, version_of(self._index)
             file.attrs.update(
                 {
                     "format": FORMAT,
-                    "schema_version": SCHEMA_VERSION if self._partitioned else 1,
+                    "schema_version": version,
                     "storage": self._storage,
                     "grouped": self._index.grouped,
                     "image_size": size,
                     "content_sha256": "0" * 64,
                 }
             )
-            for taxonomy, name in MAPPINGS.items():
-                _put_json(file, name, dict(self._index.label_mappings[taxonomy]))
+            mappings = self._index.label_mappings
+            if version < SCHEMA_VERSION:
+                for taxonomy, name in MAPPINGS.items():
+                    _put_json(file, name, dict(mappings[taxonomy]))
+            else:
+                first = next(iter(self._index.splits.values()))
+                columns = [
+                    {"name": name, "kind": kind_of(one), "classes": list(mappings[name])}
+                    for name, one in first.annotations.items()
+                ]
+                _put_json(file, "annotations", columns)
             _put_json(file, "provenance", dict(self._index.provenance))
             for name, split in self._index.splits.items():
-                for key, column in _columns(split, self._index.grouped).items():
+                for key, column in _columns(split, self._index.grouped, version).items():
                     _put(file, f"{name}/{key}", column)
                 _put(file, f"{name}/image_crc32", self._crc[name])
-                if self._storage == "jpeg":
+                if not size:
                     _put(file, f"{name}/image_offsets", self._places[name])
                 total, count = int(self._places[name][-1]), split.num_images
-                shape = (total,) if self._storage == "jpeg" else (count, size, size, 3)
+                shape = (count, size, size, 3) if size else (total,)
                 self._data_at[name] = _reserve(file, f"{name}/images", shape)
 
 
-def _columns(split: SplitIndex, grouped: bool) -> dict[str, npt.NDArray[Any]]:
+def _pixels(image: npt.NDArray[np.uint8]) -> memoryview:
+    assert image.dtype == np.uint8
+    return np.ascontiguousarray(image).reshape(-1).data
+
+
+def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.NDArray[Any]]:
     columns: dict[str, npt.NDArray[Any]] = {"user_ids": IdColumn.of(split.user_ids).raw}
     if grouped:
         columns["user_offsets"] = split.user_offsets.astype(np.int64)
     else:
         columns["user_index"] = split.user_index.astype(np.int32)
     columns["image_ids"] = IdColumn.of(split.image_ids).raw
-    for taxonomy in TAXONOMIES:
-        columns[f"{taxonomy}_indptr"] = split.labels[taxonomy].indptr.astype(np.int64)
-        columns[f"{taxonomy}_indices"] = split.labels[taxonomy].indices.astype(np.uint16)
+    kinds = {name: kind_of(one) for name, one in split.annotations.items()}
+    for name, leaves in annotation_names(kinds, version).items():
+        columns |= {leaves[leaf]: data for leaf, data in stored(split.annotations[name]).items()}
+    if split.image_sizes is not None:
+        columns["image_sizes"] = split.image_sizes.astype(np.int32)
     for name, partition in split.partitions.items():
         columns[f"{PARTITIONS}/{name}/user_ids"] = IdColumn.of(partition.user_ids).raw
         columns[f"{PARTITIONS}/{name}/rows"] = partition.rows.astype(np.int64)

@@ -18,9 +18,9 @@ import h5py
 import numpy as np
 
 from dataset.cli import run
-from dataset.flair import sources
-from dataset.flair.download_preprocess import Options, preprocess
+from dataset.fetch import source
 from dataset.flair.sources import local
+from dataset.preprocess import Options, preprocess
 from dataset.store.native import Storage
 from tests.campaigns.lives import After, At, live
 from tests.dataset.drawn import records, write_archives, write_files, write_parquet
@@ -40,9 +40,9 @@ PLACES = (
     "dataset.store.writer:DataWriter._complete",
     "dataset.store.writer:DataWriter._take_up",
     "dataset.store.writer:validate",
-    "dataset.store.writer:_sync",
-    "dataset.flair.download_preprocess:build_index",
-    "dataset.flair.download_preprocess:decode",
+    "dataset.store.writer:sync",
+    "dataset.preprocess:build_index",
+    "dataset.preprocess:decode",
     "os:fdatasync",
 )
 
@@ -72,7 +72,7 @@ class Campaign:
 
     def _live(self, name: str, death: After | At | None) -> int | None:
         def work() -> int:
-            sources.BATCH = 16
+            source.BATCH = 16
             options = Options(
                 self._folder / name, self._storage, image_size=32, block_images=self._blocks, workers=2
             )

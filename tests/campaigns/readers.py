@@ -30,8 +30,9 @@ from benchmarks.sweep.space import SWEEPS, read_sweep
 from benchmarks.visual_classification.config import VISION
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.download_preprocess import CIFAR10
-from dataset.flair.download_preprocess import Options, preprocess, read_vocabulary
+from dataset.flair.download_preprocess import read_vocabulary
 from dataset.flair.sources import local
+from dataset.preprocess import Options, preprocess
 from dataset.store import probe as probing
 from dataset.store.hdf5 import DataFile
 from dataset.store.hdf5 import main as describe

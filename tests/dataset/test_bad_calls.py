@@ -57,7 +57,7 @@ BAD = [
     ("statistics", "folder", "no file folder"),
     ("statistics", "text", "text is not an HDF5 file"),
     ("statistics", "cut.hdf5", "cut.hdf5 is truncated"),
-    ("statistics", "good.hdf5 --taxonomy=colours", "'colours' is not a taxonomy"),
+    ("statistics", "good.hdf5 --taxonomy=colours", "'colours' is not an annotation"),
     ("statistics", "good.hdf5 --output_dir=text", "--output_dir text: text is a file, not a folder"),
     ("statistics", "good.hdf5 --output_dir=text/below", "--output_dir text/below: text is a file"),
     ("statistics", "good.hdf5 --output_dir=/proc/below", "--output_dir /proc/below cannot be written"),

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataset import scan
 from dataset.cli import run
-from dataset.flair import download_preprocess, sources
-from dataset.flair.download_preprocess import Options, preprocess
+from dataset.fetch import source
 from dataset.flair.sources import local
 from dataset.journal import Journal
+from dataset.preprocess import Options, preprocess
 from dataset.store import writer
 from dataset.store.hdf5 import DataFile
 from dataset.store.native import Storage
@@ -48,7 +49,7 @@ def make(folder: Path, output: Path, storage: Storage = "jpeg", **options: Any) 
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "BATCH", 5)
+    monkeypatch.setattr(source, "BATCH", 5)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_what_was_checked_is_not_checked_again(tmp_path: Path, write: Folder, st
     assert make(folder, output) == 75
     assert not output.exists()
     assert put == [6]
-    checked = stop(download_preprocess, "_fault", -1)
+    checked = stop(scan, "_checked", -1)
     assert make(folder, output) == 0
     assert 100 - 8 * BLOCK <= checked[0] <= 100 - 5 * BLOCK
     assert_paired(output, rows)

@@ -17,8 +17,8 @@ from benchmarks.flair.skew import (
     pixel_histograms,
     size_curve,
 )
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import LabelMatrix
 
 
 def test_emd_of_two_heaps_is_their_distance_in_bins() -> None:

@@ -19,10 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataset.fetch import hugging_face
 from dataset.fetch.http import Patience, Remote, fetch
 from dataset.fetch.http import remote as remote_file
+from dataset.fetch.source import Source
 from dataset.flair import remote
-from dataset.flair.sources import Source, _json_list, local
+from dataset.flair.sources import _json_list, local
 from tests.dataset.drawn import (
     Record,
     add_member,
@@ -350,8 +352,8 @@ class Hub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     stand_in = Hub(write_parquet(tmp_path / "hub", records(30)))
-    monkeypatch.setattr(remote, "HfApi", lambda **_: stand_in)
-    monkeypatch.setattr(remote, "hf_hub_download", stand_in.hf_hub_download)
+    monkeypatch.setattr(hugging_face, "HfApi", lambda **_: stand_in)
+    monkeypatch.setattr(hugging_face, "hf_hub_download", stand_in.hf_hub_download)
     return stand_in
 
 

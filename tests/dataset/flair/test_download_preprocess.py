@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dataset.cli import run
+from dataset.fetch import hugging_face
 from dataset.flair import remote
 from dataset.flair.download_preprocess import main
 from dataset.store.hdf5 import DataFile
@@ -358,8 +359,8 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
             SimpleNamespace(path=name, size=(served / name).stat().st_size, lfs=None)
         ],
     )
-    monkeypatch.setattr(remote, "HfApi", lambda **_: api)
-    monkeypatch.setattr(remote, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(hugging_face, "HfApi", lambda **_: api)
+    monkeypatch.setattr(hugging_face, "hf_hub_download", hf_hub_download)
     output = tmp_path / "f.hdf5"
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

@@ -22,9 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile, DataWriter, Storage
 from dataset.store.images import decode, jpeg_size, resize
-from dataset.store.index import DatasetIndex, LabelMatrix, PartitionIndex, SplitIndex
+from dataset.store.index import DatasetIndex, PartitionIndex, SplitIndex
 from dataset.store.native import IdColumn
 from tests.dataset.drawn import draw, jpeg, number_in
 
@@ -256,7 +257,7 @@ def test_unknown_splits_and_taxonomies_are_named(tmp_path: Path) -> None:
     with DataFile(write(tmp_path / "f.hdf5", "raw")) as file:
         with pytest.raises(ValueError, match="no split 'test'; it has train, val"):
             file.split("test")
-        with pytest.raises(ValueError, match="'fine' is not a taxonomy"):
+        with pytest.raises(ValueError, match="'fine' is not an annotation"):
             file.label_mapping("fine")
 
 

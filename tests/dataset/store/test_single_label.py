@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import LabelMatrix, PartitionIndex, SplitIndex
+from dataset.store.index import PartitionIndex, SplitIndex
 from dataset.store.single_label import SingleLabelImages, SingleLabelView, _carved
 from pfl_ext.data.federated_dataset import ImageStore, natural_partition
 from tests.dataset.drawn import number_in
@@ -100,7 +101,7 @@ def test_what_a_file_cannot_give_is_said_in_one_line(file: DataFile, tmp_path: P
     assert SingleLabelView(plain).partition_names == ()
     with pytest.raises(ValueError, match=r"no partition 'crossed'; there are none, only users of its own"):
         SingleLabelView(plain, "crossed")
-    with pytest.raises(ValueError, match="'colours' is not a taxonomy"):
+    with pytest.raises(ValueError, match="'colours' is not an annotation"):
         SingleLabelView(plain, taxonomy="colours")
     with pytest.raises(ValueError, match="no images in the split 'test'"):
         SingleLabelView(plain).split("test")

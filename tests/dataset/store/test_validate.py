@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
 from dataset.store import validate as validation
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile, main
-from dataset.store.index import TAXONOMIES, DatasetIndex, LabelMatrix, SplitIndex
+from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex
 from dataset.store.native import checksum
 from dataset.store.validate import check_index, validate
 from tests.dataset.drawn import records, write_parquet
@@ -241,7 +242,7 @@ def test_labels_that_contradict_themselves_are_refused(
 
     def with_labels(labels: LabelMatrix) -> DatasetIndex:
         train = index.splits["train"]
-        changed = replace(train, labels={**train.labels, "fine_grained_labels": labels})
+        changed = replace(train, annotations={**train.labels, "fine_grained_labels": labels})
         return replace(index, splits={**index.splits, "train": changed})
 
     check_index(with_labels(fine))
@@ -322,7 +323,7 @@ def other_content(file: h5py.File) -> None:
 
 
 def newer(file: h5py.File) -> None:
-    file.attrs["schema_version"] = 3
+    file.attrs["schema_version"] = 4
 
 
 def no_mapping(file: h5py.File) -> None:
@@ -343,7 +344,7 @@ def no_mapping(file: h5py.File) -> None:
         (stale_checksum, "train/user_ids does not agree with its checksum"),
         (mapping_not_alphabetical, "the mapping of labels is not alphabetical"),
         (other_content, "its content checksum does not agree"),
-        (newer, "schema version 3, newer than 2"),
+        (newer, "schema version 4, newer than 3"),
         (no_mapping, "label_mapping"),
     ],
 )

@@ -1,0 +1,212 @@
+"""Images in tar archives, read as streams and never unpacked, and in folders.
+
+Files may come from anywhere, so no size that they declare is believed: neither that of an archive's member
+nor that of its header.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import tarfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pyarrow as pa
+from typing_extensions import Self
+
+from dataset.fetch import source
+from dataset.fetch.source import Image, Records, Shard, nothing
+
+MAX_IMAGE_BYTES = 1 << 26
+_MAX_HEADER_BYTES = 1 << 20  # of a long name in a tar archive
+_HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members that are headers of the next
+
+
+@dataclass
+class ArchiveSource:
+    """Images that a file lists, in tar archives or as files ``<image_id>.jpg``.
+
+    Archives are read as streams and never unpacked, and only the last part of a member's name is looked at.
+    A file whose image is in an archive, too, is left out. Images that are not listed are left out;
+    those that are listed and nowhere come last, as None.
+    """
+
+    listing: Shard
+    read_listing: Callable[[Path], pa.Table]
+    archives: Sequence[Shard]
+    files: Path | None
+    num_images: int
+    image_bytes: int
+    provenance: dict[str, Any]
+    download_bytes: int = 0
+    discard: Callable[[], None] = nothing
+    paths: Mapping[str, Path] | None = None
+    """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
+    _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
+    _claimed: array[int] = field(default_factory=lambda: array("l"), repr=False)
+    """``[R]``: 1 + the first part that has each image; 0 if none has it so far."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """As `Source.schema`."""
+        return self.listed()[0].schema
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`: archives, or the folder of files; then what is listed and in none of them."""
+        keys = [shard.key for shard in self.archives]
+        if self.files is not None:
+            keys.append(_folder_key(self.files, self._found()))
+        return [f"{self.listing.key} {key}" for key in [*keys, f"missing of {' '.join(keys)}"]]
+
+    def skip(self, part: int, table: pa.Table) -> None:
+        """As `Source.skip`."""
+        _, row_of = self.listed()
+        for image_id in table["image_id"].to_pylist():
+            self._claim(part, row_of[image_id])
+
+    def _claim(self, part: int, row: int) -> None:
+        """Note that a part has an image, unless an earlier part has it, too."""
+        if not self._claimed[row]:
+            self._claimed[row] = part + 1
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """As `Source.records`."""
+        table, row_of = self.listed()
+        for ids, images in self._batches(part, start):
+            rows = [row_of[image_id] for image_id in ids]
+            yield Records(table.take(rows), images, self._origin(part))
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """As `Source.images`; all `records` must have been read, or skipped, before."""
+        return (images for _, images in self._batches(part, start))
+
+    def _origin(self, part: int) -> str:
+        if part < len(self.archives):
+            return self.archives[part].name
+        is_files = self.files is not None and part == len(self.archives)
+        return self.files.name if self.files is not None and is_files else self.listing.name
+
+    def listed(self) -> tuple[pa.Table, dict[str, int]]:
+        """The records that are listed, and each image's row among them."""
+        if self._listed is None:
+            table = self.read_listing(self.listing.fetch())
+            ids = table["image_id"].to_pylist()
+            row_of = {image_id: row for row, image_id in enumerate(ids)}
+            if len(row_of) < len(ids):
+                twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
+                raise ValueError(f"{self.listing.name} lists image {twice} twice")
+            self._listed, self._claimed = (table, row_of), array("l", [0]) * len(row_of)
+        return self._listed
+
+    def _batches(self, part: int, start: int) -> Iterator[tuple[list[str], list[Image]]]:
+        _, row_of = self.listed()
+        ids: list[str] = []
+        images: list[Image] = []
+        for image_id, image in self._members(part):
+            if image is not None:
+                self._claim(part, row_of[image_id])
+            if start:
+                start -= 1
+                continue
+            ids.append(image_id)
+            images.append(image() if callable(image) else image)
+            if len(ids) == source.BATCH:
+                yield ids, images
+                ids, images = [], []
+        if ids:
+            yield ids, images
+
+    def _members(self, part: int) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
+        """The listed images of a part, each with how to read it; None if it is nowhere."""
+        _, row_of = self.listed()
+        if part < len(self.archives):
+            return ((name, read) for name, read in tar_images(self.archives[part].fetch()) if name in row_of)
+        if self.files is not None and part == len(self.archives):
+            free = (0, part + 1)
+            return _jpegs(one for one in self._found() if self._claimed[row_of[one[0]]] in free)
+        return ((name, None) for name, row in row_of.items() if not self._claimed[row])
+
+    def _found(self) -> Iterator[tuple[str, Path]]:
+        """The listed images that are files, with their paths."""
+        assert self.files is not None
+        for image_id in self.listed()[1]:
+            path = self.files / f"{image_id}.jpg" if self.paths is None else self.paths.get(image_id)
+            if path is not None and Path(image_id).name == image_id and path.is_file():
+                yield image_id, path
+
+
+def _jpegs(found: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for image_id, path in found:
+        _bounded(str(path), path.stat().st_size)
+        yield image_id, path.read_bytes
+
+
+def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:
+    """SHA-256 over names, sizes and times of the images in a folder."""
+    digest = hashlib.sha256(str(folder).encode())
+    for image_id, path in found:
+        stat = path.stat()
+        digest.update(f"{image_id} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _bounded(name: str, size: int) -> None:
+    """ValueError for the size of no image."""
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{name} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}: that is no photograph")
+
+
+class BoundedHeader(tarfile.TarInfo):
+    """Refuses headers (long names, say) of a size that no header has: tarfile reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """As tarfile's; raises ReadError for such a header."""
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _HEADERS and found.size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {found.size:,} bytes")
+        return found
+
+
+def tar_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The JPEGs of an archive, in its order; each must be read before the next is asked for."""
+    with archive_errors(path), ExitStack() as stack:
+        stream: IO[bytes] = stack.enter_context(open(path, "rb"))
+        if stream.read(2) == b"\x1f\x8b":  # tarfile itself does not look at gzip's checksum
+            stream.seek(0)
+            stream = cast(IO[bytes], stack.enter_context(gzip.GzipFile(fileobj=stream)))
+        stream.seek(0)
+        archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|", tarinfo=BoundedHeader))
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
+            name = Path(member.name)
+            if member.isreg() and name.suffix.lower() in (".jpg", ".jpeg"):
+                _bounded(f"{path}: {member.name!r}", member.size)
+                content = archive.extractfile(member)
+                assert content is not None
+                yield name.stem, partial(_read, path, content)
+        while stream.read(1 << 20):  # to gzip's checksum, which stands at the end
+            pass
+
+
+def _read(path: Path, content: IO[bytes]) -> bytes:
+    with archive_errors(path):
+        return content.read()
+
+
+@contextmanager
+def archive_errors(path: Path) -> Iterator[None]:
+    """Turn what a damaged archive raises into one ValueError that names it."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from None

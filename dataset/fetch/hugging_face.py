@@ -1,0 +1,86 @@
+"""Parquet files from a repository of Hugging Face, pinned to a commit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, hf_hub_download
+
+from dataset.fetch.http import SourceError
+from dataset.fetch.source import Shard, delete_downloads
+from dataset.files import file_digest
+
+
+def parquet_shards(
+    repository: str, folder: Path, revision: str, endpoint: str | None = None
+) -> tuple[str, list[Shard]]:
+    """The commit, and the parquet files of a repository at it, whose SHA-256 is checked on arrival.
+
+    Args:
+        repository: of a data set on Hugging Face.
+        folder: where the shards come to, each when it is needed.
+        revision: a commit (a prefix is enough), branch or tag.
+        endpoint: another server than huggingface.co.
+
+    Raises:
+        SourceError: when the repository cannot be listed, or has no parquet. huggingface_hub retries, and
+            goes on with half files.
+    """
+    api = HfApi(endpoint=endpoint)
+    try:
+        commits = api.list_repo_commits(repository, repo_type="dataset")
+        commit = next((c.commit_id for c in commits if c.commit_id.startswith(revision)), None)
+        if commit is None:
+            commit = api.dataset_info(repository, revision=revision).sha
+        tree = list(api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset"))
+    except Exception as error:  # its errors come from three libraries and several versions of them
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(
+            f"cannot list {repository} at revision {revision} on Hugging Face ({text}); check the network "
+            "and --revision, or give a local copy with --source DIR"
+        ) from None
+
+    def shard(file: Any) -> Shard:
+        def get() -> Path:
+            target = folder / str(file.path)
+            checked = target.with_name(target.name + ".checked")
+            if target.is_file() and checked.exists() and target.stat().st_size == file.size:
+                return target
+            try:
+                hf_hub_download(
+                    repository,
+                    file.path,
+                    repo_type="dataset",
+                    revision=commit,
+                    local_dir=folder,
+                    endpoint=endpoint,
+                )
+            except Exception as error:
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise SourceError(
+                    f"cannot download {file.path} ({text}); what has arrived is kept: run the command again"
+                ) from None
+            digest = file_digest(target)
+            if file.lfs is not None and digest != file.lfs.sha256:
+                target.unlink()
+                raise SourceError(f"{file.path} arrived damaged (SHA-256 {digest}); run the command again")
+            checked.touch()
+            return target
+
+        return Shard(file.path, file.size, get, f"{commit} {file.path} {file.size}")
+
+    shards = [
+        shard(one) for one in sorted(tree, key=lambda one: str(one.path)) if one.path.endswith(".parquet")
+    ]
+    if not shards:
+        raise SourceError(f"{repository} holds no parquet at revision {revision}; try another --revision")
+    return commit, shards
+
+
+def discard(folder: Path, shards: Sequence[Shard]) -> None:
+    """Delete what was downloaded."""
+    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # huggingface_hub's own notes
+    delete_downloads(folder, [*(one.name for one in shards), ".cache/huggingface"])

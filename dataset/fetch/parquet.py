@@ -1,0 +1,99 @@
+"""Images and their records in parquet files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataset.fetch import source
+from dataset.fetch.source import Image, Records, Shard, nothing
+
+
+@dataclass
+class ParquetSource:
+    """Parquet shards with the columns of a schema, and ``image``: bytes, or a struct that holds them."""
+
+    schema: pa.Schema
+    shards: Sequence[Shard]
+    num_images: int
+    provenance: dict[str, Any]
+    download_bytes: int = 0
+    discard: Callable[[], None] = nothing
+
+    @property
+    def image_bytes(self) -> int:
+        """The shards' size: a JPEG does not compress any further."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`: the shards."""
+        return [shard.key for shard in self.shards]
+
+    def skip(self, part: int, table: pa.Table) -> None:
+        """As `Source.skip`."""
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """As `Source.records`."""
+        shard = self.shards[part]
+        for batch in _parquet(shard, [*self.schema.names, "image"], start):
+            table = pa.Table.from_batches([batch.select(self.schema.names)])
+            try:
+                table = table.cast(self.schema)
+            except pa.ArrowException as error:
+                raise ValueError(f"{shard.name} has columns of other types than it should: {error}") from None
+            for name in self.schema.names:
+                if table[name].null_count:
+                    raise ValueError(f"{shard.name} has records without {name}")
+            yield Records(table, _binary(shard, batch), shard.name)
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """As `Source.images`."""
+        for batch in _parquet(self.shards[part], ["image"], start):
+            yield _binary(self.shards[part], batch)
+
+
+def _parquet(shard: Shard, columns: list[str], start: int) -> Iterator[Any]:
+    path = shard.fetch()
+    try:
+        # A buffer, rather than whole column chunks, bounds the memory whatever the size of a row group.
+        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            missing = [name for name in columns if name not in file.schema_arrow.names]
+            if missing:
+                raise ValueError(f"it has no column {missing[0]!r}; it needs {', '.join(columns)}")
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if start >= rows:
+                    start -= rows
+                    continue
+                batches = file.iter_batches(
+                    source.BATCH, row_groups=[group], columns=columns, use_threads=False
+                )
+                for batch in batches:
+                    if start < len(batch):
+                        yield batch.slice(start)
+                    start = max(0, start - len(batch))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+
+
+def _binary(shard: Shard, batch: Any) -> list[Image]:
+    column = batch.column("image")
+    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = column.flatten()[column.type.get_field_index("bytes")]
+    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+        raise ValueError(f"{shard.name}: the column 'image' holds {column.type}, not the images' bytes")
+    return [memoryview(value.as_buffer()).cast("B") if value.is_valid else None for value in column]
+
+
+def num_rows(path: Path) -> int:
+    """The number of records in a file; ValueError if it is no parquet."""
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None

@@ -1,0 +1,122 @@
+"""What a source of images is: parts that can be read twice, in the same order, a batch at a time.
+
+A source has parts (its files, mostly), read from any image on: `Source.records` for everything,
+`Source.images` for the images alone. Remote files are fetched one at a time, when they are first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+BATCH = 64
+"""Images in a batch."""
+
+Image = memoryview | bytes | npt.NDArray[np.uint8] | None
+"""An image's bytes, or pixels ``[H, W, 3]``; None where the source lists an image that it does not hold."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """A batch: the columns of `dataset.store.columns.ID_COLUMNS` and annotations, images, and their file."""
+
+    table: pa.Table
+    images: Sequence[Image]
+    origin: str
+
+
+class Source(Protocol):
+    """Users' images with their labels, readable twice in the same order."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the records: `dataset.store.columns.schema`."""
+        ...
+
+    @property
+    def num_images(self) -> int:
+        """How many images there are (an estimate will do: for the progress bar and the disk)."""
+        ...
+
+    @property
+    def image_bytes(self) -> int:
+        """About how many bytes the images have together."""
+        ...
+
+    @property
+    def download_bytes(self) -> int:
+        """How many bytes are still to be downloaded."""
+        ...
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Source, revision, licence."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """What identifies the content of each part: as long as it is the same, so are the bytes."""
+        ...
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """Everything of a part, batch by batch, from image ``start`` on."""
+        ...
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """The images alone, in the order of `records`."""
+        ...
+
+    def skip(self, part: int, table: pa.Table) -> None:
+        """Take note that an earlier process read these records of a part."""
+        ...
+
+    @property
+    def discard(self) -> Callable[[], None]:
+        """Deletes what was downloaded."""
+        ...
+
+
+def nothing() -> None:
+    """What there is to delete of a local source."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a source; ``fetch`` makes sure that it is on the disk and says where.
+
+    ``key`` identifies its bytes without reading them: commit and hash, or size and time.
+    """
+
+    name: str
+    size: int
+    fetch: Callable[[], Path]
+    key: str
+
+    @classmethod
+    def on_disk(cls, path: Path, name: str) -> Shard:
+        """A local file."""
+        stat = path.stat()
+        return cls(name, stat.st_size, lambda: path, f"{name} {stat.st_size} {stat.st_mtime_ns}")
+
+
+def delete_downloads(folder: Path, names: Sequence[str]) -> None:
+    """Delete these files of a download folder, and folders that this leaves empty; nothing else."""
+    for name in names:
+        for path in (folder / name, folder / f"{name}.checked"):
+            path.unlink(missing_ok=True)
+    for parent in dict.fromkeys([*((folder / name).parent for name in names), folder]):
+        with contextlib.suppress(OSError):  # it is not empty
+            parent.rmdir()
+
+
+def bytes_to_download(shards: Sequence[Shard], folder: Path) -> int:
+    """How many bytes of the shards are not in the download folder yet."""
+    here = {path.name: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return sum(shard.size for shard in shards if here.get(Path(shard.name).name) != shard.size)

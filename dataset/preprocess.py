@@ -1,0 +1,278 @@
+"""The pipeline that every data set uses: from a source of images to one HDF5 file, in two passes that resume.
+
+Each pass has bounded memory. The first reads users, annotations and image sizes, checks each image and keeps
+compact columns, from which every image's place in the file follows; the second puts each image at its place.
+The output has its name only when it is complete and checked; dataset/store/hdf5.py describes its schema.
+
+A preprocessing that was stopped goes on when it is called again: what was downloaded, and each block of
+images that was checked or written, is kept in F.partial until the output is complete (`dataset.journal`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+
+from dataset.cli import output_file
+from dataset.fetch.source import Image, Source
+from dataset.files import prefetched
+from dataset.journal import Journal, free
+from dataset.scan import Options, Scan, progress, refuse, scan
+from dataset.store.annotations import IntArray
+from dataset.store.columns import Placement, build_index, kinds
+from dataset.store.hdf5 import DataWriter
+from dataset.store.images import Pixels, decode, resized
+from dataset.store.index import DatasetIndex
+from dataset.store.transcode import Transcoding, other_format, to_jpeg, to_pixels
+
+__all__ = ["Options", "check_disk", "checked_output", "preprocess", "side_or_own"]
+
+TOOL_VERSION = "1.0"
+
+
+def preprocess(source: Source, options: Options) -> None:
+    """Make ``options.output_file`` from a source, going on where an earlier call was stopped.
+
+    Raises ValueError that names user and image for an image that cannot be used (unless such are skipped),
+    and for records that contradict one another; OSError if the disk is full.
+    """
+    with Journal(options.output_file) as journal:
+        found = scan(source, options, journal)
+        _say_transcoded(found, options)
+        while True:
+            index, placement = _index(found, source, options)
+            faults = _write(source, found, index, placement, options, journal)
+            if not faults:
+                break
+            found.faults.update(
+                faults
+            )  # raw storage found images that cannot be decoded: again, without them
+    source.discard()
+
+
+def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, Placement]:
+    keep = np.ones(len(scan.num_bytes), bool)
+    keep[list(scan.faults)] = False
+    skipped = [
+        {
+            "user_id": scan.table["user_id"][record].as_py(),
+            "image_id": scan.table["image_id"][record].as_py(),
+            "reason": fault,
+        }
+        for record, fault in sorted(scan.faults.items())
+    ]
+    provenance: dict[str, Any] = {
+        **source.provenance,
+        "counts": {},
+        "verify": "full" if options.storage == "raw" else options.verify,
+        "skipped_images": skipped,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tool": options.tool,
+        "tool_version": TOOL_VERSION,
+        "pillow_version": PIL.__version__,
+    }
+    if done := scan.transcoded():
+        assert options.transcode is not None
+        transcoded: dict[str, Any] = {"images": done, "background": options.transcode.background}
+        if options.storage == "jpeg":
+            transcoded |= {"jpeg_quality": options.transcode.quality, "chroma_subsampling": "4:4:4"}
+        provenance["transcoded"] = transcoded
+    index, placement = build_index(
+        scan.table,
+        keep,
+        grouped=options.grouped,
+        vocabulary=options.vocabulary or {},
+        provenance=provenance,
+        sizes=scan.sizes if _needs_sizes(source, options) else None,
+        sort_images=options.sort_images,
+    )
+    provenance["counts"] = {
+        name: {"users": split.num_users, "images": split.num_images} for name, split in index.splits.items()
+    }
+    return (options.finish(index) if options.finish else index), placement
+
+
+def _write(
+    source: Source,
+    scan: Scan,
+    index: DatasetIndex,
+    placement: Placement,
+    options: Options,
+    journal: Journal,
+) -> dict[int, str]:
+    """The second pass; returns the images that it found undecodable, in which case nothing was written."""
+    image_bytes = {}
+    for number, name in enumerate(placement.names):
+        here = np.flatnonzero(placement.split == number)
+        image_bytes[name] = np.empty(len(here), np.int64)
+        image_bytes[name][placement.row[here]] = scan.num_bytes[here]
+    raw = options.storage == "raw"
+    writer = DataWriter(
+        options.output_file,
+        index,
+        storage=options.storage,
+        image_bytes=None if raw else image_bytes,
+        image_size=options.image_size if raw else None,
+        journal=journal,
+        origin=" ".join([*source.parts, str(options.transcode)]),
+    )
+    found: dict[int, str] = {}
+    changed = ValueError(f"{source.provenance['source']} changed while it was read: run the command again")
+
+    def put(batch: tuple[int, Sequence[Image]]) -> int:
+        start, images = batch
+        if not raw and options.transcode is not None:
+            images = [_kept(image, options.transcode) for image in images]
+        if start + len(images) > len(scan.num_bytes):
+            raise changed
+        records = np.arange(start, start + len(images))
+        for number, name in enumerate(placement.names):
+            here = records[placement.split[records] == number]
+            here = here[np.argsort(placement.row[here])]
+            picked = [image for record in here.tolist() if (image := images[record - start]) is not None]
+            if list(map(_length, picked)) != scan.num_bytes[here].tolist():
+                raise changed
+            rows = placement.row[here]
+            if not raw:
+                writer.write(name, rows, picked)
+                continue
+            pixels = []
+            for record, image in zip(here.tolist(), picked):
+                try:
+                    pixels.append(_pixels(image, options))
+                except ValueError as error:
+                    refuse(scan.table, record, str(error), options)
+                    found[record] = str(error)
+                    height, width = 2 * [options.image_size] if options.image_size else scan.sizes[record]
+                    pixels.append(np.zeros((height, width, 3), np.uint8))
+            writer.write(name, rows, pixels)
+        return len(images)
+
+    def rows_of(start: int, stop: int) -> dict[str, IntArray]:
+        split, row = placement.split[start:stop], placement.row[start:stop]
+        return {name: row[split == number] for number, name in enumerate(placement.names)}
+
+    try:
+        with writer, progress(source, "2/2 write") as bar:
+            first = 0
+            for _, blocks in groupby(scan.blocks, key=lambda block: block.part):
+                left = deque(blocks)
+                while left and writer.already(str(first), rows_of(first, first + len(left[0]))):
+                    first += len(left[0])
+                    bar.update(len(left.popleft()))
+                if not sum(map(len, left)):
+                    continue
+                done, images = first, source.images(left[0].part, left[0].start)
+                for count in prefetched(
+                    put, _numbered(images, first), ahead=2 * options.workers, threads=options.workers
+                ):
+                    done += count
+                    bar.update(count)
+                    while left and done >= first + len(left[0]) and not found:
+                        writer.put_down(str(first), rows_of(first, first + len(left[0])))
+                        first += len(left.popleft())
+                if left and sum(map(len, left)) and not found:
+                    raise changed
+                first += sum(map(len, left))
+            if found:
+                raise _UndecodableError
+    except _UndecodableError:
+        return found
+    return {}
+
+
+def _needs_sizes(source: Source, options: Options) -> bool:
+    """Whether the index says how large each image is."""
+    refers = {"mask", "boxes"} & {*kinds(source.schema).values()}
+    return bool(refers) or (options.storage == "raw" and options.image_size is None)
+
+
+def _length(image: bytes | memoryview | Pixels) -> int:
+    return image.nbytes if isinstance(image, np.ndarray) else len(image)
+
+
+def _pixels(image: bytes | memoryview | Pixels, options: Options) -> Pixels:
+    """An image as raw storage keeps it. Raises ValueError for one that cannot be decoded."""
+    side = options.image_size
+    if isinstance(image, np.ndarray):
+        pixels = image
+    elif options.transcode is not None and other_format(image):
+        pixels = to_pixels(image, options.transcode.background)[0]
+    else:
+        return decode(image, side)
+    return pixels if side is None else resized(pixels, side)
+
+
+def _kept(image: Image, how: Transcoding) -> Image:
+    """The bytes that jpeg storage keeps; those of a bad image, which has no place, do not matter."""
+    if image is None or isinstance(image, np.ndarray) or other_format(image) is None:
+        return image
+    with contextlib.suppress(ValueError):
+        return to_jpeg(image, how)[0]
+    return image
+
+
+def _say_transcoded(scan: Scan, options: Options) -> None:
+    """One line on the screen, if there are images that are no JPEGs."""
+    done = scan.transcoded()
+    if not done:
+        return
+    assert options.transcode is not None
+    into = f"JPEGs of quality {options.transcode.quality}" if options.storage == "jpeg" else "pixels"
+    parts = "; ".join(f"{count:,} {note}" for note, count in sorted(done.items()))
+    print(f"{sum(done.values()):,} images are no JPEGs and become {into}: {parts}", file=sys.stderr)
+
+
+class _UndecodableError(Exception):
+    """Leaves the writer's block so that nothing is kept."""
+
+
+def _numbered(batches: Iterable[Sequence[Image]], start: int) -> Iterator[tuple[int, Sequence[Image]]]:
+    for images in batches:
+        yield start, images
+        start += len(images)
+
+
+def check_disk(source: Source, options: Options) -> None:
+    """Raise OSError if the disk of the output has no room for the download and the output together."""
+    output = source.image_bytes
+    if options.storage == "raw":
+        side = options.image_size
+        output = (
+            source.num_images * side**2 * 3 if side else 10 * output
+        )  # a photograph's JPEG is about a tenth
+    need = output - Journal(options.output_file).size() + source.download_bytes
+    available = free(options.output_file.parent)
+    if need > available:
+        download = f"{source.download_bytes / 1e9:.2f} GB to download and " if source.download_bytes else ""
+        raise OSError(
+            f"{download}{output / 1e9:.2f} GB for {options.output_file} are needed, but only "
+            f"{available / 1e9:.2f} GB are free there: free some or choose another disk"
+        )
+
+
+def side_or_own(text: str) -> int | None:
+    """A value of ``--image_size``: a side in pixels, or ``own`` (None), which keeps each image's own size."""
+    return None if text == "own" else int(text)
+
+
+def checked_output(given: argparse.Namespace) -> Path:
+    """``--output_file`` of a preprocessing command, whose other plain arguments are checked, too.
+
+    :raises ValueError: one line that names the argument.
+    """
+    output = output_file("--output_file", given.output_file, given.overwrite)
+    for name in ("image_size", "workers"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    return output

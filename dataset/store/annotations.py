@@ -1,0 +1,261 @@
+"""Annotations as typed columns: label sets, one class, masks and boxes.
+
+Every annotation has the names of its K classes beside it (`dataset.store.index.DatasetIndex`), and its
+elements are class numbers. Shape letters: N images, K classes, P labels of all images together, M boxes of
+all images together, B bytes of all masks together.
+
+Masks and boxes refer to the image in its own size, whatever the size at which its pixels are stored or read.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from PIL import Image
+
+IntArray = npt.NDArray[np.int64]
+Kind = Literal["label set", "class", "mask", "boxes"]
+
+VOID = 255
+"""The number of a mask's pixels that belong to no class."""
+
+ARROW: dict[Kind, pa.DataType] = {
+    "label set": pa.list_(pa.string()),
+    "class": pa.string(),
+    "mask": pa.large_binary(),
+    "boxes": pa.list_(pa.struct([("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))])),
+}
+"""The type of a source's column of each kind. A mask is a PNG of class numbers; corners are left, top, right,
+bottom in pixels."""
+
+LEAF_TYPES = {
+    "indptr": "<i8",
+    "indices": "<u2",
+    "classes": "<u2",
+    "offsets": "<i8",
+    "png": "|u1",
+    "corners": "<f4",
+}
+"""The types of the data sets that annotations are stored in."""
+
+
+@dataclass(frozen=True)
+class LabelMatrix:
+    """A set of labels for each image: a sparse N x K 0/1 matrix in CSR form, sorted and unique in a row."""
+
+    indptr: IntArray  # [N + 1]
+    indices: npt.NDArray[np.uint16]  # [P]
+    num_labels: int  # K
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], num_labels: int) -> LabelMatrix:
+        """Build from one sequence of label indices per image; repeated labels count once."""
+        unique = [sorted(set(row)) for row in rows]
+        indptr = np.zeros(len(unique) + 1, np.int64)
+        np.cumsum([len(row) for row in unique], out=indptr[1:])
+        flat = np.fromiter((k for row in unique for k in row), np.int64, count=int(indptr[-1]))
+        if flat.size and (flat.min() < 0 or flat.max() >= num_labels):
+            raise ValueError(f"a label index lies outside 0..{num_labels - 1}")
+        return cls(indptr, flat.astype(np.uint16), num_labels)
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    def dense(self, rows: IntArray) -> npt.NDArray[np.uint8]:
+        """The multi-hot rows asked for, ``[len(rows), K]`` uint8."""
+        rows = np.asarray(rows, np.int64)
+        starts, counts = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
+        out = np.zeros((len(rows), self.num_labels), np.uint8)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = self.indices[np.repeat(starts, counts) + within]
+        out[np.repeat(np.arange(len(rows)), counts), columns] = 1
+        return out
+
+    def counts(self) -> IntArray:
+        """Number of images with each label, ``[K]``."""
+        return np.bincount(self.indices, minlength=self.num_labels).astype(np.int64)
+
+
+class OneClass(LabelMatrix):
+    """One class for each image: a label matrix with one label in each row."""
+
+    @classmethod
+    def of(cls, classes: npt.NDArray[Any], num_labels: int) -> OneClass:
+        """From the class of each image, ``[N]``."""
+        return cls(np.arange(len(classes) + 1, dtype=np.int64), classes.astype(np.uint16), num_labels)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """A class for each pixel: one PNG of class numbers for each image, of the image's own size."""
+
+    offsets: IntArray  # [N + 1]: the PNG of image i is data[offsets[i]:offsets[i + 1]]
+    data: npt.NDArray[np.uint8]  # [B]; of a file, mapped and not in memory
+    num_labels: int  # K
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def png(self, row: int) -> bytes:
+        """The bytes of one mask."""
+        return self.data[int(self.offsets[row]) : int(self.offsets[row + 1])].tobytes()
+
+    def read(self, row: int, side: int | None = None) -> npt.NDArray[np.uint8]:
+        """One mask, ``[H, W]``; with a side S, ``[S, S]``: the class at the centre of each of its pixels.
+
+        Raises:
+            ValueError: with a clause that says what is wrong.
+        """
+        mask = read_mask(self.png(row))
+        return mask if side is None else np.asarray(Image.fromarray(mask).resize((side, side), 0))
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Objects of each image, each with its class and its box."""
+
+    indptr: IntArray  # [N + 1]: image i has the objects indptr[i]:indptr[i + 1]
+    corners: npt.NDArray[np.float32]  # [M, 4]: left, top, right, bottom in pixels of the image's own size
+    classes: npt.NDArray[np.uint16]  # [M]
+    num_labels: int  # K
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    def read(self, row: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+        """The corners, ``[m, 4]``, and classes, ``[m]``, of one image's objects."""
+        here = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
+        return self.corners[here], self.classes[here]
+
+
+Annotation = LabelMatrix | Masks | Boxes
+
+
+def kind_of(annotation: Annotation) -> Kind:
+    """Which kind of column an annotation is."""
+    if isinstance(annotation, Masks):
+        return "mask"
+    if isinstance(annotation, Boxes):
+        return "boxes"
+    return "class" if isinstance(annotation, OneClass) else "label set"
+
+
+LEAVES: dict[Kind, tuple[str, ...]] = {
+    "label set": ("indptr", "indices"),
+    "class": ("classes",),
+    "mask": ("offsets", "png"),
+    "boxes": ("indptr", "corners", "classes"),
+}
+"""The names of the data sets of each kind."""
+
+
+def stored(annotation: Annotation) -> dict[str, npt.NDArray[Any]]:
+    """The data sets of an annotation, by `LEAVES`."""
+    if isinstance(annotation, Masks):
+        found: dict[str, npt.NDArray[Any]] = {"offsets": annotation.offsets, "png": annotation.data}
+    elif isinstance(annotation, Boxes):
+        corners = annotation.corners.reshape(-1, 4)
+        found = {"indptr": annotation.indptr, "corners": corners, "classes": annotation.classes}
+    elif isinstance(annotation, OneClass):
+        found = {"classes": annotation.indices}
+    else:
+        found = {"indptr": annotation.indptr, "indices": annotation.indices}
+    return {leaf: column.astype(LEAF_TYPES[leaf], copy=False) for leaf, column in found.items()}
+
+
+def restored(kind: Kind, column: Callable[[str], npt.NDArray[Any]], num_labels: int) -> Annotation:
+    """The annotation whose data sets ``column`` gives by name."""
+    columns = [column(leaf) for leaf in LEAVES[kind]]
+    if kind == "class":
+        return OneClass.of(columns[0], num_labels)
+    if kind == "mask":
+        return Masks(columns[0], columns[1], num_labels)
+    if kind == "boxes":
+        return Boxes(columns[0], columns[1], columns[2], num_labels)
+    return LabelMatrix(columns[0], columns[1], num_labels)
+
+
+def check_annotation(name: str, annotation: Annotation, num_images: int) -> None:
+    """Raise ValueError if the columns of an annotation contradict one another; masks are not decoded."""
+    if isinstance(annotation, Masks):
+        if not rises(annotation.offsets, num_images, len(annotation.data), least=1):
+            raise ValueError(f"{name}: the offsets of its masks do not rise from 0 to the number of bytes")
+        return
+    numbers = annotation.classes if isinstance(annotation, Boxes) else annotation.indices
+    if not rises(annotation.indptr, num_images, len(numbers), least=0):
+        raise ValueError(f"{name}_indptr does not rise from 0 to the number of labels")
+    if not within(numbers, annotation.num_labels):
+        raise ValueError(f"a label index of {name} is out of range (0..{annotation.num_labels - 1})")
+    if isinstance(annotation, Boxes):
+        corners = annotation.corners
+        if corners.shape != (len(numbers), 4) or not np.isfinite(corners).all() or (corners < 0).any():
+            raise ValueError(f"{name}: a corner is negative or no number, or there are not four of each box")
+        if (corners[:, :2] >= corners[:, 2:]).any():
+            raise ValueError(f"{name}: a box is empty: its right is not beyond its left, or bottom below top")
+        return
+    rising = np.diff(annotation.indices.astype(np.int64), prepend=-1) > 0
+    rising[annotation.indptr[:-1][np.diff(annotation.indptr) > 0]] = True  # the first label of each image
+    if not rising.all():
+        raise ValueError(f"the label indices of an image in {name} are not sorted and unique")
+
+
+def fault_of_mask(png: bytes, size: tuple[int, int], num_labels: int) -> str | None:
+    """What is wrong with the mask of an image of this height and width, as a clause."""
+    try:
+        mask = read_mask(png)
+    except ValueError as error:
+        return str(error)
+    if mask.shape != size:
+        return f"its mask has {mask.shape[1]} x {mask.shape[0]} pixels, the image {size[1]} x {size[0]}"
+    highest = int(mask[mask != VOID].max(initial=0))
+    return f"its mask has the class {highest}, of {num_labels}" if highest >= num_labels else None
+
+
+def fault_of_boxes(corners: npt.NDArray[Any], size: tuple[int, int]) -> str | None:
+    """What is wrong with the boxes, ``[m, 4]``, of an image of this height and width, as a clause."""
+    left, top, right, bottom = np.asarray(corners, np.float64).reshape(-1, 4).T
+    inside = (
+        (left >= 0) & (left < right) & (right <= size[1]) & (top >= 0) & (top < bottom) & (bottom <= size[0])
+    )
+    if inside.all():
+        return None
+    box = ", ".join(f"{value:g}" for value in np.asarray(corners).reshape(-1, 4)[int(np.argmin(inside))])
+    return f"its box ({box}) is empty or not within the image of {size[1]} x {size[0]} pixels"
+
+
+def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
+    """The class numbers in a PNG, ``[H, W]``; a palette is ignored.
+
+    Raises:
+        ValueError: with a clause that says what is wrong.
+    """
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+            if image.mode not in ("L", "P"):
+                raise ValueError(f"its mode is {image.mode}: it needs 8 bits for each pixel, a class number")
+            if image.width * image.height > (1 << 20) + 1100 * len(png):
+                raise ValueError(f"it declares {image.width} x {image.height} pixels in {len(png):,} bytes")
+            return cast(npt.NDArray[np.uint8], np.asarray(image))
+    except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError) as error:
+        raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
+
+
+def within(values: npt.NDArray[Any], bound: int) -> bool:
+    """Whether all values lie in 0..bound-1."""
+    return not len(values) or bool(values.min() >= 0 and values.max() < bound)
+
+
+def rises(offsets: npt.NDArray[Any], parts: int, total: int, least: int) -> bool:
+    """Whether offsets of so many parts rise from 0 to the total, by at least so much each."""
+    return bool(
+        len(offsets) == parts + 1
+        and offsets[0] == 0
+        and offsets[-1] == total
+        and (np.diff(offsets) >= least).all()
+    )

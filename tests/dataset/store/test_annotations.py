@@ -1,0 +1,318 @@
+"""Typed columns: what is written is read, damage is found, and old files stay readable."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from dataset.cli import run
+from dataset.fetch.archives import ArchiveSource
+from dataset.fetch.source import Shard
+from dataset.preprocess import Options, preprocess
+from dataset.store.annotations import VOID, Boxes, Kind, Masks, OneClass, kind_of
+from dataset.store.columns import schema
+from dataset.store.hdf5 import DataFile, main
+from dataset.store.index import DatasetIndex
+from dataset.store.native import Storage
+from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
+NAMES = {"tags": ["x", "y"], "kind": ["zebra", "ape"], "mask": ["sky", "road"], "objects": ["cup", "ant"]}
+SIZES = {"a0": (12, 20), "a1": (30, 16), "b0": (16, 16), "b1": (40, 8), "c0": (9, 9)}
+"""Height and width of each image; its user is the first letter, c is of val."""
+
+
+def png(mask: npt.NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(mask).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def mask_of(image_id: str) -> npt.NDArray[np.uint8]:
+    height, width = SIZES[image_id]
+    mask = np.zeros((height, width), np.uint8)
+    mask[height // 2 :] = 1
+    mask[0, 0] = VOID
+    return mask
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "user_id": image_id[0],
+            "image_id": image_id,
+            "partition": "val" if image_id[0] == "c" else "train",
+            "tags": ["y", "x"][number % 3 :],
+            "kind": NAMES["kind"][number % 2],
+            "mask": png(mask_of(image_id)),
+            "objects": [
+                {"name": NAMES["objects"][k % 2], "corners": [k, 0, k + 2, SIZES[image_id][0]]}
+                for k in range(number % 3)
+            ],
+        }
+        for number, image_id in enumerate(SIZES)
+    ]
+
+
+def source(folder: Path, records: list[dict[str, Any]], kinds: Mapping[str, Kind]) -> ArchiveSource:
+    """Images in a folder, and records that are held in memory."""
+    table = pa.Table.from_pylist(records, schema(kinds))
+    listing = Shard("records", 0, lambda: folder, "records")
+    provenance = {"source": "drawn"}
+    return ArchiveSource(listing, lambda _: table, [], folder, len(records), 0, provenance)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An image of each size, smooth so that JPEG keeps it."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for number, (image_id, (height, width)) in enumerate(SIZES.items()):
+        pixels = np.full((height, width, 3), 40 * number + 20, np.uint8)
+        Image.fromarray(pixels).save(images / f"{image_id}.jpg", quality=95)
+    return images
+
+
+def make(folder: Path, records: list[dict[str, Any]], storage: Storage = "jpeg", **options: Any) -> Path:
+    output = folder.parent / "f.hdf5"
+    preprocess(source(folder, records, KINDS), Options(output, storage, vocabulary=NAMES, **options))
+    return output
+
+
+def of(file: DataFile, split: str, name: str, kind: type[Any]) -> Any:
+    annotation = file.split(split).annotations[name]
+    assert isinstance(annotation, kind)
+    return annotation
+
+
+@pytest.mark.parametrize("storage", ["jpeg", "raw"])
+@pytest.mark.parametrize("side", [None, 16])
+def test_every_kind_of_annotation_is_read_as_the_source_had_it(
+    folder: Path, storage: Storage, side: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make(folder, rows(), storage, image_size=side)
+    with DataFile(path) as file:
+        assert file.annotation_names == tuple(KINDS)
+        assert {name: kind_of(one) for name, one in file.split("val").annotations.items()} == KINDS
+        assert [list(file.label_mapping(name)) for name in KINDS] == [*NAMES.values()]
+        for record in rows():
+            split = file.split(record["partition"])
+            row = list(split.image_ids).index(record["image_id"])
+            size, at = SIZES[record["image_id"]], np.array([row])
+            where = record["partition"]
+            assert np.flatnonzero(split.labels["tags"].dense(at)[0]).tolist() == sorted(
+                NAMES["tags"].index(name) for name in record["tags"]
+            )
+            one_class = of(file, where, "kind", OneClass)
+            assert one_class.indices[row] == NAMES["kind"].index(record["kind"])
+            masks = of(file, where, "mask", Masks)
+            assert np.array_equal(masks.read(row), mask_of(record["image_id"]))
+            small = masks.read(row, 4)
+            assert small.shape == (4, 4)
+            assert (small[-1] == 1).all()
+            corners, classes = of(file, where, "objects", Boxes).read(row)
+            assert corners.tolist() == [box["corners"] for box in record["objects"]]
+            assert classes.tolist() == [NAMES["objects"].index(box["name"]) for box in record["objects"]]
+            assert split.image_sizes is not None
+            assert tuple(split.image_sizes[row]) == size
+            (own,) = file.read_own(where, at)
+            square = storage == "raw" and side
+            assert own.shape == ((side, side, 3) if square else (*size, 3))
+            assert abs(int(own.mean()) - (40 * [*SIZES].index(record["image_id"]) + 20)) <= 2
+            assert file.read_images(where, at, 16).shape == (1, 16, 16, 3)
+    assert run(main, [str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "mask: masks of 2 classes: sky, road" in said
+    assert "objects: 2, with objects in train, val" in said
+    assert "flair" not in said.lower()
+
+
+def test_one_class_is_stored_once(folder: Path) -> None:
+    with h5py.File(make(folder, rows())) as file:
+        assert list(file["train/annotations/kind"]) == ["classes"]
+        assert file["train/annotations/kind/classes"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"mask": png(np.zeros((3, 3), np.uint8))}, "its mask has 3 x 3 pixels, the image 20 x 12"),
+        ({"mask": png(np.full((12, 20), 2, np.uint8))}, "its mask has the class 2, of 2"),
+        ({"mask": b"no picture"}, "its mask cannot be used"),
+        ({"mask": png(np.zeros((12, 20, 3), np.uint8))}, "its mask cannot be used (its mode is RGB"),
+        ({"objects": [{"name": "cup", "corners": [0, 0, 21, 5]}]}, "its box (0, 0, 21, 5) is empty or not"),
+        ({"objects": [{"name": "cup", "corners": [3, 0, 3, 5]}]}, "its box (3, 0, 3, 5) is empty or not"),
+        ({"objects": [{"name": "cup", "corners": [0, float("nan"), 3, 5]}]}, "is empty or not within"),
+    ],
+)
+def test_an_annotation_that_does_not_fit_its_image_is_named_or_left_out(
+    folder: Path, change: dict[str, Any], fault: str
+) -> None:
+    records = [{**record, **(change if record["image_id"] == "a0" else {})} for record in rows()]
+    with pytest.raises(ValueError, match="image a0 of user a cannot be used") as caught:
+        make(folder, records)
+    assert fault in str(caught.value)
+    with DataFile(make(folder, records, on_bad_image="skip")) as file:
+        assert list(file.split("train").image_ids) == ["a1", "b0", "b1"]
+        assert len(of(file, "train", "mask", Masks)) == 3
+
+
+def test_a_class_that_the_vocabulary_lacks_is_named(folder: Path) -> None:
+    records = [{**record, "kind": "yak"} for record in rows()]
+    with pytest.raises(ValueError, match="image a0 of user a has the label 'yak'"):
+        make(folder, records)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("annotations/kind/classes", 7, "a label index of kind is out of range"),
+        ("annotations/objects/corners", np.nan, "a corner is negative or no number"),
+        ("annotations/objects/corners", 0, "a box is empty"),
+        ("annotations/objects/classes", 9, "a label index of objects is out of range"),
+        ("annotations/objects/indptr", 3, "does not rise from 0"),
+        ("annotations/mask/offsets", 1, "do not rise from 0"),
+        ("annotations/mask/png", 0, "does not agree with its checksum"),
+        ("image_sizes", 0, "does not give each image a height and a width"),
+        ("image_sizes", 1, "a box reaches beyond its image"),
+    ],
+)
+def test_damage_to_an_annotation_is_found(folder: Path, name: str, value: float, message: str) -> None:
+    path = make(folder, rows())
+    with h5py.File(path, "r+") as file:
+        data = file[f"train/{name}"]
+        data[...] = np.full(data.shape, value).astype(data.dtype)
+    if "checksum" not in message:
+        with pytest.raises(ValueError, match=message), DataFile(path) as file:
+            file.split("train")
+    with pytest.raises(ValueError, match="is damaged"):
+        main([str(path)])
+
+
+def test_own_sizes_that_contradict_the_pixels_are_refused(folder: Path) -> None:
+    path = make(folder, rows(), "raw", image_size=None)
+    with h5py.File(path, "r+") as file:
+        file["train/image_sizes"][0] = (20, 13)
+    with pytest.raises(ValueError, match="image_sizes contradict"), DataFile(path) as file:
+        file.read_own("train", np.array([0]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [7, [{"name": "kind"}], [{"name": "a", "kind": "smell", "classes": []}], {"name": 1}, [1]],
+)
+def test_metadata_that_list_no_annotations_are_refused(folder: Path, content: Any) -> None:
+    path = make(folder, rows())
+    with h5py.File(path, "r+") as file:
+        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        del file["metadata/annotations"]
+        from dataset.store.native import checksum
+
+        file.create_dataset("metadata/annotations", data=text).attrs["sha256"] = checksum(text)
+    with pytest.raises(ValueError, match="does not list annotations"):
+        DataFile(path)
+
+
+@pytest.mark.parametrize(
+    "name, storage, splits",
+    [("version-1", "jpeg", lambda: dataset_index().splits), ("version-2", "raw", partitioned)],
+)
+def test_files_of_earlier_versions_are_read_and_written_as_before(
+    tmp_path: Path, name: str, storage: Storage, splits: Callable[[], Any]
+) -> None:
+    """The files were written by the code of commit 59d7e39."""
+    packed = Path(__file__).parent / "old" / f"{name}.hdf5.gz"
+    with gzip.open(packed) as content, open(tmp_path / "old.hdf5", "wb") as file:
+        shutil.copyfileobj(content, file)
+    main([str(tmp_path / "old.hdf5")])
+    with DataFile(tmp_path / "old.hdf5") as old:
+        for split, expected in splits().items():
+            found = old.split(split)
+            assert list(found.image_ids) == list(expected.image_ids)
+            assert list(found.partitions) == list(expected.partitions)
+            every = np.arange(found.num_images)
+            for taxonomy, labels in expected.labels.items():
+                assert np.array_equal(found.labels[taxonomy].dense(every), labels.dense(every))
+            assert old.read_images(split, every, 32).shape == (len(every), 32, 32, 3)
+        with DataFile(write(tmp_path / "new.hdf5", storage, splits=splits())) as new:
+            assert new.content_sha256() == old.content_sha256()
+
+
+def test_splits_have_the_same_annotations(tmp_path: Path) -> None:
+    index: DatasetIndex = dataset_index()
+    labels = index.splits["val"].annotations["labels"]
+    wrong = {**index.splits, "val": replace(index.splits["val"], annotations={"labels": labels})}
+    with pytest.raises(ValueError, match="different annotations"):
+        write(tmp_path / "f.hdf5", "raw", splits=wrong)
+
+
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data {DATA} are not on this machine")
+
+
+@needs_data
+def test_camvid_keeps_its_masks(tmp_path: Path) -> None:
+    place, classes = DATA / "camvid", (DATA / "camvid" / "classes.txt").read_text().split()
+    with open(place / "users.csv") as file:
+        chosen = [one for number, one in enumerate(csv.DictReader(file)) if number % 20 == 0]
+    records: list[dict[str, Any]] = [
+        {
+            "user_id": f"{one['partition']}-{one['user_id']}",
+            "image_id": one["image_id"],
+            "partition": one["partition"],
+            "mask": (place / "SegmentationClass" / f"{one['image_id']}.png").read_bytes(),
+        }
+        for one in chosen
+    ]
+    made = source(place / "JPEGImages", records, {"mask": "mask"})
+    preprocess(made, Options(tmp_path / "camvid.hdf5", vocabulary={"mask": classes}))
+    main([str(tmp_path / "camvid.hdf5")])
+    with DataFile(tmp_path / "camvid.hdf5") as data:
+        for one in records:
+            split = data.split(one["partition"])
+            row = list(split.image_ids).index(one["image_id"])
+            masks = of(data, one["partition"], "mask", Masks)
+            with Image.open(place / "SegmentationClass" / f"{one['image_id']}.png") as image:
+                assert np.array_equal(masks.read(row), np.asarray(image))
+
+
+@needs_data
+def test_street_keeps_its_boxes(tmp_path: Path) -> None:
+    place, records, expected = DATA / "street", [], {}
+    names: list[str] = []
+    for split in ("train", "test"):
+        content = json.loads((place / "annotations" / f"instances_{split}.json").read_text())
+        names = [one["name"] for one in content["categories"]]
+        for image in content["images"][::20]:
+            boxes = [one for one in content["annotations"] if one["image_id"] == image["id"]]
+            image_id = image["file_name"].removesuffix(".jpg")
+            corners = [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in boxes)]
+            kinds = [names[one["category_id"] - 1] for one in boxes]
+            objects = [{"name": name, "corners": four} for name, four in zip(kinds, corners)]
+            one = {"user_id": f"all-{split}", "image_id": image_id, "partition": split, "objects": objects}
+            records.append(one)
+            expected[split, image_id] = corners, kinds
+            shutil.copy(place / split / image["file_name"], tmp_path / image["file_name"])
+    made = source(tmp_path, records, {"objects": "boxes"})
+    preprocess(made, Options(tmp_path / "street.hdf5", vocabulary={"objects": names}))
+    main([str(tmp_path / "street.hdf5")])
+    with DataFile(tmp_path / "street.hdf5") as data:
+        for (split, image_id), (corners, kinds) in expected.items():
+            row = list(data.split(split).image_ids).index(image_id)
+            found, classes = of(data, split, "objects", Boxes).read(row)
+            assert found.tolist() == corners
+            assert [names[k] for k in classes] == kinds
