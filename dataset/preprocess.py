@@ -94,7 +94,7 @@ def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, 
         vocabulary=options.vocabulary or {},
         provenance=provenance,
         sizes=scan.sizes if _needs_sizes(source, options) else None,
-        sort_images=options.sort_images,
+        ids_are_positions=options.ids_are_positions,
     )
     provenance["counts"] = {
         name: {"users": split.num_users, "images": split.num_images} for name, split in index.splits.items()

@@ -53,8 +53,9 @@ class Options:
     """How PNG, WebP and GIF images become JPEGs; None: they are bad images."""
     tool: str = "dataset.preprocess"
     """The command, for the provenance."""
-    sort_images: bool = True
-    """Whether a user's images are sorted by id, or stay in the source's order."""
+    ids_are_positions: bool = False
+    """Image ids are positions in their split: images stay in the source's order, and two splits may have the
+    same ids."""
     finish: Callable[[DatasetIndex], DatasetIndex] | None = None
     """What is still to be done to the index, once it is known which images there are."""
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from dataset.cifar10.source import (
     IMAGES_BASE,
@@ -18,45 +16,20 @@ from dataset.cifar10.source import (
     SIDE,
     SPLITS_BASE,
     Cifar,
-    Images,
+    CifarSource,
     check_official,
     csv_partitions,
     download_images,
     download_splits,
     read_images,
-    split_index,
 )
 from dataset.cli import OneLineParser, is_address, output_file, output_folder
 from dataset.fetch.http import SourceError
 from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
-from dataset.store.hdf5 import DataWriter
+from dataset.preprocess import Options, check_disk, preprocess
 from dataset.store.index import DatasetIndex, PartitionIndex
 
 NO_SPLITS, OFFICIAL = "none", "official"
-
-
-def write(
-    spec: Cifar,
-    images: dict[str, Images],
-    partitions: dict[str, PartitionIndex],
-    provenance: dict[str, object],
-    path: Path,
-) -> None:
-    """Put images and partitions into one file, which appears when it is complete and checked."""
-    mapping = {name: column for column, name in enumerate(spec.classes)}
-    index = DatasetIndex(
-        {
-            name: split_index(spec, name, split, partitions if name == "train" else {})
-            for name, split in images.items()
-        },
-        {"labels": mapping},
-        provenance,
-    )
-    with DataWriter(path, index, storage="raw", image_size=SIDE) as writer:
-        for name, split in images.items():
-            for start in range(0, len(split.classes), 1000):
-                pixels = split.pixels[start : start + 1000]
-                writer.write(name, np.arange(start, start + len(pixels)), pixels)
 
 
 def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
@@ -89,71 +62,97 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
 
 def main(spec: Cifar, argv: Sequence[str]) -> None:
     """Download or read, check, deal and write."""
-    given = _arguments(spec, argv)
-    output = output_file("--output_file", given.output_file, given.overwrite)
-    if given.seed < 0:
-        raise ValueError(f"--seed is {given.seed}; give a number from 0 on")
-    for name in ("clients", "images_per_client"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} is {getattr(given, name)}; give at least 1")
-    if given.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", given.splits_sha256):
-        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
-    priors = _priors(given)
-    folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    arguments = _arguments(spec, argv)
+    output = _checked(arguments)
+    priors = _priors(arguments)
+    folder: Path = arguments.download_folder or output.with_name(output.name + ".download")
     output_folder("--download_folder", folder)
-    local = folder if is_address(given.source) else Path(given.source)
+    local = folder if is_address(arguments.source) else Path(arguments.source)
     if local is not folder and not local.is_dir():
-        raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
-    told: dict[str, object] = {"source": given.source, "licence": LICENCE}
-    asked: str = given.splits or (OFFICIAL if local is folder or not _has_splits(spec, local) else str(local))
+        raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
+    asked: str = arguments.splits or (
+        OFFICIAL if local is folder or not _has_splits(spec, local) else str(local)
+    )
     images = None if local is folder else read_images(spec, local)
-    splits = _splits(spec, asked, given.splits_sha256, folder)
+    splits = _splits(spec, asked, arguments.splits_sha256, folder)
     if images is None:
-        download_images(spec, given.source, folder)
+        download_images(spec, arguments.source, folder)
         images = read_images(spec, folder)
+    provenance: dict[str, object] = {"source": arguments.source, "licence": LICENCE}
     partitions: dict[str, PartitionIndex] = {}
     if splits is not None:
         partitions, digests = csv_partitions(spec, splits, images["train"].classes)
         if asked == OFFICIAL:
             check_official(spec, splits, digests)
-        told["splits_sha256"] = digests
-    told["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
+        provenance["splits_sha256"] = digests
+    provenance["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
     for name, (alpha, convention) in priors.items():
         partitions[name] = dirichlet_partition(
             images["train"].classes,
             alpha,
-            given.seed,
-            given.clients,
-            given.images_per_client,
+            arguments.seed,
+            arguments.clients,
+            arguments.images_per_client,
             convention,
         )
-    for name, dealt in partitions.items():
-        clause = meaning(name, spec.num_classes)
-        print(
-            f"partition {name}: {len(dealt.user_ids)} users{clause and f'; {clause}'}",
-            file=sys.stderr,
-        )
+    _print_partitions(spec, partitions)
     if priors:
-        told["dirichlet"] = {
-            name: {"alpha": alpha, "alpha_is": convention, "seed": given.seed}
+        provenance["dirichlet"] = {
+            name: {"alpha": alpha, "alpha_is": convention, "seed": arguments.seed}
             for name, (alpha, convention) in priors.items()
         }
-    told["tool"] = f"dataset.{spec.name}.download_preprocess"
-    told["created"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    write(spec, images, partitions, told, output)
     downloaded = [folder / spec.archive] if local is folder else []
     downloaded += [splits] if splits is not None and splits.parent == folder else []
-    for path in downloaded:
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is not there, or not empty
-        folder.rmdir()
+
+    def discard() -> None:
+        for path in downloaded:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or not empty
+            folder.rmdir()
+
+    def with_partitions(index: DatasetIndex) -> DatasetIndex:
+        train = dataclasses.replace(index.splits["train"], partitions=partitions)
+        return dataclasses.replace(index, splits={**index.splits, "train": train})
+
+    source = CifarSource(spec, images, provenance, discard)
+    options = Options(
+        output,
+        "raw",
+        SIDE,
+        vocabulary={"labels": list(spec.classes)},
+        tool=f"dataset.{spec.name}.download_preprocess",
+        ids_are_positions=True,
+        finish=with_partitions,
+    )
+    check_disk(source, options)
+    preprocess(source, options)
+    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
+
+
+def _checked(arguments: argparse.Namespace) -> Path:
+    """The output file; ValueError, in one line, for an argument that cannot be used."""
+    output = output_file("--output_file", arguments.output_file, arguments.overwrite)
+    if arguments.seed < 0:
+        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 on")
+    for name in ("clients", "images_per_client"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; give at least 1")
+    if arguments.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", arguments.splits_sha256):
+        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
+    return output
+
+
+def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> None:
+    for name, partition in partitions.items():
+        clause = meaning(name, spec.num_classes)
+        users = f"{len(partition.user_ids)} users"
+        print(f"partition {name}: {users}{clause and f'; {clause}'}", file=sys.stderr)
     if not partitions:
         print(
             "the file has no partition, only one user: --dirichlet_total A or --dirichlet_per_class A "
             "adds one",
             file=sys.stderr,
         )
-    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
 def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
@@ -195,9 +194,9 @@ def _place(spec: Cifar, place: Path) -> Path:
     return place
 
 
-def _priors(given: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
-    """Of each partition of our own that is asked for: its alpha, and what that counts."""
-    if given.alphas:
+def _priors(arguments: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
+    """The alpha of each partition that our own sampler is to make, and what that alpha counts."""
+    if arguments.alphas:
         print(
             "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
             "--dirichlet_per_class takes that of each class",
@@ -205,9 +204,9 @@ def _priors(given: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
         )
     found: dict[str, tuple[float, Convention]] = {}
     asked: list[tuple[str, str, Convention]] = [
-        ("alphas", given.alphas, "total"),
-        ("dirichlet_total", given.dirichlet_total, "total"),
-        ("dirichlet_per_class", given.dirichlet_per_class, "per-class"),
+        ("alphas", arguments.alphas, "total"),
+        ("dirichlet_total", arguments.dirichlet_total, "total"),
+        ("dirichlet_per_class", arguments.dirichlet_per_class, "per-class"),
     ]
     for option, text, convention in asked:
         for written in filter(None, map(str.strip, text.split(","))):
@@ -219,5 +218,5 @@ def _priors(given: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
                 raise ValueError(
                     f"--{option} is {text!r}; give numbers from 0 on with commas between them: 0.3,1"
                 )
-            found[partition_name(alpha, given.seed, convention)] = alpha, convention
+            found[partition_name(alpha, arguments.seed, convention)] = alpha, convention
     return found

@@ -14,18 +14,20 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import Image as Picture
 
 from dataset.fetch.archives import BoundedHeader, archive_errors
 from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked
+from dataset.fetch.source import BATCH, Image, Records
 from dataset.files import file_digest
 from dataset.partitions.assignments import (
     TRAIN_CSV,
@@ -36,8 +38,9 @@ from dataset.partitions.assignments import (
     read_listing,
     rows_digest,
 )
-from dataset.store.annotations import IntArray, OneClass
-from dataset.store.index import PartitionIndex, SplitIndex
+from dataset.store.annotations import IntArray
+from dataset.store.columns import schema
+from dataset.store.index import PartitionIndex
 
 SIDE = 32
 PIXELS = SIDE * SIDE * 3
@@ -78,6 +81,58 @@ class Images:
 
     pixels: ByteArray  # [N, 32, 32, 3]
     classes: IntArray  # [N]
+
+
+@dataclass
+class CifarSource:
+    """The two splits as a `dataset.fetch.source.Source`; everything of a split has one user."""
+
+    spec: Cifar
+    splits: Mapping[str, Images]
+    provenance: dict[str, object]
+    discard: Callable[[], None]
+    schema: pa.Schema = field(default_factory=lambda: schema({"labels": "class"}))
+    download_bytes: int = 0
+
+    @property
+    def num_images(self) -> int:
+        """Of both splits."""
+        return sum(len(images.classes) for images in self.splits.values())
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the pixels."""
+        return self.num_images * PIXELS
+
+    @cached_property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`: the splits."""
+        return [
+            f"{name} {hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes()).hexdigest()}"
+            for name, images in self.splits.items()
+        ]
+
+    def skip(self, part: int, table: pa.Table) -> None:
+        """As `Source.skip`."""
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """As `Source.records`; image ids are positions in the official order."""
+        name, images = [*self.splits.items()][part]
+        for first, pixels in zip(range(start, len(images.classes), BATCH), self.images(part, start)):
+            rows = range(first, first + len(pixels))
+            columns = {
+                "user_id": [f"all-{name}"] * len(rows),
+                "image_id": [str(row) for row in rows],
+                "partition": [name] * len(rows),
+                "labels": [self.spec.classes[k] for k in images.classes[rows.start : rows.stop].tolist()],
+            }
+            yield Records(pa.table(columns, self.schema), pixels, self.spec.name)
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """As `Source.images`."""
+        pixels = [*self.splits.values()][part].pixels
+        for first in range(start, len(pixels), BATCH):
+            yield list(pixels[first : first + BATCH])
 
 
 def download_images(spec: Cifar, base: str, folder: Path, patience: Patience = PATIENT) -> None:
@@ -168,11 +223,11 @@ def _of_binary(spec: Cifar, contents: Mapping[str, bytes], origin: str) -> dict[
         parts = []
         for member in members:
             if member not in contents:
-                raise ValueError(f"{origin} lacks {member}; take {spec.archive} anew")
+                raise ValueError(f"{origin} lacks {member}; download {spec.archive} again")
             raw, width = np.frombuffer(contents[member], np.uint8), PIXELS + spec.label_bytes
             if not len(raw) or len(raw) % width:
                 raise ValueError(
-                    f"{origin}: {member} has {len(raw):,} bytes, no multiple of {width}; take it anew"
+                    f"{origin}: {member} has {len(raw):,} bytes, no multiple of {width}; download it again"
                 )
             parts.append(raw.reshape(-1, width))
         rows = np.concatenate(parts)
@@ -202,7 +257,7 @@ def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
             text = " ".join(str(error).split())
             raise ValueError(f"{path} cannot be read as parquet of {spec.name}: {text}") from None
     if not pixels:
-        raise ValueError(f"{paths[0]} holds no image; take it anew")
+        raise ValueError(f"{paths[0]} holds no image; download it again")
     return Images(np.stack(pixels), np.array(classes, np.int64))
 
 
@@ -211,12 +266,12 @@ def _lossless(content: bytes, path: Path, row: int) -> ByteArray:
     try:
         if content[8:12] == b"WEBP" and content[12:16] != b"VP8L":
             raise ValueError("it is a lossy WebP")
-        with Image.open(io.BytesIO(content), formats=["PNG", "WEBP"]) as image:
+        with Picture.open(io.BytesIO(content), formats=["PNG", "WEBP"]) as image:
             if image.size != (SIDE, SIDE):
                 raise ValueError(f"it has {image.size[0]} x {image.size[1]} pixels, not {SIDE} x {SIDE}")
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, TypeError) as error:
-        raise ValueError(f"{path}: image {row} cannot be used ({error}); take the file anew") from None
+        raise ValueError(f"{path}: image {row} cannot be used ({error}); download the file again") from None
 
 
 def csv_partitions(
@@ -264,19 +319,3 @@ def check_official(spec: Cifar, archive: Path, digests: Mapping[str, str]) -> No
                 f"have the SHA-256 {digests.get(name, 'of no row')}, not {expected}; run the command again, "
                 "or give a copy that you trust with --splits DIR"
             )
-
-
-def split_index(
-    spec: Cifar, name: str, images: Images, partitions: Mapping[str, PartitionIndex]
-) -> SplitIndex:
-    """The index of one split; image ids are positions in the official order."""
-    count = len(images.classes)
-    labels = OneClass.of(images.classes, spec.num_classes)
-    return SplitIndex(
-        [f"all-{name}"],
-        np.array([0, count]),
-        np.zeros(count, np.int32),
-        [str(row) for row in range(count)],
-        {"labels": labels},
-        partitions,
-    )

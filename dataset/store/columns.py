@@ -68,7 +68,7 @@ def build_index(
     vocabulary: Mapping[str, list[str]],
     provenance: Mapping[str, Any],
     sizes: npt.NDArray[np.int32] | None = None,
-    sort_images: bool = True,
+    ids_are_positions: bool = False,
 ) -> tuple[DatasetIndex, Placement]:
     """The index of the records to keep, and the place of each.
 
@@ -83,7 +83,8 @@ def build_index(
             sorted. Where it is not given, the names that occur, sorted; masks need one.
         provenance: where the data come from.
         sizes: height and width of each image, ``[R, 2]``.
-        sort_images: whether a user's images are sorted by id, or stay in the source's order.
+        ids_are_positions: whether image ids are positions in their split: images then stay in the source's
+            order, and two splits may have the same ids.
 
     Raises:
         ValueError: that names user and image, for a label outside the vocabulary, an unknown partition and an
@@ -99,7 +100,7 @@ def build_index(
     for code in sorted(set(names) - set(SPLITS)):
         record = int(np.flatnonzero(codes == names.index(code))[0])
         raise ValueError(f"{whose(record)} is in partition {code!r}; there are {', '.join(SPLITS)}")
-    _refuse_twice(ids["image_id"], keep, whose)
+    _refuse_twice(ids["image_id"], codes if ids_are_positions else np.zeros_like(codes), keep, whose)
     columns = {
         name: _column(table[name], kind, keep, name, vocabulary.get(name), whose)
         for name, kind in kinds(table.schema).items()
@@ -112,7 +113,7 @@ def build_index(
         records = np.flatnonzero(keep & (codes == names.index(name)))
         user_ids, owner = np.unique(ids["user_id"][records], return_inverse=True)
         if grouped:
-            keys = (ids["image_id"][records], owner) if sort_images else (owner,)
+            keys = (owner,) if ids_are_positions else (ids["image_id"][records], owner)
             order = np.lexsort(keys)
             records, owner = records[order], owner[order]
         placement.split[records], placement.row[records] = number, np.arange(len(records))
@@ -148,10 +149,14 @@ def _coded(column: pa.ChunkedArray) -> tuple[list[str], IntArray]:
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _refuse_twice(image_ids: npt.NDArray[np.bytes_], keep: npt.NDArray[np.bool_], whose: Any) -> None:
+def _refuse_twice(
+    image_ids: npt.NDArray[np.bytes_], scope: IntArray, keep: npt.NDArray[np.bool_], whose: Any
+) -> None:
+    """Raise ValueError for two records with one id in one scope."""
     records = np.flatnonzero(keep)
-    order = records[np.argsort(image_ids[records], kind="stable")]
-    twice = np.flatnonzero(image_ids[order[1:]] == image_ids[order[:-1]])
+    order = records[np.lexsort((image_ids[records], scope[records]))]
+    same = (image_ids[order[1:]] == image_ids[order[:-1]]) & (scope[order[1:]] == scope[order[:-1]])
+    twice = np.flatnonzero(same)
     if len(twice):
         first, second = (whose(int(order[twice[0] + step])) for step in (0, 1))
         raise ValueError(f"{first} comes a second time ({second}); does the source hold a shard twice?")

@@ -6,8 +6,9 @@ Schema, versions 1 to 3; a file is written as the oldest version that can hold i
 N images, B bytes of all images, S side in pixels, K classes, P labels, M boxes, V users of a partition, R
 images of it.
 
-    attributes of /       format "flair-on-pfl" | schema_version | storage "jpeg" or "raw" | grouped
-                          | image_size S, or 0 where each image has its own size | content_sha256
+    attributes of /       format "federated-images", or "flair-on-pfl" for versions 1 and 2 | schema_version
+                          | storage "jpeg" or "raw" | grouped | content_sha256
+                          | image_size S, or 0 where each image has its own size
     /metadata/provenance                                    JSON: source, revision, counts, tool, licence
     /{train|val|test}/user_ids            bytes [U]         fixed width, UTF-8
                      /user_offsets        int64 [U+1]       grouped: user u has rows offsets[u]:offsets[u+1]

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from dataset.store.annotations import LEAF_TYPES, LEAVES, IntArray, Kind, kind_of, restored
 from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, PartitionIndex, SplitIndex
 
-FORMAT = "flair-on-pfl"
+FORMATS = {1: "flair-on-pfl", 2: "flair-on-pfl", 3: "federated-images"}
+"""What a file of each schema version says that it is."""
 SCHEMA_VERSION = 3
 """The newest that is read. A file is written as the oldest version that can hold it."""
 ANNOTATIONS = "annotations"
@@ -180,7 +181,8 @@ def _annotations(path: Path, content: Any) -> tuple[dict[str, Kind], dict[str, d
 
 def is_native(file: h5py.File) -> bool:
     """Whether the file says that it is one of ours."""
-    return bool("format" in file.attrs and file.attrs["format"] in (FORMAT, FORMAT.encode()))
+    known = [*FORMATS.values(), *(name.encode() for name in FORMATS.values())]
+    return bool("format" in file.attrs and file.attrs["format"] in known)
 
 
 def version_of(index: DatasetIndex) -> int:

@@ -30,7 +30,7 @@ from dataset.journal import Journal
 from dataset.store.annotations import IntArray, kind_of, stored
 from dataset.store.index import DatasetIndex, SplitIndex
 from dataset.store.native import (
-    FORMAT,
+    FORMATS,
     MAPPINGS,
     PARTITIONS,
     SCHEMA_VERSION,
@@ -245,7 +245,7 @@ class DataWriter:
             size, version = self._image_size or 0, version_of(self._index)
             file.attrs.update(
                 {
-                    "format": FORMAT,
+                    "format": FORMATS[version],
                     "schema_version": version,
                     "storage": self._storage,
                     "grouped": self._index.grouped,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 import shutil
+import signal
 import tarfile
 import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from dataset.cli import run
 from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
 from dataset.store import hdf5
-from dataset.store.hdf5 import DataFile
+from dataset.store.hdf5 import DataFile, DataWriter
 from dataset.store.single_label import SingleLabelView
 from dataset.store.validate import validate
 from tests.dataset.cifar10.made_cifar import (
@@ -92,6 +95,26 @@ def test_every_source_gives_the_same_file(
             assert not output.with_name(output.name + ".download").exists()
     assert len(prints) == 1
     assert capsys.readouterr().err.count("is complete") == len(sources)
+
+
+def test_a_preprocessing_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dealt, output = write_splits(CIFAR10, tmp_path / "in"), tmp_path / "f.hdf5"
+    write_parquet(CIFAR10, tmp_path / "in")
+    real, calls = DataWriter.put_down, []
+
+    def stopped(writer: DataWriter, *arguments: Any) -> None:
+        real(writer, *arguments)
+        calls.append(arguments[0])
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(DataWriter, "put_down", stopped)
+    assert make(CIFAR10, output, "--source", tmp_path / "in") == 75
+    assert not output.exists()
+    assert make(CIFAR10, output, "--source", tmp_path / "in") == 0
+    assert len(calls) == len(SIZES), "what was written is not written again"
+    assert_holds(output, CIFAR10, dealt)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "f.hdf5"}
 
 
 def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
