@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import (
@@ -56,14 +56,24 @@ STOCK = ("--runtime.engine=stock", "--runtime.prefetch=0", "--runtime.cache_gb=0
 """Stock as pfl's users have it: float32, a read for each user when its turn comes."""
 
 
+class Trainable(Protocol):
+    """The part of an `Experiment` that a round needs."""
+
+    def split(self, name: str) -> ImageStore:
+        """The store of a split by its name."""
+
+    def module(self) -> ImageClassifier:
+        """A network."""
+
+
 @dataclass(frozen=True)
 class Sides:
     """What is compared: two runs that differ in their runtime, and what both train on."""
 
     stock: AnyRun
     fast: AnyRun
-    opened: Callable[[AnyRun], tuple[Callable[[str], ImageStore], ImageClassifier]]
-    """The store of a split by its name, and a network."""
+    opened: Callable[[Run[Any]], Trainable]
+    """What a run learns."""
     scored: str | None = None
     """A split that is scored every tenth round, a tenth of which is charged to each; None: no evaluation."""
     privacy: PrivacyConfig | None = None
@@ -110,13 +120,15 @@ class Side:
 
     def __init__(self, sides: Sides, run: AnyRun, clock: Clock) -> None:
         self._scored, self._clock = sides.scored is not None, clock
-        split, module = sides.opened(run)
-        store = split("train")
+        trainable = sides.opened(run)
+        store, module = trainable.split("train"), trainable.module()
         self.model: PyTorchModel = pfl_model(run, module)
         self.data = training_data(run, store, module.objective.name)
         self._algorithm, self._params = algorithm_and_params(run.config, setup(run.config, module, self.data))
         self.engine = cohort_engine(run, module, torch.float32)
-        evaluation = CentralEvaluation(split(sides.scored or "train"), threads=run.runtime.reader_threads)
+        evaluation = CentralEvaluation(
+            trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
+        )
         self._evaluate = clock.around("evaluation", evaluation)
         self._backend = CentrallyEvaluatedBackend(
             self.data,

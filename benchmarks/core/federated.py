@@ -262,13 +262,13 @@ def train_federated(
         protected: whom a private run's guarantee is about.
     """
     config = run.config
-    secret = recorder.secret()
+    secret = recorder.files.secret()
     users = training_data(run, store, module.objective.name, partition, secret)
     if secret is not None:
-        recorder.ledger = open_ledger(config, users, protected, secret, recorder.directory)
+        recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
     model = pfl_model(run, module)
-    algorithm, params = algorithm_and_params(config, setup(config, module, users, recorder.directory))
-    recorder.algorithm_state = algorithm.user_state
+    algorithm, params = algorithm_and_params(config, setup(config, module, users, recorder.files.path))
+    recorder.checkpoints.algorithm = algorithm.user_state
     evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     postprocessors: list[Any] = [
         WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()

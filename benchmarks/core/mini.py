@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dataset.flair.mini import VERSION, MiniSpec, write_mini
+from pfl_ext.workers.distributed import barrier, is_main
 
 MINI = MiniSpec(
     train_users=600, val_users=60, test_users=120, image_size=36, num_fine_labels=68, difficulty=0.25
@@ -19,41 +20,45 @@ MINI_WORD = Path("mini")
 """``--data_path mini`` asks for the mini data set even where there is another file."""
 
 
-def resolve(
-    argv: Sequence[str], given: Path | None, default: Path, mini: Path, maker: str
-) -> tuple[list[str], Path]:
-    """The arguments and the data file of a command; the mini data set comes with its scale.
+@dataclass(frozen=True)
+class DataSource:
+    """The data file of a benchmark, and the mini data set that takes its place."""
 
-    Args:
-        argv: the training arguments.
-        given: ``--data_path``, if there is one.
-        default: the file that is taken where none is given and this one exists.
-        mini: the file of the mini data set.
-        maker: the command that makes a data file.
+    path: Path
+    """The file that is taken where none is named and this one exists."""
+    maker: str
+    """The command that makes a data file."""
+    missing: str
+    """What is said where there is no file: which one, and what makes it."""
+    mini: Path = MINI_FILE
+    spec: MiniSpec = MINI
 
-    Raises:
-        ValueError: when ``--data_path`` names a file that does not exist.
-    """
-    path = given or (default if default.is_file() else MINI_WORD)
-    if path != MINI_WORD:
-        if not path.is_file():
-            raise ValueError(f"--data_path {path}: no such file; make it with {maker}")
-        return list(argv), path
-    has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-    return [*argv, *([] if has_scale else ["--scale", "mini"])], mini
+    def resolve(self, argv: Sequence[str], asked: Path | None) -> tuple[list[str], Path]:
+        """The arguments and the data file of a command; the mini data set comes with its scale.
 
+        Args:
+            argv: the training arguments.
+            asked: ``--data_path``, if there is one.
 
-def draw_mini(given: Path | None, missing: str, path: Path = MINI_FILE, spec: MiniSpec = MINI) -> None:
-    """Make the file of the mini data set unless it is there, and say why it is used.
+        Raises:
+            ValueError: when ``--data_path`` names a file that does not exist.
+        """
+        path = asked or (self.path if self.path.is_file() else MINI_WORD)
+        if path != MINI_WORD:
+            if not path.is_file():
+                raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
+            return list(argv), path
+        has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
+        return [*argv, *([] if has_scale else ["--scale", "mini"])], self.mini
 
-    Args:
-        given: ``--data_path``, if there is one.
-        missing: what is said where none is given: which file there is not, and what makes it.
-        path: the file of the mini data set.
-        spec: what is drawn into it.
-    """
-    why = missing if given is None else f"--data_path {given}"
-    print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_mini(path, spec)
+    def ready(self, asked: Path | None, path: Path) -> None:
+        """Draw the mini data set where `resolve` chose it, and say why it is used."""
+        if path != self.mini or path == asked:
+            return
+        if is_main():
+            why = self.missing if asked is None else f"--data_path {asked}"
+            print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
+            if not path.is_file():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_mini(path, self.spec)
+        barrier()

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.experiment import build_model
-from benchmarks.flair.config import Run, parse
-from benchmarks.flair.train import flair_task
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import Flair
 from dataset.cli import run as run_command
 from dataset.flair.mini import MiniSpec, write_mini
 from dataset.store.hdf5 import DataFile
-from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
 
 RESNET18_FLOPS = 3 * 2 * 1.82e9 / 224**2  # of a training pass, per pixel of the input
@@ -102,18 +99,13 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
         f"--federated.weighting {'users' if case.private else 'images'}"
     ).split()
     with DataFile(data_file(case, options.data_dir)) as file:
-
-        def opened(run: Run) -> tuple[Callable[[str], ImageStore], ImageClassifier]:
-            task = flair_task(run, file)
-            return task.split, build_model(run.config, len(task.label_names), None)
-
         simulated = PrivacyConfig(noise_cohort_size=5000, noise_population=41131, mechanism="gaussian")
         sides = Sides(
             parse([*common, *STOCK]),
             parse(
                 [*common, "--runtime.engine", "fast", "--runtime.precision", case.precision, *case.runtime]
             ),
-            opened,  # type: ignore[arg-type]
+            lambda run: Flair(run, file),
             "val" if case.val_users else None,
             simulated if case.private else None,
             RESNET18_FLOPS * case.pixels**2,

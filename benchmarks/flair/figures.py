@@ -28,7 +28,7 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
 from benchmarks.flair.table import Row
-from benchmarks.flair.train import ready_data, resolve_data
+from benchmarks.flair.train import Flair
 from benchmarks.reporting.plots import (
     BLACK,
     BLUE,
@@ -427,8 +427,8 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
     found: list[Named] = []
     if given.data_path is not None:
-        words, path = resolve_data([f"--data_path={given.data_path}"])
-        ready_data(parse(words), path)
+        words, path = Flair.resolve_data([f"--data_path={given.data_path}"])
+        Flair.ready_data(parse(words), path)
         found += data_figures(path, given.split, given.image_size, given.threads)
     if given.run_dirs:
         found += run_figures(given.run_dirs)

@@ -1,9 +1,8 @@
-"""The numbers of the FLAIR paper (Table 1 and the table beside Figure 4), and tables beside them."""
+"""The numbers of the FLAIR paper (Table 1 and the table beside Figure 4)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,3 @@ def per_class(setting: str) -> dict[str, float]:
     """The paper's AP of each coarse class in percent; empty for settings the paper does not give."""
     table = _table()["per_class_ap"]
     return dict(zip(table["classes"], table[setting])) if setting in table else {}
-
-
-def results_table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Rows of percentages as a plain-text table. Its columns are those of the first row, without the loss."""
-    columns = [name for name in next(iter(rows.values())) if name != "loss"]
-    width = max(len(name) for name in rows)
-    lines = [" " * width + "".join(f"  {column:>6}" for column in columns)]
-    for name, values in rows.items():
-        cells = [f"{values[c]:.1f}" if c in values else "-" for c in columns]
-        lines.append(
-            f"{name:<{width}}" + "".join(f"  {cell:>{max(6, len(c))}}" for c, cell in zip(columns, cells))
-        )
-    return "\n".join(lines)

@@ -20,10 +20,11 @@ from torch import optim
 
 from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.experiment import build_model, pfl_device
+from benchmarks.core.devices import pfl_device
+from benchmarks.core.experiment import build_model
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.runs import read_run
-from benchmarks.flair.train import flair_task
+from benchmarks.flair.train import Flair
 from benchmarks.flair.users import SPLIT, write_users
 from benchmarks.reporting.runs import find_runs
 from dataset.cli import run as run_command
@@ -50,7 +51,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
     with pfl_device(run.runtime.device), DataFile(run.data_path or record.results["dataset"]) as file:
-        task = flair_task(run, file)
+        task = Flair(run, file).task
         names = list(record.results["per_class_ap"])
         if list(task.label_names) != names:
             raise ValueError(

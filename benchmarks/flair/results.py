@@ -10,12 +10,12 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.recorder import Recorder
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives, reasons_against
 from benchmarks.flair.users import write_users
 from benchmarks.reporting import plots
+from benchmarks.reporting.tables import text_table
 from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import shot_table
 from pfl_ext.evaluation import SCORES
@@ -23,27 +23,23 @@ from pfl_ext.tasks.metrics import average_precision, for_people, shown
 
 
 def class_scores(
-    config: Config,
-    task: LabelSetView,
-    recorder: Recorder,
-    model: PyTorchModel,
-    metrics: Mapping[str, Metrics],
+    config: Config, task: LabelSetView, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]
 ) -> Tree:
     """Of the best model: AP and prevalence of each class, few-shot classes apart; users if asked for."""
     scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
     positives = {name: int(n) for name, n in zip(task.label_names, scores.targets().sum(0))}
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
-    told: Tree = {}
+    users: Tree = {}
     if config.evaluation.per_user or config.personal.num_epochs:
-        told["per_user"] = write_users(
-            recorder.directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
+        users["per_user"] = write_users(
+            directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
         )
     counts = task.split("train").label_counts()
     return {
         "per_class_ap": per_class,
         "shots": shot_table(per_class, positives, counts, config.evaluation.few_shot_below),
-        **told,
+        **users,
         "prevalence": {name: float(p) for name, p in zip(task.label_names, scores.targets().mean(0))},
     }
 
@@ -81,7 +77,7 @@ def show(config: Config, results: Tree) -> None:
     """The table of results beside the paper's row, or why that row does not stand there."""
     prevalence = list(results["prevalence"].values())
     rows = final_rows(config, results)
-    print(paper.results_table(rows))
+    print(text_table(rows))
     print(f"{shown('C-AP')} of guessing (mean label prevalence on test): {100 * np.mean(prevalence):.1f}")
     if absent := classes_without_positives(results):
         print(absent)

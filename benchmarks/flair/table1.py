@@ -26,11 +26,11 @@ from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.config.effects import idle_by_mode, reason_for, reasons
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.mini import MINI_FILE
-from benchmarks.core.recorder import run_differences
+from benchmarks.core.run_directory import run_differences
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin
-from benchmarks.flair.train import ready_data, resolve_data
+from benchmarks.flair.train import Flair
 from benchmarks.reporting.runs import DAMAGE
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
@@ -216,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
     laptop = given.scale == LAPTOP[0]
     data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
     on = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else [])]
-    on, file = resolve_data(on)
+    on, file = Flair.resolve_data(on)
     if given.seeds is not None and (min(given.seeds) < 0 or len(set(given.seeds)) < len(given.seeds)):
         raise ValueError(f"--seeds {' '.join(map(str, given.seeds))}: give different numbers from 0 on")
     if given.weights not in (None, "standin") and not Path(given.weights).is_file():
@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> None:
         if fault is not None:
             print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
             todo = [job for job in todo if job not in fine]
-    ready_data(parse(on), file)
+    Flair.ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
     written = report.write([root], root)

@@ -13,91 +13,104 @@ goes on. Exit codes: 0 done, 2 a mistake of the user's in one line, 75 stopped b
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.core.experiment import Experiment, build_model, execute, started
-from benchmarks.core.mini import MINI_FILE, draw_mini, resolve
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.execute import main as train
+from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
-from benchmarks.flair import results
-from benchmarks.flair.config import FLAIR, Run, parse
+from benchmarks.flair import results as flair_results
+from benchmarks.flair.config import FLAIR, Config, Run
 from benchmarks.flair.users import SPLIT
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from dataset.store.label_sets import LabelSetView
+from dataset.store.label_sets import LabelSetView, SplitImages
 from pfl_ext.algorithms.fedir import weighted_objective
 from pfl_ext.algorithms.per_user import users_with
-from pfl_ext.data.federated_dataset import iid_partition
+from pfl_ext.data.federated_dataset import Partition, iid_partition
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.metrics import BINNED, COLUMNS
-from pfl_ext.workers.distributed import barrier, is_main
 
-FLAIR_FILE = Path("data/flair.hdf5")
-HEADLINE = ("C-AP", "O-AP")
-"""The scores by which runs of this benchmark are judged, the first above all."""
-SCORES = ("loss", *COLUMNS, *BINNED.values(), "accuracy")
-"""The scores of val; ``accuracy`` is of binary tasks only."""
-
-
-def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
-    """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
-
-    Raises:
-        ValueError: when a ``--data_path`` is given that does not exist.
-    """
-    maker = "python -m dataset.flair.download_preprocess"
-    return resolve(argv, parse(argv).data_path, FLAIR_FILE, MINI_FILE, maker)
+SOURCE = DataSource(
+    path=Path("data/flair.hdf5"),
+    maker="python -m dataset.flair.download_preprocess",
+    missing="no FLAIR file (make flair-data gets it)",
+)
 
 
-def ready_data(run: Run, data_path: Path) -> None:
-    """Draw the mini data set where `resolve_data` chose it for this run, and say so."""
-    if data_path == MINI_FILE != run.data_path:
-        if is_main():
-            draw_mini(run.data_path, "no FLAIR file (make flair-data gets it)")
-        barrier()
+class Flair(Experiment[Config]):
+    """FLAIR's side of a run: its labels, its users or the same images dealt at random, the paper's rows."""
+
+    benchmark = FLAIR
+    headline = ("C-AP", "O-AP")
+    scores = ("loss", *COLUMNS, *BINNED.values(), "accuracy")  # accuracy is of binary tasks only
+
+    def __init__(self, run: Run, file: DataFile) -> None:
+        super().__init__(run, file)
+        data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
+        self.task = LabelSetView(file, data.taxonomy, data.image_size, data.binary_label, cache)
+
+    @classmethod
+    def source(cls, config: Config) -> DataSource:
+        """data/flair.hdf5."""
+        return SOURCE
+
+    def description(self) -> str:
+        """``17 labels``."""
+        return f"{len(self.task.label_names)} labels"
+
+    def split(self, name: str) -> SplitImages:
+        """Images with their label sets."""
+        return self.task.split(name)
+
+    def module(self) -> ImageClassifier:
+        """A network with an output for each label."""
+        objective = weighted_objective(self.config.federated, "multi_label")
+        return build_model(self.config, len(self.task.label_names), self.run.weights, objective)
+
+    def partition(self) -> Partition | None:
+        """The images dealt at random, with ``data.partition: iid``."""
+        iid = self.config.data.partition == "iid"
+        return iid_partition(self.task.split("train"), self.config.seed) if iid else None
+
+    def protected(self) -> ProtectedUnit:
+        """Real users, or the clients of the iid partition."""
+        return ProtectedUnit("iid" if self.config.data.partition == "iid" else None)
+
+    def check(self) -> None:
+        """Refuse fine-tuning where no user has enough images for it."""
+        if self.config.personal.num_epochs:
+            users_with(self.split(SPLIT), self.config.personal.min_images)
+
+    def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
+        """AP of each class, and of each user if asked for."""
+        return flair_results.class_scores(self.config, self.task, directory, model, metrics)
+
+    def draw(self, results: Tree, title: str, folder: Path) -> None:
+        """AP of each class."""
+        flair_results.draw(self.config, results, title, folder)
+
+    def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
+        """With the paper's row, where the run can be compared with it."""
+        return flair_results.final_rows(self.config, results)
+
+    def show(self, results: Tree) -> None:
+        """The rows, or why the paper's is not among them."""
+        flair_results.show(self.config, results)
 
 
-def flair_task(run: Run, file: DataFile) -> LabelSetView:
-    """The file as the images and targets that a run asks for."""
-    data = run.config.data
-    cache = int(run.runtime.cache_gb * 1e9)
-    return LabelSetView(file, data.taxonomy, data.image_size, data.binary_label, cache)
-
-
-def experiment(run: Run, file: DataFile) -> Experiment:
-    """FLAIR's side of a run on this file."""
-    config, task = run.config, flair_task(run, file)
-    if config.personal.num_epochs:
-        users_with(task.split(SPLIT), config.personal.min_images)  # refuses now what would fail at the end
-    iid, objective = config.data.partition == "iid", weighted_objective(config.federated, "multi_label")
-    return Experiment(
-        task=f"{len(task.label_names)} labels",
-        split=task.split,
-        module=lambda: build_model(config, len(task.label_names), run.weights, objective),
-        partition=iid_partition(task.split("train"), config.seed) if iid else None,
-        protected=ProtectedUnit("iid" if iid else None),
-        final_splits=("val", "test"),
-        headline=HEADLINE,
-        results=partial(results.class_scores, config, task),
-        draw=partial(results.draw, config),
-        rows=partial(results.final_rows, config),
-        show=partial(results.show, config),
-    )
+EXPERIMENT = Flair
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
-    if {"--help", "-h"} & set(argv):
-        print(FLAIR.help(__doc__, "python -m benchmarks.flair.train"))
-        return
-    logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting tells of each RDP order that it skips
-    argv, data_path = resolve_data(argv)
-    run = parse(argv)
-    with started(run.runtime):
-        ready_data(run, data_path)
-        execute(run, data_path, partial(experiment, run))
+    train(Flair, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def check_ranking(sweep: Sweep, config: TrainingConfig) -> None:
     Raises:
         ValueError: the metrics to choose from, or what to add.
     """
-    known = [f"val/{name}" for name in importlib.import_module(sweep.program_module).SCORES]
+    known = [f"val/{name}" for name in importlib.import_module(sweep.program_module).EXPERIMENT.scores]
     if sweep.metric is not None and sweep.metric.name not in known:
         raise ValueError(f"metric.name is {sweep.metric.name!r}: choose one of {', '.join(known)}")
     if getattr(config.data, "scored", "val") != "val":
@@ -73,11 +73,11 @@ def local(name: str, given: Mapping[str, str], extra: Sequence[str]) -> None:
         raise ValueError(
             f"--{key} is the sweep's to give: remove it from {where} (there are --sweep_dir and --devices)"
         )
-    program = importlib.import_module(sweep.program_module)
-    words, data_path = program.resolve_data([*training, "--runtime.progress=false"])
-    run = program.parse(words)
+    experiment = importlib.import_module(sweep.program_module).EXPERIMENT
+    words, data_path = experiment.resolve_data([*training, "--runtime.progress=false"])
+    run = experiment.benchmark.parse(words)
     check_ranking(sweep, run.config)
-    program.ready_data(run, data_path)
+    experiment.ready_data(run, data_path)
     if "runtime.track" not in arguments(extra):
         words.append("--runtime.track=none")
     words = command_words({**arguments(words), "data_path": data_path})
@@ -111,7 +111,8 @@ def with_wandb(name: str, given: Mapping[str, str], extra: Sequence[str]) -> Non
         if "run_dir" not in arguments(words):
             extra = [*extra, f"--run_dir=runs/sweeps/{sweep.name or path.stem}/{{digest}}"]
         point = (sweep.grid() if sweep.method == "grid" else [sweep.point(sweep.random_unit(0, 0, 0))])[0]
-        check_ranking(sweep, importlib.import_module(sweep.program_module).parse(words).config)
+        experiment = importlib.import_module(sweep.program_module).EXPERIMENT
+        check_ranking(sweep, experiment.benchmark.parse(words).config)
         resolved(sweep.program_module, words, point)  # an unknown key is told of here, and not by every trial
         place = sweep.command.index("${args}")
         tree = {**tree, "command": [*sweep.command[:place], *extra, *sweep.command[place:]]}

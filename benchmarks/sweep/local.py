@@ -24,7 +24,7 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.recorder import config_differences
+from benchmarks.core.run_directory import config_differences
 from benchmarks.core.tracking import flat
 from benchmarks.reporting.runs import DAMAGE
 from benchmarks.sweep.report import Row, markdown, parallel_coordinates, write_tables
@@ -55,7 +55,7 @@ def resolved(module: str, words: Sequence[str], point: Mapping[str, Any]) -> Tre
 
     :raises ValueError: for an unknown key, a wrong value, or a value that does not arrive.
     """
-    run: AnyRun = importlib.import_module(module).parse([*words, *command_words(point)])
+    run: AnyRun = importlib.import_module(module).EXPERIMENT.benchmark.parse([*words, *command_words(point)])
     tree = dataclasses.asdict(run.config)
     for key, wanted, got in asked(tree, point):
         if key in ("config", "recipe", "scale"):
@@ -117,7 +117,7 @@ class LocalSweep:
         count: int | None = None,
     ) -> None:
         self.sweep, self.words, self.directory, self.seed = sweep, list(words), directory, seed
-        self._headline: str = importlib.import_module(sweep.program_module).HEADLINE[0]
+        self._headline: str = importlib.import_module(sweep.program_module).EXPERIMENT.headline[0]
         self.metric = sweep.metric or Metric(f"val/{self._headline}", "maximize")
         self._sign = -1.0 if self.metric.goal == "maximize" else 1.0
         self._workers, self._devices, self._num_processes = workers, list(devices), num_processes

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
+from benchmarks.bench.rounds import STOCK, Sides, Trainable, measure, report_cases
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
 from benchmarks.visual_classification.config import Run, parse
-from benchmarks.visual_classification.train import single_label_task
+from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
+from pfl_ext.data.federated_dataset import ByteArray, IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 
@@ -85,27 +85,35 @@ class RandomImages:
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
-    common = [*case.words, f"--federated.cohort_size={case.cohort}"]
     if options.data_path is not None:
         with DataFile(options.data_path) as file:
-            return _compare(case, common, rounds, lambda run: single_label_task(run, file).split)
-    return _compare(case, common, rounds, lambda run: lambda name: _drawn(case, run, name))
+            return _compare(case, rounds, lambda run: VisualClassification(run, file))
+    return _compare(case, rounds, lambda run: Drawn(run, case))
 
 
-def _drawn(case: Case, run: Run, split: str) -> RandomImages:
-    return RandomImages(case, run.config.data.image_size, case.users if split == "train" else 10)
+@dataclass(frozen=True)
+class Drawn:
+    """A run on random images."""
+
+    run: Run
+    case: Case
+
+    def split(self, name: str) -> RandomImages:
+        """More users in train than elsewhere."""
+        users = self.case.users if name == "train" else 10
+        return RandomImages(self.case, self.run.config.data.image_size, users)
+
+    def module(self) -> ImageClassifier:
+        """The network of the case's config."""
+        return build_model(self.run.config, self.case.classes, None, "single_label")
 
 
-def _compare(
-    case: Case, common: Sequence[str], rounds: int, stores: Callable[[Run], Callable[[str], ImageStore]]
-) -> Tree:
-    def opened(run: Run) -> tuple[Callable[[str], ImageStore], ImageClassifier]:
-        return stores(run), build_model(run.config, case.classes, None, "single_label")
-
+def _compare(case: Case, rounds: int, opened: Callable[[Run], Trainable]) -> Tree:
+    common = [*case.words, f"--federated.cohort_size={case.cohort}"]
     sides = Sides(
         parse([*common, *STOCK]),
         parse([*common, f"--runtime.precision={case.precision}"]),
-        opened,  # type: ignore[arg-type]
+        opened,
         "test" if case.scored else None,
     )
     return {"case": asdict(case), **measure(sides, rounds)}

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 from pfl.metrics import Metrics
-from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.recorder import Recorder
 from benchmarks.reporting import plots
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
@@ -50,9 +48,7 @@ def partition_facts(task: SingleLabelView) -> Tree:
     }
 
 
-def class_scores(
-    task: SingleLabelView, recorder: Recorder, model: PyTorchModel, metrics: Mapping[str, Metrics]
-) -> Tree:
+def class_scores(task: SingleLabelView, metrics: Mapping[str, Metrics]) -> Tree:
     """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
     shares = metrics["test"][SCORES].per_class
     return {

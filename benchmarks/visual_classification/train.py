@@ -13,54 +13,24 @@ Signals, resumption and exit codes are those of `benchmarks.flair.train`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.core.experiment import Experiment, build_model, execute, started
-from benchmarks.core.mini import CLASSES, CLASSES_FILE, draw_mini, resolve
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.execute import main as train
+from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.mini import CLASSES, CLASSES_FILE, DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
-from benchmarks.visual_classification import results
-from benchmarks.visual_classification.config import VISION, Run, parse
+from benchmarks.visual_classification import results as vision_results
+from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.single_label import CARVED, SingleLabelView
-from pfl_ext.workers.distributed import barrier, is_main
-
-HEADLINE = ("accuracy",)
-"""The score by which runs of this benchmark are judged."""
-SCORES = ("loss", "accuracy", "C-accuracy")
-"""The scores of val."""
-
-
-def resolve_data(argv: Sequence[str]) -> tuple[list[str], Path]:
-    """The arguments and the file to train on; the mini data set, with its scale, where there is no other.
-
-    Raises:
-        ValueError: when a ``--data_path`` is given that does not exist.
-    """
-    run = parse(argv)
-    dataset = run.config.data.dataset
-    maker = f"python -m dataset.{dataset}.download_preprocess"
-    return resolve(argv, run.data_path, Path(f"data/{dataset}.hdf5"), CLASSES_FILE, maker)
-
-
-def ready_data(run: Run, data_path: Path) -> None:
-    """Draw the mini data set where `resolve_data` chose it for this run, and say so."""
-    if data_path == CLASSES_FILE != run.data_path:
-        if is_main():
-            dataset = run.config.data.dataset
-            missing = f"no data/{dataset}.hdf5 (make vision-data DATASET={dataset} makes it)"
-            draw_mini(run.data_path, missing, CLASSES_FILE, CLASSES)
-        barrier()
-
-
-def single_label_task(run: Run, file: DataFile) -> SingleLabelView:
-    """The file as the images and classes that a run asks for."""
-    data = run.config.data
-    cache = int(run.runtime.cache_gb * 1e9)
-    share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-    return SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share)
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.models.classifier import ImageClassifier
 
 
 def protected_unit(task: SingleLabelView) -> ProtectedUnit:
@@ -75,36 +45,73 @@ def protected_unit(task: SingleLabelView) -> ProtectedUnit:
     return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
 
 
-def experiment(run: Run, file: DataFile) -> Experiment:
-    """This benchmark's side of a run on this file."""
-    task, scored = single_label_task(run, file), run.config.data.scored
-    return Experiment(
-        task=f"{len(task.label_names)} classes, {results.partition_text(task)}; "
-        + results.followed_text(task, scored),
-        split=lambda name: task.split(scored if name == "val" else name),
-        module=lambda: build_model(run.config, len(task.label_names), run.weights, objective="single_label"),
-        partition=None,
-        protected=protected_unit(task),
-        final_splits=("test",) if scored == "test" else ("val", "test"),
-        headline=HEADLINE,
-        results=partial(results.class_scores, task),
-        draw=results.draw,
-        rows=results.final_rows,
-        show=partial(results.show, run.config),
-        followed="tracked" if scored == "test" else "val",
-    )
+class VisualClassification(Experiment[Config]):
+    """This benchmark's side of a run: one class an image, a partition of the file, accuracy."""
+
+    benchmark = VISION
+    headline = ("accuracy",)
+    scores = ("loss", "accuracy", "C-accuracy")
+
+    def __init__(self, run: Run, file: DataFile) -> None:
+        super().__init__(run, file)
+        data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
+        share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
+        self.task = SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share)
+        if data.scored == "test":
+            self.final_splits, self.followed = ("test",), "tracked"
+
+    @classmethod
+    def source(cls, config: Config) -> DataSource:
+        """The file of ``data.dataset``."""
+        name = config.data.dataset
+        return DataSource(
+            path=Path(f"data/{name}.hdf5"),
+            maker=f"python -m dataset.{name}.download_preprocess",
+            missing=f"no data/{name}.hdf5 (make vision-data DATASET={name} makes it)",
+            mini=CLASSES_FILE,
+            spec=CLASSES,
+        )
+
+    def description(self) -> str:
+        """Classes, partition, and what is scored over the rounds."""
+        scored = vision_results.followed_text(self.task, self.config.data.scored)
+        return f"{len(self.task.label_names)} classes, {vision_results.partition_text(self.task)}; {scored}"
+
+    def split(self, name: str) -> ImageStore:
+        """Images with their classes; val is what is followed over the rounds."""
+        return self.task.split(self.config.data.scored if name == "val" else name)
+
+    def module(self) -> ImageClassifier:
+        """A network with an output for each class."""
+        return build_model(self.config, len(self.task.label_names), self.run.weights, "single_label")
+
+    def protected(self) -> ProtectedUnit:
+        """See `protected_unit`."""
+        return protected_unit(self.task)
+
+    def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
+        """Accuracy of each class, and the partition."""
+        return vision_results.class_scores(self.task, metrics)
+
+    def draw(self, results: Tree, title: str, folder: Path) -> None:
+        """Accuracy of each class."""
+        vision_results.draw(results, title, folder)
+
+    def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
+        """Test, of the last model and of the best."""
+        return vision_results.final_rows(results)
+
+    def show(self, results: Tree) -> None:
+        """The rows, and the paper's of centralised training where the run can be compared with it."""
+        vision_results.show(self.config, results)
+
+
+EXPERIMENT = VisualClassification
 
 
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
-    if {"--help", "-h"} & set(argv):
-        print(VISION.help(__doc__, "python -m benchmarks.visual_classification.train"))
-        return
-    argv, data_path = resolve_data(argv)
-    run = parse(argv)
-    with started(run.runtime):
-        ready_data(run, data_path)
-        execute(run, data_path, partial(experiment, run))
+    train(VisualClassification, argv, __doc__)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ KINDS = {
 """``momentum`` is server momentum with adaptive clipping; ``pfl`` the paper's Adam with adaptive clipping;
 ``secret`` the same with noise from entropy."""
 
-ROUND = "benchmarks.core.experiment:train_federated"
+ROUND = "benchmarks.core.execute:train_federated"
 PHASES = {
-    "between rounds": (ROUND, "benchmarks.core.experiment:train_centralised"),
+    "between rounds": (ROUND, "benchmarks.core.execute:train_centralised"),
     "taking up a checkpoint": ("benchmarks.core.recorder:Recorder.restore",),
     "reduction": (
         "pfl_ext.engine.cohort:CohortEngine.train",  # but for the users' training: the sum over them
@@ -88,7 +88,7 @@ PHASES = {
         "pfl_ext.algorithms.user_vectors:UserVectors.saved",
         "pfl_ext.algorithms.user_vectors:UserVectors.load",
     ),
-    "results": ("benchmarks.core.experiment:_write_results",),
+    "results": ("benchmarks.core.execute:_write_results",),
 }
 """What a life can be at when it ends; the innermost counts."""
 
@@ -100,7 +100,7 @@ PLACES = {
         "pfl_ext.checkpoint:_keep",
         "pfl_ext.checkpoint:save",
         "pfl_ext.checkpoint:write_bytes",
-        "benchmarks.core.recorder:Recorder._flushed_metrics",
+        "benchmarks.core.run_directory:RunDirectory.flushed",
         "os:replace",
     ),
     "evaluation": (
@@ -133,12 +133,12 @@ OF_SCAFFOLD = (
 
 WINDOW = (
     "benchmarks.core.recorder:Recorder.end",
-    "benchmarks.core.experiment:_final_scores",
-    "benchmarks.core.experiment:_write_results",
+    "benchmarks.core.execute:_final_scores",
+    "benchmarks.core.execute:_write_results",
     "benchmarks.reporting.plots:training_curve",
     "benchmarks.reporting.plots:privacy_curves",
-    "benchmarks.core.experiment:hardware",
-    "benchmarks.core.experiment:probe_checksum",  # its first call is before the first round
+    "benchmarks.core.execute:hardware",
+    "benchmarks.core.execute:probe_checksum",  # its first call is before the first round
     "benchmarks.core.secret:Secret.close",
 )
 """What a run does once between its last round and its end."""

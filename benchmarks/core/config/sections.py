@@ -214,6 +214,16 @@ class TrainingConfig:
     """None: no local privacy."""
 
     @property
+    def unit(self) -> Literal["round", "epoch"]:
+        """What a step of training is."""
+        return "round" if self.mode == "federated" else "epoch"
+
+    @property
+    def num_steps(self) -> int:
+        """How many rounds or epochs the run has."""
+        return self.federated.num_rounds if self.mode == "federated" else self.centralised.num_epochs
+
+    @property
     def local_learning_rate(self) -> float:
         """Of users' steps."""
         effective = self.local.effective_learning_rate

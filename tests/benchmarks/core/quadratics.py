@@ -30,6 +30,7 @@ from benchmarks.core.config.trees import Tree, merge
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder
+from benchmarks.core.run_directory import RunDirectory
 from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.objectives import SingleLabel
@@ -113,8 +114,9 @@ class Trace(Recorder):
 
 def trajectory(run: AnyRun, directory: Path) -> Array:
     """``[rounds, P]`` by what production calls."""
-    trace = Trace(run, directory, run.config.federated.num_rounds, "round")
-    trace.begin()
+    files = RunDirectory(run, directory)
+    files.begin()
+    trace = Trace(files)
     train_federated(run, Users(), Users(), module(), trace)
     return np.stack(trace.seen)
 

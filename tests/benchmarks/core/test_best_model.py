@@ -11,7 +11,9 @@ import pytest
 import torch
 from pfl.metrics import Metrics, MetricValue, Weighted
 
-from benchmarks.core.recorder import Best, Recorder
+from benchmarks.core.checkpoints import Best
+from benchmarks.core.recorder import Recorder
+from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import parse
 from pfl_ext.evaluation import LOSS, SCORES
 
@@ -45,7 +47,7 @@ class Scores(MetricValue):
 def best_of(scored: Sequence[tuple[float, float]], directory: Path, *argv: str) -> Best:
     """What is kept of steps with these (loss, C-AP); the model of step t has the weight t."""
     run = parse(["--config=fl-r-17", "--runtime.progress=false", f"--run_dir={directory}", *argv])
-    recorder = Recorder(run, directory, len(scored), "round")
+    recorder = Recorder(RunDirectory(run, directory))
     module = torch.nn.Linear(1, 1, bias=False)
     model: Any = SimpleNamespace(pytorch_model=module)
     for step, (loss, c_ap) in enumerate(scored):

@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from benchmarks.core import recorder
+from benchmarks.core.checkpoints import Best
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.federated import RoundCallback
+from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
@@ -110,7 +112,7 @@ def test_a_best_model_found_after_the_checkpoint_does_not_reach_the_resumed_run(
         real(self, step, metrics, model)
         if step == 2:
             zeros = {name: torch.zeros_like(tensor) for name, tensor in self.best.weights.items()}
-            self.best = recorder.Best(2, -1.0, self.best.val, zeros)
+            self.best = Best(2, -1.0, self.best.val, zeros)
 
     with monkeypatch.context() as patch:
         patch.setattr(recorder.Recorder, "evaluated", flattered)
@@ -244,7 +246,7 @@ def test_a_signal_before_the_first_round_stops_at_once(
         os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.Recorder, "finished", early)
+        patch.setattr(RunDirectory, "finished", early)
         train(*SHORT, code=75)
     assert capsys.readouterr().err == "stopped by SIGTERM; the same command goes on from here\n"
     train(*SHORT)

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.core import mini
 from benchmarks.core.mini import CLASSES_FILE, MINI_FILE
-from benchmarks.flair import train as flair
 from benchmarks.flair.config import parse as parse_flair
-from benchmarks.visual_classification import train as vision
+from benchmarks.flair.train import SOURCE, Flair
 from benchmarks.visual_classification.config import parse as parse_vision
+from benchmarks.visual_classification.train import VisualClassification
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +33,24 @@ def test_the_reason_for_the_mini_set_is_said_once(
     argv: list[str], present: bool, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Issue 17.22: ``--data_path mini`` said that there is no FLAIR file where there is one."""
-    flair.FLAIR_FILE.parent.mkdir()
+    SOURCE.path.parent.mkdir()
     if present:
-        flair.FLAIR_FILE.touch()
-    words, path = flair.resolve_data(argv)
-    flair.ready_data(parse_flair(words), path)
-    assert path == (MINI_FILE if told else flair.FLAIR_FILE)
+        SOURCE.path.touch()
+    words, path = Flair.resolve_data(argv)
+    Flair.ready_data(parse_flair(words), path)
+    assert path == (MINI_FILE if told else SOURCE.path)
     assert capsys.readouterr().out == (f"{told}, {MINI_FILE}, at laptop scale\n" if told else "")
     assert path.exists()
 
 
 def test_visual_classification_says_which_file_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    words, path = vision.resolve_data(["--config=cifar100-fedavg"])
-    vision.ready_data(parse_vision(words), path)
+    words, path = VisualClassification.resolve_data(["--config=cifar100-fedavg"])
+    VisualClassification.ready_data(parse_vision(words), path)
     assert path == CLASSES_FILE
     assert capsys.readouterr().out.startswith("no data/cifar100.hdf5 (make vision-data DATASET=cifar100 ")
 
 
-@pytest.mark.parametrize("resolve_data", [flair.resolve_data, vision.resolve_data])
+@pytest.mark.parametrize("resolve_data", [Flair.resolve_data, VisualClassification.resolve_data])
 @pytest.mark.parametrize(
     "words, told",
     [(["--data_path=no.hdf5"], "--data_path no.hdf5: no such"), (["--data_path="], "--data_path is empty")],

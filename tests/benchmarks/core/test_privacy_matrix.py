@@ -17,6 +17,7 @@ from benchmarks.core.config.sections import LocalPrivacySection, PrivacySection,
 from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import train_federated
 from benchmarks.core.recorder import Recorder
+from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
 from pfl_ext.algorithms.algorithm import names
@@ -191,9 +192,9 @@ def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisyMean, "postprocess_server", watched)
         module = build_model(run.config, 5, None, weighted_objective(run.config.federated, "multi_label"))
-        recorder = Recorder(run, directory, 1, "round")
-        recorder.begin()
-        train_federated(run, store, NumberedStore([2, 2]), module, recorder)
+        files = RunDirectory(run, directory)
+        files.begin()
+        train_federated(run, store, NumberedStore([2, 2]), module, Recorder(files))
     return sums[0]
 
 

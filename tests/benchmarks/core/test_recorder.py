@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.core import recorder
+from benchmarks.core import progress
 from benchmarks.core.config.digests import tree_digest
-from benchmarks.core.recorder import Recorder, duration
+from benchmarks.core.progress import duration
+from benchmarks.core.recorder import Recorder
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_faults import LONG
@@ -78,7 +79,7 @@ def test_a_directory_without_a_round_is_reused(train: Train, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.Recorder, "restore", stop)
+        patch.setattr(Recorder, "restore", stop)
         directory = train(*SHORT, "--seed=5", code=130)
     assert yaml.safe_load((directory / "config.yaml").read_text())["seed"] == 5
     train(*SHORT, "--resume=never")
@@ -141,7 +142,7 @@ def test_a_long_run_says_so_after_its_first_step(
 ) -> None:
     train(*SHORT, name="short")
     assert "to go" not in capsys.readouterr().err
-    monkeypatch.setattr(recorder, "LONG_S", 1e-6)
+    monkeypatch.setattr(progress, "LONG_S", 1e-6)
     train("--federated.num_rounds=4", "--evaluation.every_rounds=2", name="long")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "to go" in line]
     assert "at the pace of the first round: 3 rounds of" in line

@@ -22,8 +22,8 @@ from benchmarks.core import recorder, tracking
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import PUBLIC_RESULTS
 from benchmarks.core.tracking import Tracking, flat, has_wandb_key
-from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import Run, parse
+from benchmarks.flair.train import Flair
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_private import REAL
 
@@ -108,13 +108,13 @@ def test_a_public_release_shows_trackers_and_pictures_nothing_of_the_training_im
 ) -> None:
     """No counts for a picture to be made of, and no load of the machine, which depends on the cohorts."""
     drawn: list[set[str]] = []
-    real = flair_results.draw
+    real = Flair.draw
 
-    def watched(config: Any, results: Tree, title: str, folder: Path) -> None:
+    def watched(self: Flair, results: Tree, title: str, folder: Path) -> None:
         drawn.append(set(results))
-        real(config, results, title, folder)
+        real(self, results, title, folder)
 
-    monkeypatch.setattr(flair_results, "draw", watched)
+    monkeypatch.setattr(Flair, "draw", watched)
     directory = train(*REAL, "--privacy.release=public", "--runtime.track=wandb", "--federated.num_rounds=2")
     assert drawn
     assert drawn[0] <= set(PUBLIC_RESULTS)

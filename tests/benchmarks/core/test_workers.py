@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.core.recorder import MODEL
+from benchmarks.core.checkpoints import MODEL
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
@@ -189,7 +189,7 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
 def test_what_several_workers_cannot_do_is_refused(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.core.experiment.current", lambda: "others")
+    monkeypatch.setattr("benchmarks.core.execute.current", lambda: "others")
     train("--config=c-r-17", code=2)
     assert "centralised training runs in one process" in error_line(capsys)
     monkeypatch.undo()

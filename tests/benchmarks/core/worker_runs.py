@@ -14,7 +14,6 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ import pfl_ext as pfl_ext  # before pfl, see there
 # isort: split
 import torch
 
-from benchmarks.core.experiment import execute
+from benchmarks.core.execute import execute
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import experiment
+from benchmarks.flair.train import Flair
 from pfl_ext.data import federated_dataset
 from pfl_ext.privacy import banded, mechanisms
 from pfl_ext.workers.distributed import connected, current
@@ -107,7 +106,7 @@ def main(data: Path, directory: Path) -> None:
         for name, words in RUNS.items():
             notes.users, notes.noise = {}, []
             run = parse([*SMALL, *words, f"--run_dir={directory / name}"])
-            execute(run, data, partial(experiment, run))
+            execute(run, data, Flair)
             text = json.dumps({"users": notes.users, "noise": notes.noise})
             (directory / f"{name}-{rank}.json").write_text(text)
 

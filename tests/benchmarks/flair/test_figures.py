@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.core.mini import MINI_FILE
-from benchmarks.flair import figures, train
+from benchmarks.core import mini
+from benchmarks.flair import figures
 from benchmarks.flair.figures import main, per_class, private, user_sizes
 from benchmarks.flair.report import collect
 from dataset.cli import run
+from dataset.flair.mini import MiniSpec
 from tests.benchmarks.made_runs import LOCALLY, PRIVACY, make_run
 
 
@@ -121,11 +122,10 @@ def test_the_mini_data_set_is_drawn_where_it_is_not_yet(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def draw(given: Path | None, missing: str) -> None:
-        MINI_FILE.parent.mkdir()
-        MINI_FILE.write_bytes(mini_file.read_bytes())
+    def draw(path: Path, spec: MiniSpec) -> None:
+        path.write_bytes(mini_file.read_bytes())
 
-    monkeypatch.setattr(train, "draw_mini", draw)
+    monkeypatch.setattr(mini, "write_mini", draw)
     assert run(main, ["--data_path=mini", "--output_dir=out"]) == 0
     assert written(Path("out")) == {"user_sizes", "labels", "emd"}
 

@@ -17,6 +17,7 @@ from benchmarks.core.mini import MINI_FILE
 from benchmarks.flair import figures, paper, table1
 from benchmarks.flair.config import parse
 from benchmarks.flair.table1 import Job, eta, execute, jobs, main
+from benchmarks.flair.train import Flair
 from dataset.cli import RESUMABLE, Stopped, raised, run
 from tests.benchmarks.made_runs import make_run
 
@@ -26,7 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Figures are not drawn; the arguments with which they would have been."""
     told: list[list[str]] = []
     monkeypatch.setattr(figures, "main", told.append)
-    monkeypatch.setattr(table1, "ready_data", lambda *_: None)
+    monkeypatch.setattr(Flair, "ready_data", lambda *_: None)
     return told
 
 

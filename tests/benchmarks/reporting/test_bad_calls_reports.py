@@ -164,6 +164,6 @@ def test_a_bad_call_ends_in_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("benchmarks.flair.train.draw_mini", lambda *_: None)
+    monkeypatch.setattr("benchmarks.core.mini.write_mini", lambda *_: None)
     monkeypatch.setattr(table1, "make_runs", lambda *_: pytest.fail("a run was started"))
     check_refused(COMMANDS[command], words, said, folder, capsys)

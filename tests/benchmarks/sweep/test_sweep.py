@@ -23,7 +23,7 @@ from wandb.wandb_agent import Agent
 
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
-from benchmarks.flair import train as flair_train
+from benchmarks.core.mini import DataSource
 from benchmarks.flair.config import parse
 from benchmarks.sweep import local as sweep_local
 from benchmarks.sweep.command import main
@@ -171,7 +171,7 @@ def test_a_sweep_without_a_file_draws_the_mini_set_first(
     """Issue 17.39: its trials were sent to a file of the mini set that nobody had drawn."""
     drawn: list[Path | None] = []
     doubled(RATES)  # trials take no time from here on
-    monkeypatch.setattr(flair_train, "draw_mini", lambda given, missing: drawn.append(given))
+    monkeypatch.setattr(DataSource, "ready", lambda self, asked, path: drawn.append(asked))
     monkeypatch.chdir(tmp_path)
     for data in ([], ["--data_path=mini"]):
         assert (

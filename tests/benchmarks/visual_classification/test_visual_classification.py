@@ -15,7 +15,7 @@ from benchmarks.visual_classification import paper, report
 from benchmarks.visual_classification.config import RECIPES, VISION, parse
 from benchmarks.visual_classification.curves import read_curve, read_run
 from benchmarks.visual_classification.results import show
-from benchmarks.visual_classification.train import resolve_data
+from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run as run_command
 
 
@@ -89,7 +89,7 @@ def test_the_effective_rate_is_the_clients_over_one_minus_momentum() -> None:
 )
 def test_what_no_run_could_mean_is_refused(words: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        resolve_data(words)
+        VisualClassification.resolve_data(words)
 
 
 def lines(*scored: tuple[int, float], steps: int = 3, num_rounds: int = 10) -> list[Tree]:

@@ -1,0 +1,209 @@
+"""One run from its command line to its results: what is the same in every benchmark.
+
+`main` reads the command line and starts device and workers; `execute` opens the run directory, trains,
+scores, writes ``results.json`` last of all, and shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.centralised import train_centralised
+from benchmarks.core.checkpoints import Checkpoints
+from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.devices import started
+from benchmarks.core.experiment import Experiment
+from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
+from benchmarks.core.federated import check_federated, train_federated
+from benchmarks.core.recorder import Recorder, columns
+from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.secret import statement_path
+from benchmarks.core.tracking import tracking
+from benchmarks.reporting import plots
+from dataset.cli import held
+from dataset.files import file_digest, write_json
+from dataset.store.hdf5 import DataFile
+from dataset.store.probe import probe
+from pfl_ext import checkpoint
+from pfl_ext.evaluation import CentralEvaluation
+from pfl_ext.models.classifier import ImageClassifier, probe_checksum
+from pfl_ext.workers.distributed import current, is_main
+
+
+def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str | None) -> None:
+    """The training command of a benchmark: parse, train, report.
+
+    Args:
+        kind: the benchmark's experiment.
+        argv: the command line.
+        text: what ``--help`` says before the list of keys.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(kind.benchmark.help(text, f"python -m {kind.__module__}"))
+        return
+    logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting logs each RDP order that it skips
+    words, data_path = kind.resolve_data(argv)
+    run = kind.benchmark.parse(words)
+    with started(run.runtime):
+        kind.ready_data(run, data_path)
+        execute(run, data_path, kind)
+
+
+def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile], Experiment[Any]]) -> None:
+    """Train and report one run, or show the results that it already has.
+
+    Raises:
+        ValueError: for whatever can be refused about it, before anything is written.
+    """
+    config = run.config
+    if config.mode == "centralised" and current() is not None:
+        raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
+    directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    directory = Path(str(directory).replace("{digest}", short_digest(config)))
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--run_dir {directory} is a file: choose another")
+    if is_main():
+        probe(data_path)
+    with DataFile(data_path) as file:
+        experiment = kind(run, file)
+        files = RunDirectory(run, directory, file.fingerprint, file.content_sha256)
+        results = files.finished()
+        had_ended = results is not None
+        if results is None:
+            module = _refused_or_built(experiment)
+            with checkpoint.sole_owner(directory) if is_main() else contextlib.nullcontext():
+                results = files.finished() or _train(experiment, files, module, data_path)
+                if is_main() and not run.runtime.keep_checkpoints:
+                    Checkpoints(directory, run).remove()
+    if results is not None and is_main():
+        if had_ended:
+            print(f"this run had ended before; its results, from {directory}:")
+        _show(experiment, results, directory)
+
+
+def _show(experiment: Experiment[Any], results: Tree, directory: Path) -> None:
+    by = experiment.config.evaluation.best_by
+    chosen = "is the last" if by == "last" else f"was best on val by {by}"
+    print(
+        f"\n{results['setting']} on {results['dataset']}, seed {results['seed']}: the model of "
+        f"{results['unit']} {results['best_step']} of {results['rounds']} {chosen}; "
+        + (f"{results['wall_clock_s']:.0f} s " if "wall_clock_s" in results else "")
+        + f"on {results['hardware']}"
+    )
+    experiment.show(results)
+    statement = statement_path(directory)
+    if statement.exists() and (paragraph := checkpoint.read_json(statement).get("paragraph")):
+        print(f"\n{paragraph}\n")
+    print(f"run directory: {directory} (metrics.jsonl, results.json, model.safetensors, plots/)")
+
+
+def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
+    """The network, once everything that can be refused about a run has not been; nothing is written here."""
+    for name in ("train", "val", *experiment.final_splits):
+        experiment.split(name)
+    experiment.check()
+    module = experiment.module()
+    if experiment.config.mode == "federated":
+        check_federated(experiment.run, experiment.split("train"), module, experiment.partition())
+    return module
+
+
+def _train(
+    experiment: Experiment[Any], files: RunDirectory, module: ImageClassifier, data_path: Path
+) -> Tree | None:
+    """A run that has not ended yet, to its end; its results, on the first worker."""
+    run, config, results = experiment.run, experiment.config, None
+    facts = {"data": dataset_facts(experiment.file), **start_facts(config, module, run.weights)}
+    if is_main():
+        print(
+            f"training {config.setting} ({experiment.description()}) on {data_path}, device "
+            f"{get_default_device()}, into {files.path}",
+            flush=True,
+        )
+    files.begin()
+    recorder = Recorder(files, experiment.followed)
+    shown = tracking(run, files.path, data_path.stem, recorder.unit)
+    with contextlib.closing(recorder), shown as recorder.tracking:
+        with held(recorder.unit) as recorder.held:
+            train, val = experiment.split("train"), experiment.split("val")
+            if config.mode == "federated":
+                partition, protected = experiment.partition(), experiment.protected()
+                model = train_federated(run, train, val, module, recorder, partition, protected)
+            else:
+                model = train_centralised(run, train, val, module, recorder)
+        scores = _final_scores(experiment, recorder, model)
+        if is_main():
+            results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
+            if recorder.tracking is not None:
+                recorder.tracking.finish(results, experiment.rows(results))
+    return results
+
+
+def _final_scores(experiment: Experiment[Any], recorder: Recorder, model: PyTorchModel) -> Tree:
+    """The last model's and the best one's; the model is left at the best."""
+    threads = recorder.run.runtime.reader_threads
+    evaluations = {
+        name: CentralEvaluation(experiment.split(name), threads=threads) for name in experiment.final_splits
+    }
+    metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    last = {name: columns(scored) for name, scored in metrics.items()}
+    if recorder.best.step != recorder.num_steps:
+        model.pytorch_model.load_state_dict(recorder.best.weights)
+        metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    return {
+        **{name: columns(scored) for name, scored in metrics.items()},
+        "last": last,
+        "best_step": recorder.best.step,
+        **experiment.final_results(recorder.files.path, model, metrics),
+    }
+
+
+def _write_results(
+    experiment: Experiment[Any], recorder: Recorder, scores: Tree, module: ImageClassifier, data_path: Path
+) -> Tree:
+    """``model.safetensors``, plots and ``results.json``, which says that the run has ended.
+
+    The secret of a private run is deleted after that.
+    """
+    config, directory = experiment.config, recorder.files.path
+    of_config = {"config_sha256": recorder.files.config_sha256}
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), of_config)
+    title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
+    curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
+    plots.training_curve(history, recorder.unit, experiment.headline, title, curve)
+    if recorder.ledger is not None:
+        plots.privacy_curves(history, title, directory / "plots" / "privacy.png")
+    results = {
+        "setting": config.setting,
+        "dataset": str(data_path),
+        "seed": config.seed,
+        "rounds": recorder.num_steps,
+        "unit": recorder.unit,
+        **scores,
+        "wall_clock_s": round(recorder.progress.wall_clock, 3),
+        "hardware": hardware(),
+        "arithmetic": recorder.arithmetic,
+        "commit": commit(),
+        "torch": torch.__version__,
+        **of_config,
+        "data_sha256": recorder.files.data_sha256,
+        "model_sha256": file_digest(directory / "model.safetensors"),
+        "model_probe": probe_checksum(module),
+    }
+    if recorder.ledger is not None:
+        results = recorder.ledger.results(results)  # before pictures are made of them
+    experiment.draw(results, title, directory / "plots")
+    write_json(directory / "results.json", results)
+    if recorder.ledger is not None:
+        recorder.ledger.secret.close()
+    return results

@@ -1,0 +1,192 @@
+"""The run directory: whose run it holds, the lines of ``metrics.jsonl``, and ``results.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from benchmarks.core.config.benchmark import AnyRun
+from benchmarks.core.config.digests import config_tree, digest, tree_digest
+from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
+from dataset.files import write_bytes, write_json, written
+from pfl_ext.checkpoint import read_json
+from pfl_ext.workers.distributed import from_main, is_main
+
+
+def config_differences(old: Tree, new: Tree, prefix: str = "") -> list[str]:
+    """``key: old -> new`` for every field that differs."""
+    out = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            out += config_differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            out.append(f"{prefix}{key}: {before} -> {after}")
+    return out
+
+
+def run_differences(known: Tree, run: AnyRun) -> list[str]:
+    """``key: old -> new`` for every field in which a run is not the one of a ``config.yaml``.
+
+    The file may be of an earlier version of the code, which knew fewer fields and wrote down some that have
+    no effect: it is resolved first. What it does not say of the weights file cannot differ.
+
+    Raises:
+        ValueError: when the file holds a key that no version had, or a wrong value.
+    """
+    assert run.benchmark is not None
+    old, new = config_tree(run.benchmark.read(known, "config.yaml")), config_tree(run.config)
+    if "weights_sha256" not in known.get("model", {}):
+        for tree in (old, new):
+            tree["model"].pop("weights_sha256", None)
+    return config_differences(old, new)
+
+
+class RunDirectory:
+    """Owner of the files of one run, but for its checkpoints. Worker 0 reads and writes.
+
+    Nothing is written before `begin`.
+
+    Args:
+        run: the run whose directory this is, or is to become.
+        path: where it lies.
+        data_sha256: what the run learns from, see `dataset.store.hdf5.DataFile.fingerprint`.
+        content_sha256: of every byte that a private run learns from, where ``data_sha256`` leaves out pixels.
+
+    Raises:
+        ValueError: when the directory holds a run of another config or of other data, or a run and
+            ``resume="never"``.
+    """
+
+    def __init__(
+        self,
+        run: AnyRun,
+        path: Path,
+        data_sha256: str = "",
+        content_sha256: Callable[[], str] | None = None,
+    ) -> None:
+        self.run, self.path, self.data_sha256 = run, path, data_sha256
+        self._content_sha256 = content_sha256 or (lambda: data_sha256)
+        self._metrics = path / "metrics.jsonl"
+        self.config_sha256: str = from_main(self._config_sha256() if is_main() else None)
+        """Of the directory's config.yaml, or of the one that it will get."""
+
+    def _config_sha256(self) -> str:
+        """The digest of the config that the directory holds, if it is this run's; else refuse."""
+        if not self._has_begun():
+            return digest(self.run.config)
+        if self.run.resume == "never":
+            raise ValueError(f"{self.path} already holds a run: choose another --run_dir, or --resume auto")
+        known = read_yaml(self.path / "config.yaml")
+        try:
+            differences = run_differences(known, self.run)
+        except ValueError as fault:
+            raise ValueError(
+                f"{self.path / 'config.yaml'} is damaged or of another version: {fault}"
+            ) from fault
+        if differences:
+            raise ValueError(
+                f"{self.path} holds a run of another config ({'; '.join(differences)}): choose another "
+                "--run_dir"
+            )
+        data = self.path / "checkpoint" / "data.json"
+        learnt = read_json(data).get("sha256") if data.exists() else self.data_sha256
+        if learnt != self.data_sha256:
+            raise ValueError(
+                f"{self.path} holds a run on other data (content {str(learnt)[:12]}, that of --data_path is "
+                f"{self.data_sha256[:12]}): give its file, or choose another --run_dir"
+            )
+        return tree_digest(known)
+
+    def _has_begun(self) -> bool:
+        """Whether a run has left a step in the directory; a directory without one is free."""
+        begun = (self.path / "results.json").exists() or has_rounds(self.path)
+        return begun and (self.path / "config.yaml").exists()
+
+    def begin(self) -> None:
+        """Make the directory this run's own; the caller holds its lock."""
+        if not is_main():
+            return
+        self.config_sha256 = self._config_sha256()  # another process may have begun here meanwhile
+        begun = self._has_begun()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "checkpoint" / "data.json", {"sha256": self.data_sha256})
+        if not begun:
+            text = yaml.safe_dump(config_tree(self.run.config), sort_keys=False)
+            write_bytes(self.path / "config.yaml", text.encode())
+
+    def finished(self) -> Tree | None:
+        """The results of this run, if it has already ended; a secret that a kill left behind is deleted."""
+        path = self.path / "results.json"
+        results = from_main(read_json(path) if is_main() and path.exists() else None)
+        if results is None or results.get("config_sha256") != self.config_sha256:
+            return None
+        if is_main():
+            secret_path(self.path).unlink(missing_ok=True)
+        return dict(results)
+
+    def secret(self) -> Secret | None:
+        """What a private run's noise is drawn from; None without privacy.
+
+        Raises:
+            ValueError: when a round might be released a second time with other noise.
+        """
+        config = self.run.config
+        privacy = config.privacy or config.local_privacy
+        if privacy is None:
+            return None
+        if privacy.noise_seed == "run":
+            return public_secret(self.path, config.seed)
+        return open_secret(self.path, self.config_sha256, self._content_sha256(), self.run.runtime.precision)
+
+    def history(self) -> list[Tree]:
+        """All lines of ``metrics.jsonl``."""
+        return [json.loads(line) for line in self._lines().splitlines()]
+
+    def append(self, line: Tree) -> None:
+        """Write one more line."""
+        with written(self._metrics), self._metrics.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _lines(self) -> bytes:
+        return self._metrics.read_bytes() if self._metrics.exists() else b""
+
+    def flushed(self) -> Tree:
+        """What a checkpoint notes of the lines so far, which are on the disk before it counts on them."""
+        if self._metrics.exists():
+            with self._metrics.open("rb") as file:
+                os.fsync(file.fileno())
+        lines = self._lines()
+        return {"metrics_bytes": len(lines), "metrics_sha256": hashlib.sha256(lines).hexdigest()}
+
+    def cut(self, state: Tree) -> int:
+        """Leave the lines that a checkpoint knows; how many lines there were before.
+
+        Args:
+            state: with what `flushed` gave when the checkpoint was written.
+
+        Raises:
+            ValueError: when some of them are gone or changed.
+        """
+        content, length = self._lines(), state["metrics_bytes"]
+        kept = content[:length]
+        if hashlib.sha256(kept).hexdigest() != state["metrics_sha256"]:
+            raise ValueError(
+                f"{self._metrics} is not the one that the checkpoint was written with: restore it, or choose "
+                "another --run_dir"
+            )
+        if self._metrics.exists():
+            os.truncate(self._metrics, length)
+        return kept.count(b"\n") + content[length:].count(b"\n")
+
+    def remove_lines(self) -> int:
+        """Remove all lines, as no checkpoint knows them; how many there were."""
+        lines = self._lines().count(b"\n")
+        self._metrics.unlink(missing_ok=True)
+        return lines
