@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.flair.config import FLAIR
+from benchmarks.flair.overview import curve
 from benchmarks.flair.overview import main as overview
-from benchmarks.flair.overview import read_run
+from benchmarks.reporting.runs import read_run
 from dataset.cli import run
+from tests.benchmarks.made_runs import make_run
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "benchmarks/flair/README.md")
@@ -73,11 +76,7 @@ def test_the_citation_is_valid_cff() -> None:
 
 
 def finished(directory: Path, test: float, seed: int = 0) -> Path:
-    directory.mkdir()
-    (directory / "config.yaml").write_text(f"seed: {seed}\n")
-    (directory / "results.json").write_text(
-        json.dumps({"rounds": 10, "test": {"C-AP": test}, "prevalence": {"a": 0.25}})
-    )
+    make_run(directory, "fl-r-17", "--federated.num_rounds=10", seed=seed)
     lines = [{"round": 0, "val": {"C-AP": 5.0}}, {"round": 1}, {"round": 10, "val": {"C-AP": test}}]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
@@ -87,15 +86,13 @@ def test_the_overview_draws_runs_and_refuses_unfinished_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = finished(tmp_path / "a", 30.0), finished(tmp_path / "b", 20.0, seed=1)
-    assert read_run(one)[1] == [(0.0, 5.0), (1.0, 30.0)]
+    assert curve(read_run(one, FLAIR)) == [(0.0, 5.0), (1.0, 30.0)]
     assert run(overview, [str(tmp_path / "p.png"), f"federated={one},{two}"]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    for config, fault in (
-        ("seed: 0", "the same seed, 0"),
-        ("seed: 1\nmode: centralised", "more than the seed"),
-    ):
-        (two / "config.yaml").write_text(config)
-        assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{two}"]) == 2
+    same = finished(tmp_path / "c", 20.0)
+    other = make_run(tmp_path / "d", "c-r-17", seed=1)
+    for directory, fault in ((same, "the same seed, 0"), (other, "more than the seed")):
+        assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{directory}"]) == 2
         assert fault in capsys.readouterr().err
     (two / "results.json").unlink()
     assert run(overview, [str(tmp_path / "q.png"), f"federated={one},{two}"]) == 2

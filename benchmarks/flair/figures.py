@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -30,20 +29,22 @@ from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_cu
 from benchmarks.flair.table import Row
 from benchmarks.flair.train import Flair
 from benchmarks.reporting.plots import (
-    BLACK,
     BLUE,
+    COLOURS,
+    DASHES,
     GREEN,
     GREY,
-    ORANGE,
+    MARKERS,
     PINK,
     SKY,
     VERMILION,
+    legend_below,
     plain_log,
-    save,
+    save_both,
     violin_legend,
     violins,
 )
-from benchmarks.reporting.runs import DAMAGE, read_history, reading
+from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
@@ -51,9 +52,6 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.tasks.metrics import shown
 
 Named = tuple[str, Figure]
-COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, GREY)
-MARKERS = "osD^vP*X"
-DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
 SHORT = {
     "data.partition=iid": "IID", "privacy=none": "no noise", "local_privacy.epsilon=": "local epsilon ",
     "privacy.epsilon=": "epsilon ", "privacy.noise_cohort_size=": "noise cohort ",
@@ -61,11 +59,6 @@ SHORT = {
 }  # fmt: skip
 """How differences are said in a legend; a longer key before one that ends it."""
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
-
-
-def _legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, ncols=columns, loc="outside lower center")
 
 
 def user_sizes(sizes: Mapping[str, npt.NDArray[np.int64]], name: str) -> Figure:
@@ -85,7 +78,7 @@ def user_sizes(sizes: Mapping[str, npt.NDArray[np.int64]], name: str) -> Figure:
         xlim=(0, 100), ylim=(0, 101),
     )  # fmt: skip
     axes.grid(alpha=0.3)
-    _legend_below(figure, axes, 1)
+    legend_below(figure, 1)
     return figure
 
 
@@ -114,7 +107,7 @@ def emd(curves: EmdCurves, name: str) -> Figure:
         title=f"{name}\n{curves.num_images:,} images with {curves.label}, of {len(curves.real):,} users",
     )
     axes.grid(alpha=0.3)
-    _legend_below(figure, axes, 1)
+    legend_below(figure, 1)
     return figure
 
 
@@ -149,11 +142,7 @@ def labels(
         else:
             axes.set_xlabel("label, the commonest first")
             axes.set_xlim(-0.5, len(order) - 0.5)
-    handles = [panels[0].get_legend_handles_labels(), right.get_legend_handles_labels()]
-    figure.legend(
-        [h for hs, _ in handles for h in hs], [t for _, ts in handles for t in ts], frameon=False, ncols=2,
-        loc="outside lower center",
-    )  # fmt: skip
+    legend_below(figure, 2)
     figure.suptitle(name)
     return figure
 
@@ -161,7 +150,8 @@ def labels(
 def data_figures(path: Path, split: str, image_size: int | None, threads: int) -> Iterator[Named]:
     """The figures of a data file.
 
-    :raises ValueError: when the file is not grouped by user, or an image's size must be said.
+    Raises:
+        ValueError: when the file is not grouped by user, or an image's size must be said.
     """
     with DataFile(path) as file:
         if not file.grouped:
@@ -191,9 +181,7 @@ def _shortened(label: str) -> str:
 
 def per_class(rows: Sequence[Row], name: str) -> Figure:
     """AP of each class on test against how common it is there; mean over seeds, bars from least to most."""
-    results = rows[0].runs[0].results
-    assert results is not None
-    prevalence: dict[str, float] = results["prevalence"]
+    prevalence: dict[str, float] = rows[0].runs[0].outcome["prevalence"]
     names = sorted((n for n in prevalence if prevalence[n] > 0), key=lambda n: -prevalence[n])
     few, absent = len(names) <= 30, [n for n in prevalence if not prevalence[n]]
     if absent:
@@ -202,9 +190,7 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
     axes = figure.subplots()
     x = np.arange(len(names), dtype=float) if few else np.array([100 * prevalence[n] for n in names])
     for place, row in enumerate(rows):
-        seeds = np.array(
-            [[run.results["per_class_ap"][n] for n in names] for run in row.runs if run.results is not None]
-        )
+        seeds = np.array([[run.outcome["per_class_ap"][n] for n in names] for run in row.runs])
         colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
         mean, label = seeds.mean(0), f"{_label(row, rows)} (n = {len(seeds)})"
         if few:
@@ -239,7 +225,7 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(ylabel="average precision on test (%)", ylim=(-1, 101), title=name)
     axes.grid(axis="y", alpha=0.3)
-    _legend_below(figure, axes, 2 if len(rows) < 6 else 3)
+    legend_below(figure, 2 if len(rows) < 6 else 3)
     return figure
 
 
@@ -248,8 +234,8 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     groups: dict[str, dict[str, npt.NDArray[np.float64]]] = {"C-AP": {}, "O-AP": {}}
     users = 0
     for row in rows:
-        told = [_users_of(run.directory) for run in row.runs]
-        whole = [tree for tree in told if tree is not None]
+        trees = [_users_of(run.directory) for run in row.runs]
+        whole = [tree for tree in trees if tree is not None]
         if not whole:
             continue
         title = "\n".join((*_label(row, rows).split(", "), f"n = {len(whole)}"))
@@ -290,7 +276,7 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     where no run is private. Runs with local privacy are not of these: they have no noise cohort; nor are runs
     with ``privacy.release: public``, which hold no signal-to-noise ratio.
     """
-    found = [row for row in rows if row.central and all(_tells_noise(run) for run in row.runs)]
+    found = [row for row in rows if row.central and all(_has_noise(run) for run in row.runs)]
     if not found:
         return None
     found.sort(key=_noise_cohort)
@@ -299,29 +285,27 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, ends, ratios = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for place, row in enumerate(found):
-        told = [_val_curve(run.directory) for run in row.runs]
+        scores = [_val_curve(run) for run in row.runs]
         colour = (
             shades[cohorts.index(_noise_cohort(row))] if len(cohorts) > 1 else COLOURS[place % len(COLOURS)]
         )
         style = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "markersize": 4}
-        mean = np.mean([curve for _, curve in told], axis=0)
+        mean = np.mean([curve for _, curve in scores], axis=0)
         dash = DASHES[place % len(DASHES)]
-        curves.plot(told[0][0], mean, **style, linestyle=dash, label=_private_label(row))
+        curves.plot(scores[0][0], mean, **style, linestyle=dash, label=_private_label(row))
         sisters = [other for other in found if _noise_cohort(other) == _noise_cohort(row)]
         at = _noise_cohort(row) * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
-        last = np.array([curve[-1] for _, curve in told])
+        last = np.array([curve[-1] for _, curve in scores])
         signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
             axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)
     for row in rows:
         if row.variant.setting.startswith("PFL") and not row.central:
-            told = [_val_curve(run.directory) for run in row.runs]
-            mean, label = (
-                np.mean([c for _, c in told], axis=0),
-                f"{row.variant.setting} without noise, n = {len(told)}",
-            )
-            curves.plot(told[0][0], mean, color=GREY, label=label)
+            scores = [_val_curve(run) for run in row.runs]
+            mean = np.mean([curve for _, curve in scores], axis=0)
+            label = f"{row.variant.setting} without noise, n = {len(scores)}"
+            curves.plot(scores[0][0], mean, color=GREY, label=label)
             ends.axhline(mean[-1], color=GREY)
     curves.set(xlabel="rounds", ylabel="C-AP exact on val (%)", title="over the rounds, mean of seeds")
     ends.set(ylabel="C-AP exact on val (%)", title="after the last round")
@@ -337,36 +321,31 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     for axes in (curves, ends):
         axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, 1.0))
     figure.suptitle(name)
-    _legend_below(figure, curves, 2)
+    legend_below(figure, 2)
     return figure
 
 
 def _noise_cohort(row: Row) -> int:
     config = row.runs[0].config
-    assert config is not None
-    assert config.privacy is not None
-    return config.privacy.noise_cohort_size or config.federated.cohort_size
+    return int(config.privacy.noise_cohort_size or config.federated.cohort_size)
 
 
 def _private_label(row: Row) -> str:
-    config = row.runs[0].config
-    assert config is not None
-    assert config.privacy is not None
-    own = ("privacy.epsilon", "privacy.noise_cohort")
-    other = [text for text in row.variant.differences if not text.startswith(own)]
-    told = f"noise cohort {_noise_cohort(row):,}, epsilon {config.privacy.epsilon:g}, n = {len(row.runs)}"
-    return ", ".join((_shortened(", ".join((row.variant.setting, *other))), told))
+    budget = ("privacy.epsilon", "privacy.noise_cohort")
+    other = [text for text in row.variant.differences if not text.startswith(budget)]
+    epsilon = row.runs[0].config.privacy.epsilon
+    counts = f"noise cohort {_noise_cohort(row):,}, epsilon {epsilon:g}, n = {len(row.runs)}"
+    return ", ".join((_shortened(", ".join((row.variant.setting, *other))), counts))
 
 
-def _val_curve(directory: Path) -> tuple[list[int], npt.NDArray[np.float64]]:
-    with reading(directory):
-        scored = [line for line in read_history(directory) if "val" in line]
-        if not scored:
-            raise ValueError("no line of metrics.jsonl has val")
-        return [int(line["round"]) for line in scored], np.array([float(x["val"]["C-AP"]) for x in scored])
+def _val_curve(run: RunRecord) -> tuple[list[int], npt.NDArray[np.float64]]:
+    steps, values = run.series("val", "C-AP")
+    if not steps:
+        raise not_whole(run.directory, "no line of metrics.jsonl has val")
+    return steps, values
 
 
-def _tells_noise(run: Any) -> bool:
+def _has_noise(run: RunRecord) -> bool:
     return run.privacy is not None and "signal-to-noise ratio" in run.privacy["by_round"]
 
 
@@ -378,16 +357,15 @@ def _signal_to_noise(privacy: Mapping[str, Any]) -> float:
 def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
     """The figures of runs: one set for each data set and taxonomy, which end their names where they differ.
 
-    :raises ValueError: when there is no finished run at these paths.
+    Raises:
+        ValueError: when there is no finished run at these paths.
     """
     rows = collect(paths).rows
     if not rows:
         raise ValueError(f"no finished run in {', '.join(map(str, paths))}: nothing to draw")
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        results = row.runs[0].results
-        assert results is not None
-        groups.setdefault((row.data, *results["per_class_ap"]), []).append(row)
+        groups.setdefault((row.data, *row.runs[0].outcome["per_class_ap"]), []).append(row)
     makers: Mapping[str, Callable[[Sequence[Row], str], Figure | None]] = {
         "per_class": per_class,
         "per_user": per_user,
@@ -395,13 +373,12 @@ def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
     }
     several = [len(set(parts)) > 1 for parts in zip(*((k[0], k[1:]) for k in groups))]
     for members in groups.values():
-        results = members[0].runs[0].results
-        assert results is not None
+        results = members[0].runs[0].outcome
         stem, classes = Path(results["dataset"]).stem, len(results["per_class_ap"])
         for what, make in makers.items():
             figure = make(members, f"{stem}, {classes} classes")
             if figure is not None:
-                ends = [text for text, told in zip((stem, str(classes)), several) if told]
+                ends = [text for text, differs in zip((stem, str(classes)), several) if differs]
                 yield "_".join((what, *ends)), figure
 
 
@@ -419,27 +396,26 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--image_size", type=int, help="pixels at which emd reads images; default: as stored")
     parser.add_argument("--threads", type=int, default=2, help="that read images")
     parser.add_argument("--output_dir", type=Path, required=True)
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     for name in ("image_size", "threads"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise ValueError(f"--{name} is {getattr(given, name)}: give a whole number of at least 1")
-    if not given.run_dirs and given.data_path is None:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name)}: give a whole number of at least 1")
+    if not options.run_dirs and options.data_path is None:
         raise ValueError("nothing to draw: give run directories, or a file with --data_path, or both")
     found: list[Named] = []
-    if given.data_path is not None:
-        words, path = Flair.resolve_data([f"--data_path={given.data_path}"])
+    if options.data_path is not None:
+        words, path = Flair.resolve_data([f"--data_path={options.data_path}"])
         Flair.ready_data(parse(words), path)
-        found += data_figures(path, given.split, given.image_size, given.threads)
-    if given.run_dirs:
-        found += run_figures(given.run_dirs)
+        found += data_figures(path, options.split, options.image_size, options.threads)
+    if options.run_dirs:
+        found += run_figures(options.run_dirs)
     for name, figure in found:  # all of them, or none
-        write(figure, given.output_dir, name)
+        write(figure, options.output_dir, name)
 
 
 def write(figure: Figure, directory: Path, name: str) -> None:
     """Save as PNG and SVG and say so."""
-    for suffix in ("png", "svg"):
-        save(figure, directory / f"{name}.{suffix}")
+    save_both(figure, directory / name)
     print(f"wrote {directory / name}.png and .svg")
 
 

@@ -8,37 +8,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.core.config.trees import read_yaml
-from benchmarks.flair.config import Config
-from benchmarks.reporting.plots import BLUE, GREY, ORANGE, save
-from benchmarks.reporting.runs import check_numbers, check_seeds, read_history, read_results, reading
+from benchmarks.flair.config import FLAIR
+from benchmarks.reporting.plots import COLOURS, GREY, save
+from benchmarks.reporting.runs import RunRecord, check_seeds, finished_run
 from dataset.cli import run as run_command
 
-COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7")
-"""Okabe and Ito's."""
 Curve = list[tuple[float, float]]
 
 
-def read_run(directory: Path) -> tuple[dict[str, Any], Curve]:
-    """Results, and ``(share of the training done, val C-AP)`` of a run.
+def curve(run: RunRecord) -> Curve:
+    """``(share of the training done, val C-AP)``.
 
     Raises:
-        ValueError: when the directory holds no finished run.
+        ValueError: when no line of the run has val.
     """
-    with reading(directory):
-        results = read_results(directory)
-        classes = [("prevalence", name) for name in results["prevalence"]]
-        check_numbers(results, ("rounds",), ("test", "C-AP"), *classes)
-        steps, unit = results["rounds"], results.get("unit", "round")
-        scored = [line for line in read_history(directory) if "val" in line]
-        if not scored:
-            raise ValueError("no line of metrics.jsonl has val")
-        return results, [(float(line[unit]) / steps, float(line["val"]["C-AP"])) for line in scored]
+    steps, values = run.series("val", "C-AP")
+    return [(step / run.config.num_steps, float(value)) for step, value in zip(steps, values)]
 
 
 def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
@@ -51,17 +40,17 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     place = np.linspace(0, 1, 51)
     for number, (name, directories) in enumerate(groups.items()):
-        read = [read_run(directory) for directory in directories]
-        check_seeds({directory: read_yaml(directory / "config.yaml") for directory in directories}, Config)
+        runs = [finished_run(directory, FLAIR, {"test": ["C-AP"]}) for directory in directories]
+        check_seeds(runs)
         colour = COLOURS[number % len(COLOURS)]
-        curves = np.array([np.interp(place, *np.array(curve).T) for _, curve in read])
-        left.plot(100 * place, curves.mean(0), color=colour, label=f"{name} (n = {len(read)})")
+        curves = np.array([np.interp(place, *np.array(curve(run)).T) for run in runs])
+        left.plot(100 * place, curves.mean(0), color=colour, label=f"{name} (n = {len(runs)})")
         left.fill_between(100 * place, curves.min(0), curves.max(0), color=colour, alpha=0.2, linewidth=0)
-        tests = [results["test"]["C-AP"] for results, _ in read]
+        tests = [run.outcome["test"]["C-AP"] for run in runs]
         right.plot([number] * len(tests), tests, "o", color=colour, alpha=0.6)
         right.plot([number - 0.25, number + 0.25], [np.mean(tests)] * 2, color=colour, linewidth=3)
         right.text(number + 0.3, float(np.mean(tests)), f"{np.mean(tests):.1f}", va="center", fontsize=9)
-        guess = 100 * float(np.mean(list(read[0][0]["prevalence"].values())))
+        guess = 100 * float(np.mean(list(runs[0].outcome["prevalence"].values())))
     right.axhline(guess, color=GREY, linestyle=":", label="guessing")
     left.set(
         xlabel="share of the training done (%)", ylabel="C-AP exact on val (%)", xlim=(0, 100), ylim=(0, None)

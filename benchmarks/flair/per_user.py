@@ -22,11 +22,11 @@ from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.devices import pfl_device
 from benchmarks.core.experiment import build_model
-from benchmarks.flair.config import Run, parse
-from benchmarks.flair.runs import read_run
+from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.train import Flair
 from benchmarks.flair.users import SPLIT, write_users
-from benchmarks.reporting.runs import find_runs
+from benchmarks.flair.variants import SCORES as REPORTED
+from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.per_user import PRESENT, QUANTILES
@@ -40,19 +40,19 @@ ALLOWED = ("personal.", "runtime.", "data_path")
 def evaluate(directory: Path, run: Run) -> Tree:
     """Load a finished run's model and score its users; the summary.
 
-    :raises ValueError: for a run that has not ended, or whose files do not fit together.
+    Raises:
+        ValueError: for a run that has not ended, or whose files do not fit together.
     """
-    record = read_run(directory)
+    record = read_run(directory, FLAIR, REPORTED)
     if not record.finished:
         raise ValueError(f"{directory} cannot be scored: {record.fault or 'the run has not ended'}")
-    assert record.results is not None
     model_file = directory / "model.safetensors"
     if not model_file.is_file():
         raise ValueError(f"{model_file} is missing: the model of a run is needed to score its users")
     config = run.config
-    with pfl_device(run.runtime.device), DataFile(run.data_path or record.results["dataset"]) as file:
+    with pfl_device(run.runtime.device), DataFile(run.data_path or record.outcome["dataset"]) as file:
         task = Flair(run, file).task
-        names = list(record.results["per_class_ap"])
+        names = list(record.outcome["per_class_ap"])
         if list(task.label_names) != names:
             raise ValueError(
                 f"{file.path} has other labels than the data of {directory}: give its file with --data_path"

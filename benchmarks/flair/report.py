@@ -9,19 +9,19 @@ reported. ``--output_dir`` gets table1.md, table1.csv (a line for each row and c
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flair import paper
-from benchmarks.flair.runs import RunRecord, read_run, split_duplicates, variant
+from benchmarks.flair.config import FLAIR
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
-from benchmarks.reporting.runs import find_runs
+from benchmarks.flair.variants import SCORES, variant
+from benchmarks.reporting.runs import RunRecord, find_runs, read_run, split_duplicates
+from benchmarks.reporting.tables import csv_table, markdown_table
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
@@ -50,9 +50,10 @@ class Report:
 def collect(paths: Iterable[Path]) -> Report:
     """Read all runs at or below these paths.
 
-    :raises ValueError: for a path without runs.
+    Raises:
+        ValueError: for a path without runs.
     """
-    records = [read_run(directory) for directory in find_runs(paths)]
+    records = [read_run(directory, FLAIR, SCORES) for directory in find_runs(paths)]
     kept, duplicates = split_duplicates(records)
     return Report(
         make_rows(kept),
@@ -76,23 +77,17 @@ def _verdict(cell: Cell) -> str:
     return f"{cell.difference:+.1f} ({cell.in_std:+.1f} s) {cell.verdict}"
 
 
-def table_line(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
-
-
-def _table(rows: Sequence[Row]) -> list[str]:
-    heads = ("percent, test", "seeds", *COLUMNS, *EXACT.values(), "privacy")
-    lines = [table_line(heads), table_line("---" for _ in heads)]
+def _table(rows: Sequence[Row]) -> str:
+    lines = []
     for row in rows:
         cells = [row.cell(column) for column in COLUMNS]
         exact = [_cell(row.exact(name)) for name in EXACT]
         seeds = ", ".join(map(str, row.seeds))
-        lines.append(table_line([f"**{row.label}**", seeds, *map(_cell, cells), *exact, row.privacy()]))
+        lines.append([f"**{row.label}**", seeds, *map(_cell, cells), *exact, row.privacy()])
         if cells[0].paper_mean is not None:
-            lines.append(table_line(["paper (FLAIR)", "5 seeds", *map(_paper, cells), "", "", ""]))
-            lines.append(table_line(["difference", "", *map(_verdict, cells), "", "", ""]))
-    return lines
+            lines.append(["paper (FLAIR)", "5 seeds", *map(_paper, cells), "", "", ""])
+            lines.append(["difference", "", *map(_verdict, cells), "", "", ""])
+    return markdown_table(("percent, test", "seeds", *COLUMNS, *EXACT.values(), "privacy"), lines)
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, str | None], list[Row]]:
@@ -104,22 +99,20 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str | None], list[Row]]:
 
 
 def _dataset_name(row: Row) -> str:
-    results = row.runs[0].results
-    assert results is not None
     data = row.runs[0].data
     counts = f", {sum(data['users'].values()):,} users" if data else ""
     drawn = ", the drawn mini set" if data.get("source") == "mini" else ""
-    return f"{Path(results['dataset']).name}{counts}{drawn}"
+    return f"{Path(row.runs[0].outcome['dataset']).name}{counts}{drawn}"
 
 
-def _own_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
+def _further_reasons(rows: Sequence[Row], common: Sequence[str]) -> list[str]:
     """Reasons against rows beyond the common ones and what the labels say, a line for rows with the same."""
-    own: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for row in rows:
-        told = [reason for reason in row.reasons if reason not in (*common, row.variant.reason)]
-        if told:
-            own.setdefault("; ".join(told), []).append(row.label)
-    return [f"* {' | '.join(labels)}: {told}" for told, labels in own.items()]
+        reasons = [reason for reason in row.reasons if reason not in (*common, row.variant.reason)]
+        if reasons:
+            labels.setdefault("; ".join(reasons), []).append(row.label)
+    return [f"* {' | '.join(names)}: {reasons}" for reasons, names in labels.items()]
 
 
 def markdown(report: Report) -> str:
@@ -136,12 +129,10 @@ def markdown(report: Report) -> str:
                 f"**{everywhere} NOT comparable with the paper**: {'; '.join(common) or 'see below'}.",
                 "",
             ]
-            own = _own_reasons(against, common)
-            lines += [*own, ""] if own else []
-        lines += [*_table(rows), ""]
-        absent = dict.fromkeys(
-            classes_without_positives(run.results or {}) for row in rows for run in row.runs
-        )
+            further = _further_reasons(against, common)
+            lines += [*further, ""] if further else []
+        lines += [_table(rows), ""]
+        absent = dict.fromkeys(classes_without_positives(run.outcome) for row in rows for run in row.runs)
         lines += [line for text in absent if text for line in (f"{text}.", "")]
         present = {row.variant.setting for row in rows if not row.variant.essential}
         missing = [name for name in paper.settings() if name not in present]
@@ -171,10 +162,10 @@ def _explanation(report: Report) -> list[str]:
         lines.append(
             "Private rows may come out above the paper's, whose code adds 2.9 times the noise of its budget."
         )
-    return [*lines, "", "## What the runs started from", "", *_origins(report.rows), "", *_notes(report.rows)]
+    return [*lines, "", "## What the runs started from", "", _origins(report.rows), "", *_notes(report.rows)]
 
 
-def _origins(rows: Sequence[Row]) -> list[str]:
+def _origins(rows: Sequence[Row]) -> str:
     heads = (
         "run",
         "row",
@@ -187,34 +178,29 @@ def _origins(rows: Sequence[Row]) -> list[str]:
         "commit",
         "seconds",
     )
-    lines = [table_line(heads), table_line("---" for _ in heads)]
-    for row in rows:
-        for run in row.runs:
-            results = run.results
-            assert results is not None
-            weights = results.get("weights")
-            told = "not recorded" if "weights" not in results else "none (scratch)"
-            if weights:
-                told = f"{weights['file']} {weights['sha256'][:8]}" + (
-                    f": {weights['description']}" if weights.get("description") else ""
-                )
-            lines.append(
-                table_line(
-                    [
-                        str(run.directory),
-                        row.label,
-                        str(results["seed"]),
-                        told,
-                        f"{results['parameters']:,}" if "parameters" in results else "not recorded",
-                        str(results.get("norm", "not recorded")),
-                        str(results.get("start_probe", "not recorded"))[:12],
-                        str(results.get("model_sha256"))[:8],
-                        str(results.get("commit"))[:8],
-                        f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
-                    ]
-                )
-            )
-    return lines
+    return markdown_table(heads, [_origin(row.label, run) for row in rows for run in row.runs])
+
+
+def _origin(label: str, run: RunRecord) -> list[str]:
+    """What one run started from, and what it became."""
+    results, unknown = run.outcome, "not recorded"
+    weights = results.get("weights")
+    start = unknown if "weights" not in results else "none (scratch)"
+    if weights:
+        description = f": {weights['description']}" if weights.get("description") else ""
+        start = f"{weights['file']} {weights['sha256'][:8]}{description}"
+    return [
+        str(run.directory),
+        label,
+        str(run.seed),
+        start,
+        f"{results['parameters']:,}" if "parameters" in results else unknown,
+        str(results.get("norm", unknown)),
+        str(results.get("start_probe", unknown))[:12],
+        str(results.get("model_sha256"))[:8],
+        str(results.get("commit"))[:8],
+        f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
+    ]
 
 
 def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
@@ -232,7 +218,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     """Where runs that should have started alike did not."""
     lines = []
     for row in rows:
-        results = [run.results for run in row.runs if run.results is not None]
+        results = [run.outcome for run in row.runs]
         for what, values in (
             ("weights", [str((r.get("weights") or {}).get("sha256")) for r in results]),
             ("number of parameters", [str(r.get("parameters")) for r in results]),
@@ -240,8 +226,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             ("hardware", [str(r.get("hardware")) for r in results]),
         ):
             if len(set(values)) > 1:
-                told = ", ".join(f"{value[:12]} ({n})" for value, n in Counter(values).most_common())
-                lines.append(f"* {row.label}: the seeds differ in {what}: {told}")
+                counts = ", ".join(f"{value[:12]} ({n})" for value, n in Counter(values).most_common())
+                lines.append(f"* {row.label}: the seeds differ in {what}: {counts}")
     return [*lines, ""] if lines else []
 
 
@@ -250,8 +236,7 @@ def _left_out(report: Report) -> list[str]:
     if report.unfinished:
         lines += ["## Half finished, not in the tables", ""]
         lines += [
-            f"* {run.directory}: {variant(run.config).label if run.config else ''}, {run.progress}"
-            for run in report.unfinished
+            f"* {run.directory}: {variant(run.config).label}, {run.progress}" for run in report.unfinished
         ]
         lines.append("")
     if report.broken:
@@ -266,46 +251,28 @@ def _left_out(report: Report) -> list[str]:
 
 def _duplicate(run: RunRecord, kept: RunRecord) -> str:
     """A run with the config, seed and data of one that is counted, in a line."""
-    assert run.results is not None
-    assert kept.results is not None
     same = f"{run.directory} repeats {kept.directory}: the same config, seed and data"
-    if run.results["model_sha256"] == kept.results["model_sha256"]:
+    if run.outcome["model_sha256"] == kept.outcome["model_sha256"]:
         return f"{same}, the same model"
-    theirs, ours = (r["test"]["C-AP-binned200"] for r in (run.results, kept.results))
+    theirs, ours = (r["test"]["C-AP-binned200"] for r in (run.outcome, kept.outcome))
     return f"**{same}, but ANOTHER model** (C-AP {theirs:.2f}; {ours:.2f} is counted)"
 
 
 def table_csv(report: Report) -> str:
     """A line for each row and column, numbers unrounded; empty where there is none."""
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, CSV_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    for row in report.rows:
-        cells = [(column, BINNED.get(column, column), row.cell(column)) for column in COLUMNS]
-        cells += [(name, key, row.exact(key)) for key, name in EXACT.items()]
-        for column, scored_as, cell in cells:
-            judged = row.comparable and cell.paper_mean is not None
-            writer.writerow(
-                {
-                    "data": _dataset_name(row),
-                    "scale": row.variant.scale or "full",
-                    "row": row.label,
-                    "comparable": str(row.comparable).lower(),
-                    "seeds": " ".join(map(str, row.seeds)),
-                    "column": column,
-                    "scored_as": scored_as,
-                    "mean": cell.mean,
-                    "std": cell.std,
-                    "paper_mean": cell.paper_mean,
-                    "paper_std": cell.paper_std,
-                    "difference": cell.difference if judged else None,
-                    "difference_in_std": cell.in_std if judged else None,
-                    "tolerance": cell.tolerance if judged else None,
-                    "verdict": cell.verdict,
-                    "privacy": row.privacy(),
-                }
-            )
-    return buffer.getvalue()
+    return csv_table(CSV_FIELDS, [line for row in report.rows for line in _csv_lines(row)])
+
+
+def _csv_lines(row: Row) -> Iterator[tuple[object, ...]]:
+    cells = [(column, BINNED.get(column, column), row.cell(column)) for column in COLUMNS]
+    cells += [(name, key, row.exact(key)) for key, name in EXACT.items()]
+    scale, seeds = row.variant.scale or "full", " ".join(map(str, row.seeds))
+    of_row = (_dataset_name(row), scale, row.label, str(row.comparable).lower(), seeds)
+    for column, scored_as, cell in cells:
+        judged = row.comparable and cell.paper_mean is not None
+        compared = (cell.difference, cell.in_std, cell.tolerance) if judged else (None,) * 3
+        numbers = (cell.mean, cell.std, cell.paper_mean, cell.paper_std, *compared)
+        yield (*of_row, column, scored_as, *numbers, cell.verdict, row.privacy())
 
 
 def _tex(text: str) -> str:
@@ -358,20 +325,20 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="exit with 1 if a comparable row misses the paper"
     )
-    given = parser.parse_args(argv)
-    report = write(given.run_dirs, given.output_dir, given.format)
+    options = parser.parse_args(argv)
+    report = write(options.run_dirs, options.output_dir, options.format)
     if not report.rows:
         unfinished, broken = len(report.unfinished), len(report.broken)
         raise ValueError(
-            f"no finished run in {', '.join(map(str, given.run_dirs))} ({unfinished} half finished, {broken} "
-            "broken): the report says which; finish them, or give other directories"
+            f"no finished run in {', '.join(map(str, options.run_dirs))} ({unfinished} half finished, "
+            f"{broken} broken): the report says which; finish them, or give other directories"
         )
-    if given.verify:
+    if options.verify:
         verify(report)
 
 
 def write(run_dirs: Sequence[Path], output_dir: Path | None, kind: str = "markdown") -> Report:
-    """Print the report of these runs in one format, and write it in all of them if a directory is given."""
+    """Print the report of these runs in one format; into a directory, if one is named, write all."""
     report = collect(run_dirs)
     print(WRITERS[kind][0](report), end="")
     if output_dir is not None:

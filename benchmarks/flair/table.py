@@ -16,18 +16,8 @@ from typing import Literal
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import Config
-from benchmarks.flair.runs import (
-    LOCAL,
-    Key,
-    RunRecord,
-    Variant,
-    data_key,
-    epsilon_of,
-    experiment_key,
-    is_flair,
-    local_epsilon_of,
-    variant,
-)
+from benchmarks.flair.variants import LOCAL, Variant, is_flair, variant
+from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
 from pfl_ext.tasks.metrics import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
@@ -90,7 +80,7 @@ class Row:
     @property
     def label(self) -> str:
         """Of the variant, with the weights it started from where they are not torchvision's."""
-        weights = (self.runs[0].results or {}).get("weights")
+        weights = self.runs[0].outcome.get("weights")
         other = f", weights {weights['sha256'][:8]}" if weights and not weights.get("imagenet") else ""
         return self.variant.label + other
 
@@ -102,11 +92,11 @@ class Row:
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds, ascending."""
-        return tuple(int(run.results["seed"]) for run in self.runs if run.results is not None)
+        return tuple(run.seed for run in self.runs)
 
     def scores(self, name: str) -> list[float]:
         """One score of the best model on test, a number a seed."""
-        return [float(run.results["test"][name]) for run in self.runs if run.results is not None]
+        return [float(run.outcome["test"][name]) for run in self.runs]
 
     def cell(self, column: str) -> Cell:
         """A column of the paper's, ours beside it."""
@@ -133,20 +123,18 @@ class Row:
     @property
     def local(self) -> bool:
         """Whether every update was noised on its device: local differential privacy."""
-        config = self.runs[0].config
-        return config is not None and config.local_privacy is not None
+        return self.runs[0].config.local_privacy is not None
 
     @property
     def central(self) -> bool:
         """Whether the server's sum was noised: central differential privacy, the paper's PFL rows."""
-        config = self.runs[0].config
-        return config is not None and config.privacy is not None
+        return self.runs[0].config.privacy is not None
 
     @property
     def expects_more(self) -> bool:
         """A private row with the noise that its budget needs: the paper's code adds 2.9 times as much."""
-        config = self.runs[0].config
-        return config is not None and config.privacy is not None and config.privacy.noise == "calibrated"
+        privacy = self.runs[0].config.privacy
+        return privacy is not None and privacy.noise == "calibrated"
 
     def misses(self) -> list[str]:
         """The columns by which the row misses the paper, each said in a line; none where not comparable."""
@@ -164,16 +152,16 @@ class Row:
         """Epsilon, delta, and what they are of; empty for runs without privacy."""
         if self.local:
             return self._local_privacy()
-        told = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
-        if not told:
+        spent = [epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
+        if not spent:
             return ""
-        epsilon, delta, simulated, executed = max(told)
+        epsilon, delta, simulated, executed = max(spent)
         text = f"epsilon {_number(epsilon)} at delta {delta:.2g}"
         return text + (f", SIMULATED; as run {_number(executed)}" if simulated else "")
 
     def _local_privacy(self) -> str:
-        told = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
-        epsilon, delta, rounds, spent = max(told, key=lambda found: found[3])
+        epsilons = [local_epsilon_of(run.privacy) for run in self.runs if run.privacy is not None]
+        epsilon, delta, rounds, spent = max(epsilons, key=lambda found: found[3])
         return (
             f"LOCAL: epsilon {_number(epsilon)} of one update; who took part most, in {rounds} rounds, "
             f"spent {_number(spent)} at delta {delta:.2g}"
@@ -192,7 +180,7 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
         results: its results.json.
         data: the facts of its data file; empty where they are not known.
     """
-    made = variant(config)
+    described = variant(config)
     out = []
     if not data:
         released = config.privacy is not None and config.privacy.release == "public"
@@ -206,14 +194,14 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
             out.append(f"{labels:,} labels for {expected:,}")
     if config.local_privacy is not None:
         out.append("local differential privacy, of which the paper has no row")
-    if made.scale is not None:
-        out.append(f"scale {made.scale}")
-    if made.essential:
-        out.append(made.reason)
+    if described.scale is not None:
+        out.append(f"scale {described.scale}")
+    if described.essential:
+        out.append(described.reason)
     weights = results.get("weights")
     if config.model.pretrained and not (weights and weights.get("imagenet")):
-        told = weights.get("description") or weights["file"] if weights else "not recorded"
-        out.append(f"weights are not torchvision's ImageNet ones ({told})")
+        origin = weights.get("description") or weights["file"] if weights else "not recorded"
+        out.append(f"weights are not torchvision's ImageNet ones ({origin})")
     return tuple(out)
 
 
@@ -235,18 +223,13 @@ def make_rows(records: Sequence[RunRecord]) -> list[Row]:
     """Finished runs as rows, the paper's order first, then by label. A row is the seeds of one experiment.
 
     Args:
-        records: no two of them of one experiment and seed, see `benchmarks.flair.runs.split_duplicates`.
+        records: no two of them of one experiment and seed, see `benchmarks.reporting.runs.split_duplicates`.
     """
-    groups: dict[Key, list[RunRecord]] = {}
-    for record in records:
-        groups.setdefault(experiment_key(record), []).append(record)
     rows = []
-    for runs in groups.values():
-        runs.sort(key=lambda run: run.config.seed if run.config else 0)
-        assert runs[0].config is not None
-        assert runs[0].results is not None
-        reasons = reasons_against(runs[0].config, runs[0].results, runs[0].data)
-        rows.append(Row(variant(runs[0].config), data_key(runs[0]), tuple(runs), reasons))
+    for runs in by_experiment(records):
+        first = runs[0]
+        reasons = reasons_against(first.config, first.outcome, first.data)
+        rows.append(Row(variant(first.config), first.data_key, runs, reasons))
     order = {name: float(place) for place, name in enumerate(paper.settings())}
     order |= {LOCAL + n.removeprefix("PFL-"): order[n] + 0.5 for n in paper.settings() if n[:3] == "PFL"}
     rows.sort(

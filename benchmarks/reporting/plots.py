@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG: the training curve, and the AP of each class beside the paper's."""
+"""One palette and style for all pictures, and the pictures that several benchmarks draw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,35 @@ from pfl_ext.tasks.metrics import shown
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"
-"""From Okabe and Ito's palette, told apart by colour-blind readers."""
+"""Okabe and Ito's palette, whose colours colour-blind readers can tell apart."""
+COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK)
+MARKERS = "osD^vPX"
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
+"""Of the n-th curve of a picture; after the last comes the first again. Grey is for what is no curve."""
+PRIVATE_PANELS = (
+    ("clipping bound", "clipping bound (L2)"),
+    ("fraction clipped", "fraction of updates clipped"),
+    ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update"),
+)
+"""What private runs write of each round, and how it is labelled."""
+
+
+def style(place: int) -> dict[str, Any]:
+    """Colour, marker and line of the curve at this place of a legend; the colours begin again, dashed."""
+    lap = place // len(COLOURS)
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": DASHES[lap % len(DASHES)],
+    }
+
+
+def legend_below(figure: Figure, columns: int = 3) -> None:
+    """One legend under all panels, with each label once."""
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
+    }
+    figure.legend(entries.values(), entries.keys(), frameon=False, ncols=columns, loc="outside lower center")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -30,6 +58,14 @@ def save(figure: Figure, path: Path) -> None:
         kind = path.suffix.removeprefix(".")
         figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
     write_bytes(path, buffer.getvalue())
+
+
+def save_both(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and as SVG; their paths."""
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("png", "svg")]
+    for path in paths:
+        save(figure, path)
+    return paths
 
 
 def plain_log(axes: Axes) -> None:
@@ -148,21 +184,16 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
 
     What the run did not write, as with ``privacy.release: public``, has no panel.
     """
-    told = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
-    rounds = [number for number, _ in told]
-    panels = [
-        ("clipping bound", "clipping bound (L2)", "log"),
-        ("fraction clipped", "fraction of updates clipped", "linear"),
-        ("signal-to-noise ratio", "signal-to-noise ratio\nof the mean update", "log"),
-    ]
-    panels = [panel for panel in panels if all(panel[0] in values for _, values in told)]
+    lines = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
+    rounds = [number for number, _ in lines]
+    panels = [panel for panel in PRIVATE_PANELS if all(panel[0] in values for _, values in lines)]
     figure = Figure(figsize=(6.4, 1 + 1.8 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-    for axes, (name, label, scale) in zip(rows, panels):
-        axes.plot(rounds, [values[name] for _, values in told], color=BLUE)
+    for axes, (name, label) in zip(rows, panels):
+        axes.plot(rounds, [values[name] for _, values in lines], color=BLUE)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if scale == "linear":
+        if name == "fraction clipped":
             axes.set_ylim(0, 1.02)
         else:
             plain_log(axes)

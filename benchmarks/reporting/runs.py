@@ -1,17 +1,28 @@
-"""Where runs lie, and which of them are seeds of one experiment."""
+"""Run directories as reports and figures read them: whole or not, and which are seeds of one experiment."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from benchmarks.core.config.digests import experiment
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
 from benchmarks.core.config.sections import TrainingConfig
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.facts import dataset_facts
+from benchmarks.core.weights import sha256_of
+from dataset.store.hdf5 import DataFile
 
 DAMAGE = (
     OSError,
@@ -23,12 +34,119 @@ DAMAGE = (
     OverflowError,
 )
 """With what reading a run's JSON or YAML can end when it is not what it should be."""
+ExperimentKey: TypeAlias = tuple[str, str, str | None]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run directory.
+
+    ``fault`` is why nothing of it can be reported; ``results`` is None where the run has not ended.
+    ``privacy`` is the privacy.json of a finished private run, ``data`` the facts of its data file, empty
+    where they are not known.
+    """
+
+    directory: Path
+    config: Any = None
+    """The benchmark's config, resolved; None where ``fault`` says that it cannot be read."""
+    results: Tree | None = None
+    privacy: Tree | None = None
+    fault: str | None = None
+    data: Tree = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its scores can be reported."""
+        return self.fault is None and self.results is not None
+
+    @property
+    def outcome(self) -> Tree:
+        """The results of a run that has ended."""
+        assert self.results is not None
+        return self.results
+
+    @property
+    def seed(self) -> int:
+        """The seed of its config."""
+        return int(self.config.seed)
+
+    @property
+    def progress(self) -> str:
+        """``at round 3 of 10``."""
+        unit = self.config.unit
+        try:
+            last = (self.directory / "metrics.jsonl").read_text().splitlines()[-1]
+            return f"at {unit} {int(json.loads(last)[unit])} of {self.config.num_steps}"
+        except DAMAGE:
+            return f"no {unit} is on record"
+
+    @property
+    def data_key(self) -> str:
+        """What runs on the same data have in common: the content's checksum, or the file's path."""
+        known = self.data.get("content_sha256") or self.outcome.get("data_sha256")
+        return str(known or self.outcome.get("dataset"))
+
+    @cached_property
+    def experiment(self) -> ExperimentKey:
+        """What all seeds of one experiment have in common, and no other run: config, data and weights."""
+        weights = self.outcome.get("weights") or {}
+        digest = experiment_digest(dataclasses.asdict(self.config), type(self.config))
+        return digest, self.data_key, weights.get("sha256")
+
+    @cached_property
+    def history(self) -> list[Tree]:
+        """The lines of ``metrics.jsonl``.
+
+        Raises:
+            ValueError: when the file is damaged or missing.
+        """
+        with reading(self.directory):
+            text = (self.directory / "metrics.jsonl").read_text()
+            return [dict(json.loads(line)) for line in text.splitlines()]
+
+    def series(self, *keys: str) -> tuple[list[int], npt.NDArray[np.float64]]:
+        """The steps whose lines have the first of these keys, and the number at this path of keys in each.
+
+        Raises:
+            ValueError: when such a line has no number there.
+        """
+        with reading(self.directory):
+            lines = [line for line in self.history if keys[0] in line]
+            steps = [int(_number(line, self.config.unit)) for line in lines]
+            return steps, np.array([_number(line, *keys) for line in lines], np.float64)
+
+
+def _number(tree: Tree, *keys: str) -> float:
+    node: Any = tree
+    for key in keys:
+        node = node[key]
+    if not isinstance(node, (int, float)):
+        raise TypeError(f"{' '.join(keys)} is {node!r}, which is no number")
+    return node
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Within, what a damaged or missing file of a run raises is a ValueError that names the directory."""
+    try:
+        yield
+    except DAMAGE as fault:
+        if f"{directory} holds no whole run" in str(fault):
+            raise
+        text = " ".join(f"{type(fault).__name__}: {fault}".split())
+        raise not_whole(directory, text) from fault
+
+
+def not_whole(directory: Path, why: str) -> ValueError:
+    """The error that a run directory cannot be used."""
+    return ValueError(f"{directory} holds no whole run ({why}): leave it out, or make the run again")
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories at or below these paths, each once, in order.
 
-    :raises ValueError: for a path that does not exist or holds no run.
+    Raises:
+        ValueError: for a path that does not exist or holds no run.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -41,38 +159,6 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-@contextmanager
-def reading(directory: Path) -> Iterator[None]:
-    """Within, what a damaged or missing file of a run raises is a ValueError that names the directory."""
-    try:
-        yield
-    except DAMAGE as fault:
-        text = " ".join(f"{type(fault).__name__}: {fault}".split())
-        raise ValueError(
-            f"{directory} holds no whole run ({text}): leave it out, or make the run again"
-        ) from fault
-
-
-def read_results(directory: Path) -> Tree:
-    """``results.json`` of a run that has ended. Call it within `reading`."""
-    return dict(json.loads((directory / "results.json").read_text()))
-
-
-def read_history(directory: Path) -> list[Tree]:
-    """The lines of a run's ``metrics.jsonl``. Call it within `reading`."""
-    return [dict(json.loads(line)) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def check_numbers(tree: Tree, *paths: tuple[str, ...]) -> None:
-    """Raise a `DAMAGE` where one of the paths of keys in a tree leads nowhere, or to what is no number."""
-    for path in paths:
-        node: Any = tree
-        for key in path:
-            node = node[key]
-        if not isinstance(node, (int, float)):
-            raise TypeError(f"{' '.join(path)} is {node!r}, which is no number")
-
-
 def _walk(top: Path) -> Iterator[Path]:
     for where, names, files in os.walk(top):
         if {"config.yaml", "results.json"} & set(files):
@@ -81,31 +167,163 @@ def _walk(top: Path) -> Iterator[Path]:
         names[:] = sorted(name for name in names if not name.startswith(".") and name != "wandb")
 
 
-def check_seeds(configs: Mapping[Path, Tree], kind: type[TrainingConfig]) -> None:
-    """Refuse runs that are not different seeds of one experiment, whose mean would mean nothing.
+def read_run(
+    directory: Path, benchmark: Benchmark[Any], scores: Mapping[str, Sequence[str]] | None = None
+) -> RunRecord:
+    """One directory; nothing that is wrong in it is an error here, it is what the record says.
 
     Args:
-        configs: of each run directory the resolved config.
-        kind: the benchmark's type of config.
+        directory: of a run, of this version of the code or an earlier one.
+        benchmark: whose run it is.
+        scores: for each split the scores that ``results.json`` must hold.
+    """
+    try:
+        tree = read_yaml(directory / "config.yaml")
+        if not tree:
+            raise ValueError("it is empty")
+    except DAMAGE as fault:
+        return RunRecord(directory, fault=f"config.yaml is missing or not readable ({_first_line(fault)})")
+    try:
+        config = benchmark.read(tree, "config.yaml")
+    except ValueError as fault:
+        why = f"its config is of another benchmark, or of another version of the code ({fault})"
+        return RunRecord(directory, fault=why)
+    record = RunRecord(directory, config)
+    if not (directory / "results.json").exists():
+        return record
+    try:
+        results = dict(json.loads((directory / "results.json").read_text()))
+        privacy = None
+        if config.privacy is not None or config.local_privacy is not None:
+            privacy = dict(json.loads((directory / "privacy.json").read_text()))
+            (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
+        fault_found = _fault(directory, config, tree_digest(tree), results, scores or {})
+        data = results.get("data") or _dataset(str(results.get("dataset"))) if fault_found is None else {}
+    except DAMAGE as fault:
+        return dataclasses.replace(record, fault=f"its files are damaged ({_first_line(fault)})")
+    return dataclasses.replace(record, results=results, privacy=privacy, fault=fault_found, data=data)
+
+
+def finished_run(
+    directory: Path, benchmark: Benchmark[Any], scores: Mapping[str, Sequence[str]] | None = None
+) -> RunRecord:
+    """`read_run` of a run that has ended.
+
+    Raises:
+        ValueError: when it has not, or cannot be reported.
+    """
+    record = read_run(directory, benchmark, scores)
+    if not record.finished:
+        raise not_whole(directory, record.fault or "it has not ended")
+    return record
+
+
+def _first_line(fault: BaseException) -> str:
+    text = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {text[0] if text else ''}".rstrip(": ")
+
+
+def _fault(
+    directory: Path, config: TrainingConfig, digest: str, results: Tree, scores: Mapping[str, Sequence[str]]
+) -> str | None:
+    """What makes the results of a run unfit to be reported."""
+    for split, names in scores.items():
+        for name in names:
+            value = results[split].get(name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                return f"results.json has {split} {name} = {value!r}"
+    for key in ("setting", "seed"):
+        if results[key] != getattr(config, key):
+            return f"results.json is of {key} {results[key]}, config.yaml of {getattr(config, key)}"
+    if results["config_sha256"] != digest:
+        return "results.json is of another config than config.yaml: config_sha256 differs"
+    model = directory / "model.safetensors"
+    if model.exists() and sha256_of(model) != results["model_sha256"]:
+        return "model.safetensors is not the model of results.json: model_sha256 differs"
+    return None
+
+
+@cache
+def _dataset(path: str) -> Tree:
+    """Facts of the data file of a run from before runs kept them; empty where it cannot be opened."""
+    try:
+        with DataFile(path) as file:
+            return dataset_facts(file)
+    except (ValueError, OSError):
+        return {}
+
+
+def epsilon_of(privacy: Tree) -> tuple[float, float, bool, float]:
+    """(epsilon, delta, simulated, epsilon of the run as executed) of a run with central privacy."""
+    executed = privacy["as_executed"]["epsilon_spent"]
+    return (
+        _epsilon(privacy.get("simulated_system", {}).get("epsilon_spent", executed)),
+        float(privacy["delta"]),
+        bool(privacy["is_simulation"]),
+        _epsilon(executed),
+    )
+
+
+def _epsilon(value: float | str | None) -> float:
+    """An epsilon of privacy.json, where "infinite" (null in older files) is no guarantee."""
+    return math.inf if value is None or value == "infinite" else float(value)
+
+
+def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
+    """With noise on every device: (epsilon of one update, delta, rounds of the user who took part most,
+    what that user has spent at delta).
+    """
+    return (
+        float(privacy["epsilon_of_one_participation"]),
+        float(privacy["delta"]),
+        int(privacy["participations_at_most"]["so_far"]),
+        _epsilon(privacy["epsilon_spent"]),
+    )
+
+
+def split_duplicates(
+    records: Iterable[RunRecord],
+) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
+    """The first finished run of each experiment and seed; and the others, each with the one it repeats."""
+    first: dict[tuple[ExperimentKey, int], RunRecord] = {}
+    others = []
+    for record in records:
+        if record.finished:
+            kept = first.setdefault((record.experiment, record.seed), record)
+            if kept is not record:
+                others.append((record, kept))
+    return list(first.values()), others
+
+
+def by_experiment(records: Iterable[RunRecord]) -> list[tuple[RunRecord, ...]]:
+    """The seeds of each experiment, ascending. No two of the records are of one experiment and seed."""
+    groups: dict[ExperimentKey, list[RunRecord]] = {}
+    for record in records:
+        groups.setdefault(record.experiment, []).append(record)
+    return [tuple(sorted(group, key=lambda run: run.seed)) for group in groups.values()]
+
+
+def check_seeds(records: Sequence[RunRecord]) -> None:
+    """Refuse runs that are not different seeds of one experiment, whose mean would mean nothing.
 
     Raises:
         ValueError: a line that names two of the directories and in what their configs differ, or their seed.
     """
-    seeds: dict[Any, Path] = {}
-    first, *_ = configs
-    reference = experiment(configs[first], kind)
-    for directory, tree in configs.items():
-        fields = experiment(tree, kind)
-        keys = [k for k in {**reference, **fields} if reference.get(k) != fields.get(k)]
+    seeds: dict[int, Path] = {}
+    first = records[0].directory
+    fields = [experiment(dataclasses.asdict(run.config), type(run.config)) for run in records]
+    reference = fields[0]
+    for record, own in zip(records, fields):
+        keys = [key for key in {**reference, **own} if reference.get(key) != own.get(key)]
         if keys:
-            shown = "; ".join(f"{k}: {reference.get(k)} -> {fields.get(k)}" for k in keys[:3])
+            shown = "; ".join(f"{key}: {reference.get(key)} -> {own.get(key)}" for key in keys[:3])
             raise ValueError(
-                f"{first} and {directory} are no seeds of one experiment, they differ in more than the seed "
-                f"({shown}{'; ...' if keys[3:] else ''}): give them apart, or only one of them"
+                f"{first} and {record.directory} are no seeds of one experiment, they differ in more than "
+                f"the seed ({shown}{'; ...' if keys[3:] else ''}): give them apart, or only one of them"
             )
-        seed = tree.get("seed")
-        if seed in seeds:
+        if record.seed in seeds:
             raise ValueError(
-                f"{seeds[seed]} and {directory} have the same config and the same seed, {seed}: give only one"
+                f"{seeds[record.seed]} and {record.directory} have the same config and the same seed, "
+                f"{record.seed}: give only one"
             )
-        seeds[seed] = directory
+        seeds[record.seed] = record.directory

@@ -1,7 +1,10 @@
-"""Tables as plain text and Markdown."""
+"""Tables as plain text, Markdown and CSV, and how their cells are written."""
 
 from __future__ import annotations
 
+import csv
+import io
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from tabulate import tabulate
@@ -18,3 +21,19 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     """A Markdown table; cells are written as they are."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def csv_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as CSV; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([heads, *rows])
+    return text.getvalue()
+
+
+def spread(values: Sequence[float | None], digits: int = 1) -> str:
+    """``mean ± std`` over seeds (n - 1), the value alone where there is but one, a dash where one is None."""
+    known = [float(value) for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "-"
+    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{deviation}"

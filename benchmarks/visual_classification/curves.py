@@ -6,19 +6,17 @@ largest user of each round, one after another, "a proxy for a fixed time budget"
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.core.config.digests import config_tree, experiment_digest
-from benchmarks.core.config.trees import Tree, read_yaml
-from benchmarks.reporting.runs import DAMAGE
-from benchmarks.visual_classification.config import VISION, Config
-from pfl_ext.checkpoint import read_json
+from benchmarks.core.config.trees import Tree
+from benchmarks.reporting.runs import RunRecord, finished_run, reading
+from benchmarks.visual_classification.config import VISION
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -72,55 +70,55 @@ def read_curve(lines: Sequence[Tree]) -> Curve:
     )
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """What the report knows of one run."""
+def read_finished(directory: Path) -> RunRecord:
+    """A run that has ended, with a curve.
 
-    directory: Path
-    config: Tree
-    results: Tree
-    curve: Curve
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """Setting and partition."""
-        return str(self.results["setting"]), str(self.config["data"]["partition"] or "users")
-
-    @property
-    def experiment(self) -> tuple[str, str, str | None]:
-        """What seeds of one experiment share, and no other run: config, data and weights."""
-        weights = self.results.get("weights") or {}
-        data = self.results.get("data_sha256") or self.results["dataset"]  # a public release has no checksum
-        return experiment_digest(self.config, Config), str(data), weights.get("sha256")
-
-    @property
-    def seed(self) -> int:
-        """Of the run."""
-        return int(self.results["seed"])
-
-
-def read_run(directory: Path) -> FinishedRun:
-    """A run that has ended.
-
-    :raises ValueError: what is wrong with it, in a line.
+    Raises:
+        ValueError: what is wrong with it, in a line.
     """
-    if not (directory / "results.json").exists():
-        raise ValueError(f"{directory} has not ended")
-    try:
-        results = read_json(directory / "results.json")
-        is_another = "accuracy" not in results["test"]
-    except DAMAGE as fault:
-        raise _unreadable(directory, fault) from None
-    if is_another:
-        raise ValueError(f"{directory} is a run of another benchmark")
-    try:
-        config = config_tree(VISION.read(read_yaml(directory / "config.yaml"), "config.yaml"))
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        return FinishedRun(directory, config, results, read_curve(lines))
-    except DAMAGE as fault:
-        raise _unreadable(directory, fault) from None
+    run = finished_run(directory, VISION, {"test": ["accuracy"]})
+    curve_of(run)
+    return run
 
 
-def _unreadable(directory: Path, fault: BaseException) -> ValueError:
-    text = " ".join(str(fault).split())
-    return ValueError(f"{directory} cannot be read: {type(fault).__name__}: {text}")
+def curve_of(run: RunRecord) -> Curve:
+    """The accuracy over a run.
+
+    Raises:
+        ValueError: when its lines are damaged or missing.
+    """
+    with reading(run.directory):
+        return read_curve(run.history)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The seeds of one experiment."""
+
+    label: str
+    """The name of the setting, and what tells it from other rows of the same setting and partition."""
+    runs: tuple[RunRecord, ...]
+    centralised: float | None
+    """Test accuracy of centralised training on the same data, in percent, where it is known."""
+    reasons: tuple[str, ...] = ()
+    """Why it cannot be compared with the paper; empty where it can."""
+
+    @property
+    def name(self) -> str:
+        """The setting."""
+        return place(self.runs[0])[0]
+
+    @property
+    def partition(self) -> str:
+        """The partition of the data."""
+        return place(self.runs[0])[1]
+
+    @cached_property
+    def curves(self) -> tuple[Curve, ...]:
+        """Of each seed."""
+        return tuple(map(curve_of, self.runs))
+
+
+def place(run: RunRecord) -> tuple[str, str]:
+    """Setting and partition."""
+    return str(run.config.setting), str(run.config.data.partition or "users")

@@ -9,75 +9,35 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.reporting.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, save
-from benchmarks.visual_classification.curves import FinishedRun
+from benchmarks.reporting.plots import GREY, legend_below, save_both, style
+from benchmarks.visual_classification.curves import Row
 
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY, BLACK)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 Values = npt.NDArray[np.float64]
-
-
-class Row(Protocol):
-    """Seeds of one experiment; see `benchmarks.visual_classification.report.Row`."""
-
-    @property
-    def name(self) -> str:
-        """Of the setting."""
-
-    @property
-    def label(self) -> str:
-        """What tells it from all others of its partition."""
-
-    @property
-    def partition(self) -> str:
-        """Of the data."""
-
-    @property
-    def runs(self) -> tuple[FinishedRun, ...]:
-        """One for each seed."""
-
-    @property
-    def centralised(self) -> float | None:
-        """Accuracy of centralised training in percent."""
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Every figure that the rows have the data for; the files written."""
-    federated = [row for row in rows if row.runs[0].config["mode"] == "federated"]
+    federated = [row for row in rows if row.runs[0].config.mode == "federated"]
     drawn: list[Path] = []
     if federated:
         for over in ("rounds", "batches"):
-            drawn += _saved(learning_curves(federated, over), folder / f"learning-curves-{over}")
+            drawn += save_both(learning_curves(federated, over), folder / f"learning-curves-{over}")
     measured = [row for row in federated if row.centralised and _emd(row) is not None]
     if len({row.partition for row in measured}) > 1:
-        drawn += _saved(accuracy_against_emd(measured), folder / "relative-accuracy-emd")
+        drawn += save_both(accuracy_against_emd(measured), folder / "relative-accuracy-emd")
     return drawn
 
 
-def _saved(figure: Figure, stem: Path) -> list[Path]:
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    for path in paths:
-        save(figure, path)
-    return paths
-
-
-def _styles(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Colour, marker and line for each name; the eighth begins anew, dashed."""
-    return {
-        name: {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3],
-        }
-        for i, name in enumerate(sorted(set(names)))
-    }
+def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The style of each name, in alphabetical order."""
+    return {name: style(place) for place, name in enumerate(sorted(set(names)))}
 
 
 def learning_curves(rows: Sequence[Row], over: str) -> Figure:
@@ -105,33 +65,24 @@ def learning_curves(rows: Sequence[Row], over: str) -> Figure:
     for axes in grid[:, 0]:
         axes.set_ylabel("accuracy (%)")
     grid[0, 0].set_ylim(bottom=0)  # of all panels, once they have all their curves
-    entries = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
-    }
-    figure.legend(
-        entries.values(),
-        entries.keys(),
-        loc="outside lower center",
-        ncols=max(1, int(width / 2.6)),
-        frameon=False,
-    )
+    legend_below(figure, max(1, int(width / 2.6)))
     return figure
 
 
-def _curve(axes: Axes, row: Row, over: str, style: Mapping[str, str]) -> None:
+def _curve(axes: Axes, row: Row, over: str, style: Mapping[str, Any]) -> None:
     """Seeds are averaged at the places that the first one was scored at."""
-    places = getattr(row.runs[0].curve, over).astype(np.float64)
+    places = getattr(row.curves[0], over).astype(np.float64)
     values = np.array(
-        [np.interp(places, getattr(run.curve, over), run.curve.accuracy) for run in row.runs], np.float64
+        [np.interp(places, getattr(curve, over), curve.accuracy) for curve in row.curves], np.float64
     )
     every = max(1, len(places) // 8)
-    axes.plot(places, values.mean(0), **style, markersize=4, markevery=every, label=row.label)  # type: ignore[arg-type]
+    axes.plot(places, values.mean(0), **style, markersize=4, markevery=every, label=row.label)
     if len(values) > 1:
         axes.fill_between(places, values.min(0), values.max(0), color=style["color"], alpha=0.12, linewidth=0)
 
 
 def _emd(row: Row) -> float | None:
-    found = row.runs[0].results.get("partition", {}).get("mean_emd")
+    found = row.runs[0].outcome.get("partition", {}).get("mean_emd")
     return None if found is None else float(found)
 
 
@@ -148,22 +99,22 @@ def accuracy_against_emd(rows: Sequence[Row]) -> Figure:
     for row in rows:
         places[row.name, row.partition].append(row)
     for (name, _), rivals in places.items():
-        row = max(rivals, key=lambda rival: float(np.mean([run.curve.best for run in rival.runs])))
+        row = max(rivals, key=lambda rival: float(np.mean([curve.best for curve in rival.curves])))
         assert row.centralised is not None
-        best = np.array([run.curve.best for run in row.runs], np.float64)
+        best = np.array([curve.best for curve in row.curves], np.float64)
         methods[name].append((_emd(row) or 0.0, 100 * best / row.centralised))
     for name, points in methods.items():
         points.sort(key=lambda point: point[0])
         axes.plot(
             [emd for emd, _ in points],
             [values.mean() for _, values in points],
-            **styles[name],  # type: ignore[arg-type]
+            **styles[name],
             label=name,
         )
         for emd, values in points:
             if len(values) > 1:
                 points_style = {**styles[name], "linestyle": ""}
-                axes.plot([emd] * len(values), values, **points_style, alpha=0.4, markersize=3)  # type: ignore[arg-type]
+                axes.plot([emd] * len(values), values, **points_style, alpha=0.4, markersize=3)
     axes.axhline(100, color=GREY, linestyle="--", linewidth=1)
     axes.text(0.02, 99, "centralised", color=GREY, va="top", transform=axes.get_yaxis_transform())
     axes.set(

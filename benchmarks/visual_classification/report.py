@@ -10,12 +10,10 @@ the centralised run on the same data, where one is among the runs.
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,65 +21,43 @@ import numpy as np
 from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
-from benchmarks.reporting.runs import find_runs
+from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, split_duplicates
+from benchmarks.reporting.tables import csv_table, markdown_table, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
-from benchmarks.visual_classification.curves import FinishedRun, read_run
+from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.partitions.dirichlet import meaning
 
 
-@dataclass(frozen=True)
-class Row:
-    """The seeds of one experiment."""
-
-    name: str
-    label: str
-    """The name, and what tells it from other rows of the same setting and partition."""
-    partition: str
-    runs: tuple[FinishedRun, ...]
-    centralised: float | None
-    reasons: tuple[str, ...] = ()
-    """Why it is not comparable with the paper; empty where it is."""
-
-    def mean_std(self, values: Sequence[float | None]) -> str:
-        """``mean ± std`` over the seeds that have a value; a dash if not all have."""
-        known = [v for v in values if v is not None]
-        if not known or len(known) < len(values):
-            return "-"
-        spread = f" ± {np.std(known, ddof=1):.1f}" if len(known) > 1 else ""
-        return f"{np.mean(known):.1f}{spread}"
-
-    def cells(self, rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
-        """The row of the table."""
-        curves = [run.curve for run in self.runs]
-        best = [curve.best for curve in curves]
-        last = [float(run.results["last"]["test"]["accuracy"]) for run in self.runs]
-        relative = [100 * b / self.centralised if self.centralised else None for b in best]
-        reached = []
-        for share in paper.RELATIVE:
-            goal = None if self.centralised is None else self.centralised * share / 100
-            found = [None if goal is None else curve.rounds_to(goal) for curve in curves]
-            known = [f for f in found if f is not None]
-            reached.append(f"{np.mean(known):.0f}" if known and len(known) == len(found) else "-")
-        seeds = ", ".join(str(run.results["seed"]) for run in self.runs)
-        return [
-            self.label,
-            self.partition,
-            seeds,
-            str(self.runs[0].results["rounds"]),
-            *(self.mean_std([c.at_round(n) for c in curves]) for n in rounds),
-            *(self.mean_std([c.at_batch(n) for c in curves]) for n in batches),
-            self.mean_std(last),
-            self.mean_std(best),
-            self.mean_std(relative),
-            *reached,
-        ]
+def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
+    """A row of the table."""
+    best = [curve.best for curve in row.curves]
+    last = [float(run.outcome["last"]["test"]["accuracy"]) for run in row.runs]
+    relative = [100 * b / row.centralised if row.centralised else None for b in best]
+    reached = []
+    for share in paper.RELATIVE:
+        goal = None if row.centralised is None else row.centralised * share / 100
+        found = [None if goal is None else curve.rounds_to(goal) for curve in row.curves]
+        known = [f for f in found if f is not None]
+        reached.append(f"{np.mean(known):.0f}" if known and len(known) == len(found) else "-")
+    return [
+        row.label,
+        row.partition,
+        ", ".join(str(run.seed) for run in row.runs),
+        str(row.runs[0].outcome["rounds"]),
+        *(spread([curve.at_round(n) for curve in row.curves]) for n in rounds),
+        *(spread([curve.at_batch(n) for curve in row.curves]) for n in batches),
+        spread(last),
+        spread(best),
+        spread(relative),
+        *reached,
+    ]
 
 
 def header(rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
-    """The names of `Row.cells`."""
+    """The names of `cells`."""
     return [
         "setting",
         "partition",
@@ -96,65 +72,52 @@ def header(rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
     ]
 
 
-def split_duplicates(runs: Sequence[FinishedRun]) -> tuple[list[FinishedRun], list[str]]:
-    """The first run of each experiment and seed; and a line on each other one."""
-    first: dict[tuple[object, int], FinishedRun] = {}
-    told = []
-    for run in runs:
-        kept = first.setdefault((run.experiment, run.seed), run)
-        if kept is not run:
-            theirs, ours = (float(r.results["last"]["test"]["accuracy"]) for r in (run, kept))
-            told.append(
-                f"{run.directory} repeats {kept.directory}: the same config, seed and data; test accuracy "
-                + (f"{ours:.2f}, too" if theirs == ours else f"{theirs:.2f}, where {ours:.2f} IS COUNTED")
-            )
-    return list(first.values()), told
+def repetition(run: RunRecord, kept: RunRecord) -> str:
+    """A run with the config, seed and data of one that is counted, in a line."""
+    theirs, ours = (float(r.outcome["last"]["test"]["accuracy"]) for r in (run, kept))
+    same = f"{run.directory} repeats {kept.directory}: the same config, seed and data; test accuracy "
+    return same + (f"{ours:.2f}, too" if theirs == ours else f"{theirs:.2f}, where {ours:.2f} IS COUNTED")
 
 
-def centralised_accuracy(runs: Sequence[FinishedRun]) -> tuple[dict[str, float], list[str]]:
+def centralised_accuracy(runs: Sequence[RunRecord]) -> tuple[dict[str, float], list[str]]:
     """Test accuracy in percent of centralised training, by the content of the data, mean over seeds.
 
     Where the runs hold several centralised experiments on the same data, none of them is the reference, and
     a line says so.
     """
-    found: dict[str, dict[object, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run.config["mode"] == "centralised":
-            found[run.experiment[1]][run.experiment].append(run)
-    out, told = {}, []
+    found: dict[str, list[tuple[RunRecord, ...]]] = defaultdict(list)
+    for seeds in by_experiment(run for run in runs if run.config.mode == "centralised"):
+        found[seeds[0].data_key].append(seeds)
+    accuracy, notes = {}, []
     for data, experiments in found.items():
-        (seeds, *others) = experiments.values()
-        if others:
-            names = ", ".join(str(group[0].directory) for group in experiments.values())
-            told.append(
+        if len(experiments) > 1:
+            names = ", ".join(str(seeds[0].directory) for seeds in experiments)
+            notes.append(
                 f"no accuracy is relative to centralised training, as there are several experiments of it "
                 f"({names}): give the runs of only one"
             )
         else:
-            out[data] = float(np.mean([run.results["last"]["test"]["accuracy"] for run in seeds]))
-    return out, told
+            accuracy[data] = float(
+                np.mean([run.outcome["last"]["test"]["accuracy"] for run in experiments[0]])
+            )
+    return accuracy, notes
 
 
-def make_rows(runs: Sequence[FinishedRun], centralised: Mapping[str, float]) -> list[Row]:
+def make_rows(runs: Sequence[RunRecord], centralised: Mapping[str, float]) -> list[Row]:
     """The seeds of each experiment as a row, by setting, partition and label.
 
     Args:
         runs: no two of them of one experiment and seed.
         centralised: as `centralised_accuracy` gives it.
     """
-    groups: dict[object, list[FinishedRun]] = defaultdict(list)
-    for run in runs:
-        groups[run.experiment].append(run)
-    firsts = [group[0] for group in groups.values()]
+    groups = by_experiment(runs)
+    trees = [asdict(seeds[0].config) for seeds in groups]
     rows = []
-    for first, group in zip(firsts, groups.values()):
-        rivals = [other.config for other in firsts if other.place == first.place]
-        name, partition = first.place
-        label = ", ".join([name, *differences(first.config, rivals)])
-        seeds = tuple(sorted(group, key=lambda run: run.seed))
-        reference = centralised.get(first.experiment[1])
-        reasons = paper.reasons_against(first.config, first.results)
-        rows.append(Row(name, label, partition, seeds, reference, reasons))
+    for seeds, tree in zip(groups, trees):
+        rivals = [other for group, other in zip(groups, trees) if place(group[0]) == place(seeds[0])]
+        label = ", ".join([place(seeds[0])[0], *differences(tree, rivals)])
+        reasons = paper.reasons_against(tree, seeds[0].outcome)
+        rows.append(Row(label, seeds, centralised.get(seeds[0].data_key), reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 
@@ -194,14 +157,14 @@ def markdown(
     rows: Sequence[Row], left_out: Sequence[str], rounds: Sequence[int], batches: Sequence[int]
 ) -> str:
     """The table, and what was left out and why."""
-    names = header(rounds, batches)
-    lines = ["# Federated visual classification", "", _line(names), "|---" * len(names) + "|"]
+    table = []
     for row in rows:
-        lines.append(_line(row.cells(rounds, batches)))
+        table.append(cells(row, rounds, batches))
         theirs = paper_cells(row.name, rounds, batches)
-        lines += [_line(theirs)] if theirs and not row.reasons else []
+        table += [theirs] if theirs and not row.reasons else []
+    lines = ["# Federated visual classification", "", markdown_table(header(rounds, batches), table)]
     clauses = {
-        row.partition: meaning(row.partition, len(row.runs[0].results.get("per_class_accuracy", ())))
+        row.partition: meaning(row.partition, len(row.runs[0].outcome.get("per_class_accuracy", ())))
         for row in rows
     }
     if any(clauses.values()):
@@ -210,9 +173,9 @@ def markdown(
     apart = [f"* {row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
     if apart:
         lines += ["", "Not comparable with the paper:", "", *apart]
-    told = {str(run.results["hardware"]) for row in rows for run in row.runs}
-    commits = sorted({str(run.results["commit"])[:7] for row in rows for run in row.runs})
-    lines += ["", f"Hardware: {'; '.join(sorted(told))}. Commits: {', '.join(commits)}."]
+    machines = {str(run.outcome["hardware"]) for row in rows for run in row.runs}
+    commits = sorted({str(run.outcome["commit"])[:7] for row in rows for run in row.runs})
+    lines += ["", f"Hardware: {'; '.join(sorted(machines))}. Commits: {', '.join(commits)}."]
     lines += [
         "",
         "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is the greatest of "
@@ -221,19 +184,6 @@ def markdown(
     if left_out:
         lines += ["", "Left out:", "", *(f"* {line}" for line in left_out)]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table_csv(rows: Sequence[Row], rounds: Sequence[int], batches: Sequence[int]) -> str:
-    """The same table as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header(rounds, batches))
-    writer.writerows(row.cells(rounds, batches) for row in rows)
-    return text.getvalue()
 
 
 def _numbers(text: str, key: str) -> tuple[int, ...]:
@@ -249,16 +199,16 @@ def main(argv: Sequence[str]) -> None:
         print(__doc__)
         return
     cut = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
-    given = arguments(argv[cut:])
-    unknown = given.keys() - {"output_dir", "rounds", "batches"}
+    options = arguments(argv[cut:])
+    unknown = options.keys() - {"output_dir", "rounds", "batches"}
     if unknown:
         raise ValueError(f"--{min(unknown)}: the options are --output_dir, --rounds and --batches")
-    rounds = _numbers(given.get("rounds", ",".join(map(str, paper.ROUNDS))), "rounds")
-    batches = _numbers(given.get("batches", ",".join(map(str, paper.BATCHES))), "batches")
+    rounds = _numbers(options.get("rounds", ",".join(map(str, paper.ROUNDS))), "rounds")
+    batches = _numbers(options.get("batches", ",".join(map(str, paper.BATCHES))), "batches")
     runs, left_out = [], []
     for directory in find_runs(map(Path, argv[:cut])):
         try:
-            runs.append(read_run(directory))
+            runs.append(read_finished(directory))
         except ValueError as fault:
             left_out.append(str(fault))
     if not runs:
@@ -267,12 +217,15 @@ def main(argv: Sequence[str]) -> None:
         )
     runs, repeated = split_duplicates(runs)
     centralised, several = centralised_accuracy(runs)
-    left_out += [*repeated, *several]
+    left_out += [*(repetition(run, kept) for run, kept in repeated), *several]
     rows = make_rows(runs, centralised)
-    out = Path(given.get("output_dir", "report"))
+    out = Path(options.get("output_dir", "report"))
     text = markdown(rows, left_out, rounds, batches)
     write_bytes(out / "report.md", text.encode())
-    write_bytes(out / "report.csv", table_csv(rows, rounds, batches).encode())
+    write_bytes(
+        out / "report.csv",
+        csv_table(header(rounds, batches), [cells(row, rounds, batches) for row in rows]).encode(),
+    )
     drawn = figures.draw_all(rows, out)
     print(text)
     print(f"written: {', '.join(str(p) for p in [out / 'report.md', out / 'report.csv', *drawn])}")

@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import pytest
 
-from benchmarks.core import experiment
+from benchmarks.core import execute
 from benchmarks.core.ledger import CentralLedger
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.recorder import Recorder
@@ -52,7 +52,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def killed_once(mini_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A private run whose last round was made, and which stopped before ``results.json``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "_write_results", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(execute, "_write_results", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         return train_into(tmp_path_factory.mktemp("runs") / "killed", mini_file, *SHORT, code=130)
 
 

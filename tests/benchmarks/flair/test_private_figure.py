@@ -7,26 +7,36 @@ import numpy as np
 import pytest
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.flair.private_figure import main, picture, read_run, table
+from benchmarks.flair.private_figure import main, picture, read_private, table
+from tests.benchmarks.made_runs import make_run
 
 
-def run_directory(path: Path, epsilon: float | None, rounds: int, section: str = "privacy") -> Path:
-    """As a run leaves it, of so many rounds."""
-    path.mkdir()
-    privacy = "privacy: null" if epsilon is None else f"{section}:\n  epsilon: {epsilon}"
-    (path / "config.yaml").write_text(privacy + "\n")
+def run_directory(
+    path: Path,
+    epsilon: float | None,
+    rounds: int,
+    section: str = "privacy",
+    seed: int = 0,
+    score: float = 10.0,
+) -> Path:
+    """As a finished run leaves it, with lines of so many rounds."""
+    words = ["--federated.weighting=users", *([] if epsilon is None else [f"--{section}.epsilon={epsilon}"])]
+    make_run(path, "fl-r-17", *words, seed=seed)
     lines: list[Tree] = []
     for r in range(rounds):
         told = {"clipping bound": 0.1 + r, "fraction clipped": 0.5, "signal-to-noise ratio": 2.0 / (r + 1)}
         lines.append({"round": r, **({} if epsilon is None else {"privacy": told})})
     lines[0]["val"] = {"C-AP": 12.5}
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = json.loads((path / "results.json").read_text())
+    columns = {"C-AP": score, "O-AP": 2 * score}
+    (path / "results.json").write_text(json.dumps({**results, "val": columns, "test": columns}))
     return path
 
 
 def test_each_private_run_has_a_curve_in_each_panel_and_a_public_one_in_the_last(tmp_path: Path) -> None:
     given = [("a", 2.0, 4), ("b", 8.0, 3), ("c", None, 5)]
-    figure = picture([read_run(run_directory(tmp_path / n, epsilon, t)) for n, epsilon, t in given])
+    figure = picture([read_private(run_directory(tmp_path / n, epsilon, t)) for n, epsilon, t in given])
     bound, clipped, ratio, scores = figure.axes
     assert [np.asarray(line.get_ydata()).tolist() for line in bound.lines][:2] == [
         [0.1, 1.1, 2.1, 3.1],
@@ -47,12 +57,10 @@ def test_each_private_run_has_a_curve_in_each_panel_and_a_public_one_in_the_last
 def test_the_table_has_the_mean_of_finished_seeds_of_each_budget(tmp_path: Path) -> None:
     given = [("a", 2.0, 4, 10.0), ("b", 2.0, 4, 13.0), ("c", None, 2, 40.0), ("d", 8.0, 2, None)]
     for seed, (name, epsilon, rounds, score) in enumerate(given):
-        directory = run_directory(tmp_path / name, epsilon, rounds)
-        if score is not None:
-            columns = {"C-AP": score, "O-AP": 2 * score}
-            told = {"seed": seed, "val": columns, "test": columns}
-            (directory / "results.json").write_text(json.dumps(told))
-    _, _, *rows = table([read_run(tmp_path / name) for name, *_ in given]).splitlines()
+        directory = run_directory(tmp_path / name, epsilon, rounds, seed=seed, score=score or 0.0)
+        if score is None:
+            (directory / "results.json").unlink()
+    _, _, *rows = table([read_private(tmp_path / name) for name, *_ in given]).splitlines()
     assert rows == [
         "| none | 2 | 40.0 | 40.0 | 80.0 | - | - | - |",
         "| 2 | 0, 1 | 11.5 ± 2.1 | 11.5 ± 2.1 | 23.0 ± 4.2 | 0.83 ± 0.00 | 0.50 ± 0.00 | 3.10 ± 0.00 |",
@@ -63,11 +71,7 @@ def test_local_privacy_is_a_budget_apart_and_not_for_want_of_privacy(tmp_path: P
     run_directory(tmp_path / "central", 8.0, 3)
     run_directory(tmp_path / "local", 8.0, 3, "local_privacy")
     run_directory(tmp_path / "none", None, 3)
-    for seed, name in enumerate(("central", "local", "none")):
-        columns = {"C-AP": 10.0 + seed, "O-AP": 20.0}
-        told = {"seed": seed, "val": columns, "test": columns}
-        (tmp_path / name / "results.json").write_text(json.dumps(told))
-    runs = [read_run(tmp_path / name) for name in ("central", "local", "none")]
+    runs = [read_private(tmp_path / name) for name in ("central", "local", "none")]
     assert [line.split(" | ")[0] for line in table(runs).splitlines()[2:]] == [
         "| none", "| 8", "| local, 8 an update"]  # fmt: skip
     figure = picture(runs)
@@ -84,12 +88,13 @@ def test_the_picture_is_written_and_a_mistake_is_named(tmp_path: Path) -> None:
         main([str(tmp_path / "out.png"), str(tmp_path)])
     with pytest.raises(ValueError, match="say where to draw"):
         main([str(tmp_path / "out.png")])
-    other = run_directory(tmp_path / "other", 2.0, 3)
-    (other / "config.yaml").write_text((other / "config.yaml").read_text() + "seed: 1\n")
+    other = run_directory(tmp_path / "other", 2.0, 3, seed=1)
     main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
-    (other / "config.yaml").write_text("privacy:\n  epsilon: 2.0\n")
+    same = run_directory(tmp_path / "same", 2.0, 3)
     with pytest.raises(ValueError, match="have the same config and the same seed"):
-        main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
-    (other / "config.yaml").write_text("privacy:\n  epsilon: 2.0\n  noise_cohort_size: 200\nseed: 1\n")
+        main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(same)])
+    words = ["--privacy.epsilon=2", "--privacy.noise_cohort_size=200", "--federated.weighting=users"]
+    different = make_run(tmp_path / "different", "fl-r-17", *words, seed=1)
+    (different / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text())
     with pytest.raises(ValueError, match="differ in more than the seed"):
-        main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
+        main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(different)])

@@ -18,12 +18,13 @@ import pytest
 
 from benchmarks.core.config.digests import experiment_digest
 from benchmarks.flair import report
+from benchmarks.flair.config import FLAIR as BENCHMARK
 from benchmarks.flair.config import Config, parse
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
 from benchmarks.flair.results import draw, final_rows, show
-from benchmarks.flair.runs import read_run, variant
 from benchmarks.flair.table import tolerance
-from benchmarks.reporting.runs import find_runs
+from benchmarks.flair.variants import variant
+from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run
 from pfl_ext.tasks.metrics import COLUMNS, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
@@ -460,7 +461,7 @@ def test_hostile_files_of_a_run_are_what_its_record_says(
     """Nesting without end ended in a traceback: found by tests.campaigns.fuzz."""
     directory = make_run(tmp_path / "run", "pfl-r-17")
     (directory / name).write_text(content)
-    found = read_run(directory).fault
+    found = read_run(directory, BENCHMARK).fault
     assert found is not None
     assert found.startswith(fault)
 
@@ -469,4 +470,4 @@ def test_hostile_files_of_a_run_are_what_its_record_says(
 def test_a_hostile_line_of_metrics_is_no_progress(line: str, tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", finished=False)
     (directory / "metrics.jsonl").write_text(line + "\n")
-    assert read_run(directory).progress == "no round is on record"
+    assert read_run(directory, BENCHMARK).progress == "no round is on record"

@@ -51,7 +51,7 @@ CALLS = [
     ("figures", "half --output_dir=out", "no finished run in half"),
     ("figures", "cut --output_dir=out", "no finished run in cut"),
     ("figures", "torn --output_dir=out", "torn holds no whole run (JSONDecodeError"),
-    ("figures", "unscored --output_dir=out", "unscored holds no whole run (ValueError: no line"),
+    ("figures", "unscored --output_dir=out", "unscored holds no whole run (no line"),
     ("figures", "users --output_dir=out", "per_user.json is damaged"),
     ("figures", "--data_path=nowhere.hdf5 --output_dir=out", "nowhere.hdf5: no such file"),
     ("figures", "--data_path=file --output_dir=out", "file"),
@@ -118,9 +118,9 @@ CALLS = [
     ("sweep", "--local=true", "the sweep comes first"),
     ("vision", "nowhere", "nowhere is no directory"),
     ("vision", "empty", "empty holds no run"),
-    ("vision", "half", "half has not ended"),
-    ("vision", "whole", "whole is a run of another benchmark"),
-    ("vision", "vision_cut", "vision_cut cannot be read"),
+    ("vision", "half", "half holds no whole run (its config is of another benchmark"),
+    ("vision", "whole", "whole holds no whole run (its config is of another benchmark"),
+    ("vision", "vision_cut", "vision_cut holds no whole run"),
     ("vision", "vision --rounds=a", "--rounds is 'a': give whole numbers"),
     ("vision", "vision --batches=", "--batches is ''"),
     ("vision", "vision --round=1", "--round: the options are --output_dir"),
@@ -164,6 +164,6 @@ def test_a_bad_call_ends_in_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("benchmarks.core.mini.write_mini", lambda *_: None)
+    monkeypatch.setattr("benchmarks.core.mini.DataSource.ready", lambda *_: None)
     monkeypatch.setattr(table1, "make_runs", lambda *_: pytest.fail("a run was started"))
     check_refused(COMMANDS[command], words, said, folder, capsys)

@@ -15,7 +15,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main as flair_main
 from benchmarks.sweep.space import read_sweep
-from benchmarks.visual_classification.curves import read_run
+from benchmarks.visual_classification.curves import read_finished
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
@@ -256,4 +256,4 @@ def test_a_public_private_run_tells_no_facts_of_its_partition(
     assert 0 <= results(directory)["test"]["accuracy"] <= 100
     assert results(directory)["per_class_accuracy"]
     assert "Training was differentially private" in capsys.readouterr().out
-    assert read_run(directory).experiment[1].endswith("classes.hdf5")  # no checksum of the data
+    assert read_finished(directory).experiment[1].endswith("classes.hdf5")  # no checksum of the data

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import yaml
 
+from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification import paper, report
 from benchmarks.visual_classification.config import RECIPES, VISION, parse
-from benchmarks.visual_classification.curves import read_curve, read_run
+from benchmarks.visual_classification.curves import read_curve, read_finished
 from benchmarks.visual_classification.results import show
 from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run as run_command
@@ -119,13 +120,13 @@ def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> 
     """A run directory as training on the paper's data leaves it."""
     folder.mkdir(parents=True)
     config = parse([f"--config={setting}", f"--seed={seed}", *argv]).config
-    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_tree(config)))
     told = lines((0, 10.0), (5, best), (10, best - 1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     results = {
         "setting": setting, "seed": seed, "rounds": 10, "test": {"accuracy": best - 1},
         "last": {"test": {"accuracy": best - 1}}, "data_sha256": "d", "hardware": "two cores",
-        "commit": "c" * 40, "partition": {"mean_emd": 1.7 if argv else 0.3},
+        "commit": "c" * 40, "config_sha256": digest(config), "partition": {"mean_emd": 1.7 if argv else 0.3},
         "per_class_accuracy": dict.fromkeys("abcdefghij", 1.0),
         "data": {"images": paper.IMAGES[config.data.dataset]},
         "weights": {"sha256": "ab", "imagenet": True} if config.model.pretrained else None,
@@ -164,8 +165,8 @@ def test_a_report_has_the_seeds_together_and_the_papers_row_below(
     assert cells[9] == f"50.0 ± {100 / 84 * spread:.1f}", "relative to the centralised run's last, 84"
     assert text.count("| inat-geo-3k-fedavgm-k10, the paper's |") == 1, "not under the other partition"
     assert "* inat-geo-3k-fedavgm-k10, alpha-0.10: config differs: data.partition=alpha-0.10" in text
-    assert "half has not ended" in text
-    assert "broken cannot be read" in text
+    assert "half holds no whole run (it has not ended)" in text
+    assert "broken holds no whole run (config.yaml is missing" in text
     assert (tmp_path / "out" / "report.csv").read_text().count("\n") == 4
     for name in ("learning-curves-rounds", "learning-curves-batches", "relative-accuracy-emd"):
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -232,7 +233,7 @@ def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
 def test_a_report_says_what_alpha_counts(name: str, told: str, tmp_path: Path) -> None:
     """Issue 17.38."""
     made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, f"--data.partition={name}")
-    rows = report.make_rows([read_run(tmp_path / "a")], {})
+    rows = report.make_rows([read_finished(tmp_path / "a")], {})
     text = report.markdown(rows, [], (10,), (50,))
     assert told in text
     assert ("Flower" in text) == bool(told)
@@ -248,4 +249,4 @@ def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("setting: x\n")
     assert run_command(report.main, [str(tmp_path)]) == 2
-    assert "has not ended" in capsys.readouterr().err
+    assert "it has not ended" in capsys.readouterr().err
