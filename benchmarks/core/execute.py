@@ -40,16 +40,17 @@ from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.workers.distributed import current, is_main
 
 
-def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str | None) -> None:
+def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: str) -> None:
     """The training command of a benchmark: parse, train, report.
 
     Args:
         kind: the benchmark's experiment.
         argv: the command line.
         text: what ``--help`` says before the list of keys.
+        module: what is started, for ``--help``.
     """
     if {"--help", "-h"} & set(argv):
-        print(kind.benchmark.help(text, f"python -m {kind.__module__}"))
+        print(kind.benchmark.help(text, f"python -m {module}"))
         return
     logging.getLogger("absl").setLevel(logging.ERROR)  # dp-accounting logs each RDP order that it skips
     words, data_path = kind.resolve_data(argv)

@@ -110,7 +110,7 @@ EXPERIMENT = Flair
 
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
-    train(Flair, argv, __doc__)
+    train(Flair, argv, __doc__, "benchmarks.flair.train")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ EXPERIMENT = VisualClassification
 
 def main(argv: Sequence[str]) -> None:
     """Parse, build, train, report."""
-    train(VisualClassification, argv, __doc__)
+    train(VisualClassification, argv, __doc__, "benchmarks.visual_classification.train")
 
 
 if __name__ == "__main__":
