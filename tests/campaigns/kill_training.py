@@ -95,11 +95,11 @@ PHASES = {
 PLACES = {
     "save": (
         "pfl_ext.checkpoint:save_file",
-        "pfl_ext.checkpoint:_sync",
+        "pfl_ext.checkpoint:sync",
         "pfl_ext.checkpoint:load",
         "pfl_ext.checkpoint:_keep",
         "pfl_ext.checkpoint:save",
-        "pfl_ext.checkpoint:write_bytes",
+        "dataset.files:write_bytes",
         "benchmarks.core.run_directory:RunDirectory.flushed",
         "os:replace",
     ),

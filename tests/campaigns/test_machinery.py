@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.flair.config import parse
-from dataset.files import write_json
+from dataset import files
 from tests.campaigns import fuzz, kill_training, kill_workers
 from tests.campaigns.lives import START, After, At, Phases, found, live
 from tests.campaigns.readers import Target, targets
@@ -71,18 +71,18 @@ def test_a_tally_goes_on_from_its_file(tmp_path: Path) -> None:
     tally = fuzz.Tally(seed=3)
     target = Target("t", [b"x"], len)  # type: ignore[arg-type]
     tally.add(target, [(0, "read", ""), (1, "finding", "why")], 10, 2.0)
-    write_json(tmp_path / "state.json", vars(tally))
+    files.write_json(tmp_path / "state.json", vars(tally))
     assert fuzz.Tally.read(tmp_path / "state.json", 3) == tally
     with pytest.raises(ValueError, match="is of --seed 3"):
         fuzz.Tally.read(tmp_path / "state.json", 4)
 
 
 def test_the_dead_are_counted_with_what_they_were_at(tmp_path: Path) -> None:
-    names = {"outer": ("pfl_ext.checkpoint:write_json",), "inner": ("pfl_ext.checkpoint:write_bytes",)}
+    names = {"outer": ("dataset.files:write_json",), "inner": ("dataset.files:write_bytes",)}
     phases = Phases(names)
 
     def work() -> int:
-        write_json(tmp_path / "a.json", {})
+        files.write_json(tmp_path / "a.json", {})
         time.sleep(60)
         return 0
 
@@ -90,7 +90,7 @@ def test_the_dead_are_counted_with_what_they_were_at(tmp_path: Path) -> None:
         assert live(work, death, tmp_path / "log", phases) is None
         return phases.last
 
-    assert died(At("pfl_ext.checkpoint:write_json", 1, before=True)) == START
+    assert died(At("dataset.files:write_json", 1, before=True)) == START
     assert died(At("json:dumps", 1, before=False)) == "outer"
     assert died(At("os:replace", 1, before=True)) == "inner"
     assert not (tmp_path / "a.json").exists()
