@@ -1,1 +1,1 @@
-"""Where data comes from and how it lies on disk. Knows files and labels, nothing of training."""
+"""Where data comes from and how it lies on disk. Knows files and annotations, nothing of training."""

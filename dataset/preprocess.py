@@ -16,6 +16,7 @@ import datetime
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -126,69 +127,95 @@ def _write(
         journal=journal,
         origin=" ".join([*source.parts, str(options.transcode)]),
     )
-    found: dict[int, str] = {}
-    changed = ValueError(f"{source.provenance['source']} changed while it was read: run the command again")
+    second = _SecondPass(source, scan, placement, options, writer)
+    try:
+        with writer, progress(source, "2/2 write") as bar:
+            second.run(bar)
+            if second.undecodable:
+                raise _UndecodableError
+    except _UndecodableError:
+        return second.undecodable
+    return {}
 
-    def put(batch: tuple[int, Sequence[Image]]) -> int:
-        start, images = batch
+
+@dataclass
+class _SecondPass:
+    """Puts every image at its place. A record is a position in the source's order."""
+
+    source: Source
+    scan: Scan
+    placement: Placement
+    options: Options
+    writer: DataWriter
+    undecodable: dict[int, str] = field(default_factory=dict)
+    """What is wrong with an image that turned out to be unusable, by record."""
+
+    def run(self, bar: Any) -> None:
+        """Write what no earlier process has written, block by block."""
+        first = 0
+        for _, blocks in groupby(self.scan.blocks, key=lambda block: block.part):
+            left = deque(blocks)
+            while left and self.writer.already(str(first), self._rows(first, len(left[0]))):
+                first += len(left[0])
+                bar.update(len(left.popleft()))
+            if not sum(map(len, left)):
+                continue
+            batches = _numbered(self.source.images(left[0].part, left[0].start), first)
+            workers, done = self.options.workers, first
+            for count in prefetched(self._put, batches, ahead=2 * workers, threads=workers):
+                done += count
+                bar.update(count)
+                while left and done >= first + len(left[0]) and not self.undecodable:
+                    self.writer.put_down(str(first), self._rows(first, len(left[0])))
+                    first += len(left.popleft())
+            if left and sum(map(len, left)) and not self.undecodable:
+                raise self._changed()
+            first += sum(map(len, left))
+
+    def _rows(self, start: int, count: int) -> dict[str, IntArray]:
+        """The rows of some records, by split."""
+        split, row = (column[start : start + count] for column in (self.placement.split, self.placement.row))
+        return {name: row[split == number] for number, name in enumerate(self.placement.names)}
+
+    def _changed(self) -> ValueError:
+        origin = self.source.provenance["source"]
+        return ValueError(f"{origin} changed while it was read: run the command again")
+
+    def _put(self, batch: tuple[int, Sequence[Image]]) -> int:
+        """Write the images from a record on; returns how many there are."""
+        (start, images), scan, options = batch, self.scan, self.options
+        raw = options.storage == "raw"
         if not raw and options.transcode is not None:
             images = [_kept(image, options.transcode) for image in images]
         if start + len(images) > len(scan.num_bytes):
-            raise changed
+            raise self._changed()
         records = np.arange(start, start + len(images))
-        for number, name in enumerate(placement.names):
-            here = records[placement.split[records] == number]
-            here = here[np.argsort(placement.row[here])]
+        for number, name in enumerate(self.placement.names):
+            here = records[self.placement.split[records] == number]
+            here = here[np.argsort(self.placement.row[here])]
             picked = [image for record in here.tolist() if (image := images[record - start]) is not None]
             if list(map(_length, picked)) != scan.num_bytes[here].tolist():
-                raise changed
-            rows = placement.row[here]
-            if not raw:
-                writer.write(name, rows, picked)
-                continue
-            pixels = []
-            for record, image in zip(here.tolist(), picked):
-                try:
-                    pixels.append(_pixels(image, options))
-                except ValueError as error:
-                    refuse(scan.table, record, str(error), options)
-                    found[record] = str(error)
-                    height, width = 2 * [options.image_size] if options.image_size else scan.sizes[record]
-                    pixels.append(np.zeros((height, width, 3), np.uint8))
-            writer.write(name, rows, pixels)
+                raise self._changed()
+            content = [self._decoded(*one) for one in zip(here.tolist(), picked)] if raw else picked
+            self.writer.write(name, self.placement.row[here], content)
         return len(images)
 
-    def rows_of(start: int, stop: int) -> dict[str, IntArray]:
-        split, row = placement.split[start:stop], placement.row[start:stop]
-        return {name: row[split == number] for number, name in enumerate(placement.names)}
-
-    try:
-        with writer, progress(source, "2/2 write") as bar:
-            first = 0
-            for _, blocks in groupby(scan.blocks, key=lambda block: block.part):
-                left = deque(blocks)
-                while left and writer.already(str(first), rows_of(first, first + len(left[0]))):
-                    first += len(left[0])
-                    bar.update(len(left.popleft()))
-                if not sum(map(len, left)):
-                    continue
-                done, images = first, source.images(left[0].part, left[0].start)
-                for count in prefetched(
-                    put, _numbered(images, first), ahead=2 * options.workers, threads=options.workers
-                ):
-                    done += count
-                    bar.update(count)
-                    while left and done >= first + len(left[0]) and not found:
-                        writer.put_down(str(first), rows_of(first, first + len(left[0])))
-                        first += len(left.popleft())
-                if left and sum(map(len, left)) and not found:
-                    raise changed
-                first += sum(map(len, left))
-            if found:
-                raise _UndecodableError
-    except _UndecodableError:
-        return found
-    return {}
+    def _decoded(self, record: int, image: bytes | memoryview | Pixels) -> Pixels:
+        """An image as raw storage keeps it; zeros for one that cannot be decoded, which is noted."""
+        side = self.options.image_size
+        try:
+            if isinstance(image, np.ndarray):
+                pixels = image
+            elif self.options.transcode is not None and other_format(image):
+                pixels = to_pixels(image, self.options.transcode.background)[0]
+            else:
+                return decode(image, side)
+            return pixels if side is None else resized(pixels, side)
+        except ValueError as error:
+            refuse(self.scan.table, record, str(error), self.options)
+            self.undecodable[record] = str(error)
+            height, width = (side, side) if side else self.scan.sizes[record]
+            return np.zeros((height, width, 3), np.uint8)
 
 
 def _needs_sizes(source: Source, options: Options) -> bool:
@@ -201,24 +228,12 @@ def _length(image: bytes | memoryview | Pixels) -> int:
     return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
 
-def _pixels(image: bytes | memoryview | Pixels, options: Options) -> Pixels:
-    """An image as raw storage keeps it. Raises ValueError for one that cannot be decoded."""
-    side = options.image_size
-    if isinstance(image, np.ndarray):
-        pixels = image
-    elif options.transcode is not None and other_format(image):
-        pixels = to_pixels(image, options.transcode.background)[0]
-    else:
-        return decode(image, side)
-    return pixels if side is None else resized(pixels, side)
-
-
-def _kept(image: Image, how: Transcoding) -> Image:
+def _kept(image: Image, transcoding: Transcoding) -> Image:
     """The bytes that jpeg storage keeps; those of a bad image, which has no place, do not matter."""
     if image is None or isinstance(image, np.ndarray) or other_format(image) is None:
         return image
     with contextlib.suppress(ValueError):
-        return to_jpeg(image, how)[0]
+        return to_jpeg(image, transcoding)[0]
     return image
 
 
@@ -266,13 +281,14 @@ def side_or_own(text: str) -> int | None:
     return None if text == "own" else int(text)
 
 
-def checked_output(given: argparse.Namespace) -> Path:
+def checked_output(arguments: argparse.Namespace) -> Path:
     """``--output_file`` of a preprocessing command, whose other plain arguments are checked, too.
 
-    :raises ValueError: one line that names the argument.
+    Raises:
+        ValueError: one line that names the argument.
     """
-    output = output_file("--output_file", given.output_file, given.overwrite)
+    output = output_file("--output_file", arguments.output_file, arguments.overwrite)
     for name in ("image_size", "workers"):
-        if (value := getattr(given, name)) is not None and value < 1:
+        if (value := getattr(arguments, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1")
     return output

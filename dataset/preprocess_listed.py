@@ -73,21 +73,21 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
 
 def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     """Lists, images, partitions, file."""
-    given = _arguments(specs, argv)
-    spec = specs[given.subset] if len(specs) > 1 else next(iter(specs.values()))
-    output = checked_output(given)
-    folder: Path = given.download_folder or output.with_name(output.name + ".download")
+    arguments = _arguments(specs, argv)
+    spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
+    output = checked_output(arguments)
+    folder: Path = arguments.download_folder or output.with_name(output.name + ".download")
     output_folder("--download_folder", folder)
-    if not is_address(given.source) and not Path(given.source).is_dir():
-        raise ValueError(f"--source {given.source} is neither a folder nor an address (http...)")
+    if not is_address(arguments.source) and not Path(arguments.source).is_dir():
+        raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
     places: Places = {}
     n_max: Sequence[int] = []
-    if given.coordinates is not None:
-        places = read_coordinates(input_file("--coordinates", given.coordinates))
-        n_max = _sizes(given.n_max)
-    lists = read_lists(_splits(spec, given, folder))
+    if arguments.coordinates is not None:
+        places = read_coordinates(input_file("--coordinates", arguments.coordinates))
+        n_max = _sizes(arguments.n_max)
+    lists = read_lists(_splits(spec, arguments, folder))
     table = lists.table(spec.natural)
-    source = _source(spec, given.source, folder, lists, table)
+    source = _source(spec, arguments.source, folder, lists, table)
     finish = _Finish(
         lists,
         spec.natural,
@@ -97,13 +97,13 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     )
     options = Options(
         output,
-        given.storage,
-        given.image_size,
-        verify=given.verify,
-        on_bad_image=given.on_bad_image,
+        arguments.storage,
+        arguments.image_size,
+        verify=arguments.verify,
+        on_bad_image=arguments.on_bad_image,
         tool=f"dataset.{spec.name}.download_preprocess",
         vocabulary=lists.vocabulary(table),
-        workers=given.workers,
+        workers=arguments.workers,
         finish=finish,
     )
     check_disk(source, options)
@@ -112,18 +112,18 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
-def _splits(spec: ListedSet, given: argparse.Namespace, folder: Path) -> Path:
+def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Path:
     """Where the CSVs are, after a download if they are to be downloaded."""
-    if is_address(given.splits):
-        return fetch_lists(spec, given.splits, folder)
-    if given.splits is not None:
-        if not Path(given.splits).exists():
+    if is_address(arguments.splits):
+        return fetch_lists(spec, arguments.splits, folder)
+    if arguments.splits is not None:
+        if not Path(arguments.splits).exists():
             raise ValueError(
-                f"--splits {given.splits} is neither a folder, a zip archive nor an address (http...)"
+                f"--splits {arguments.splits} is neither a folder, a zip archive nor an address (http...)"
             )
-        return Path(given.splits)
-    source = Path(given.source)
-    if not is_address(given.source) and source.is_dir():
+        return Path(arguments.splits)
+    source = Path(arguments.source)
+    if not is_address(arguments.source) and source.is_dir():
         zipped = [path for one in spec.splits if one.path.endswith(".zip") for path in source.rglob(one.path)]
         if any(source.rglob("*train*.csv")):
             return source
@@ -140,7 +140,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         stream.write_table(table)
     digest = hashlib.sha256(sink.getvalue()).hexdigest()
     listing = Shard(Path(lists.origin).name, 0, lambda: folder, digest)
-    told: dict[str, Any] = {
+    provenance: dict[str, Any] = {
         "source": place,
         "splits": lists.origin,
         "licence": spec.licence,
@@ -161,7 +161,9 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         if not all((folder / shard.name).is_file() for shard in shards):
             have = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             need = max(estimate + largest(spec, place) - have, 0)
-        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, told, need, discard)
+        return ArchiveSource(
+            listing, lambda _: table, shards, None, len(ids), estimate, provenance, need, discard
+        )
     root = Path(place)
     files = image_files(root, wanted)
     archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
@@ -171,7 +173,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         )
     shards = [Shard.on_disk(path, path.name) for path in archives]
     if not files:
-        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, told)
+        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, provenance)
     size = sum(path.stat().st_size for path in files.values())
     return ArchiveSource(
         listing,
@@ -180,7 +182,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         root,
         len(ids),
         max(size, estimate if shards else 0),
-        told,
+        provenance,
         0,
         nothing,
         paths=files,
@@ -221,7 +223,7 @@ class _Finish:
                     partitions[name] = dealt
         partitions |= self._by_place(list(train.image_ids))
         self.skipped, self.dropped = index.provenance["skipped_images"], dropped
-        told = {
+        provenance = {
             **index.provenance,
             "skipped_images": {
                 "count": len(self.skipped),
@@ -231,7 +233,7 @@ class _Finish:
             "users_without_images": dropped,
         }
         splits = {**index.splits, "train": dataclasses.replace(train, partitions=partitions)}
-        return dataclasses.replace(index, splits=splits, provenance=told)
+        return dataclasses.replace(index, splits=splits, provenance=provenance)
 
     def _by_place(self, image_ids: Sequence[str]) -> dict[str, PartitionIndex]:
         rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)

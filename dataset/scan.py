@@ -106,7 +106,7 @@ class Block:
 
 @dataclass
 class Scan:
-    """What the first pass keeps of R records."""
+    """What the first pass keeps of R records; masks, a few kB each, are among it."""
 
     blocks: list[Block]
     table: pa.Table

@@ -171,7 +171,8 @@ def download_splits(
 def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
     """The images in a folder: parquet, the official binary archive, or what it holds.
 
-    :raises ValueError: when there is none, or it is damaged, or holds a class that there is not.
+    Raises:
+        ValueError: when there is none, or it is damaged, or holds a class that there is not.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     parquet = [path for path in found if path.suffix == ".parquet"]

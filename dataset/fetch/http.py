@@ -57,12 +57,12 @@ class Patience:
 PATIENT = Patience()
 
 
-def retry_after(told: str, otherwise: float) -> float:
+def retry_after(header: str, otherwise: float) -> float:
     """Seconds from an HTTP Retry-After header, which holds seconds or a date (RFC 9110, 10.2.3)."""
-    if told.strip().isdigit():
-        return float(told)
+    if header.strip().isdigit():
+        return float(header)
     try:
-        return float(parsedate_to_datetime(told).timestamp()) - time.time()
+        return float(parsedate_to_datetime(header).timestamp()) - time.time()
     except (ValueError, TypeError):
         return otherwise
 
@@ -115,7 +115,7 @@ def fetch(url: str, target: Path, expected: Remote, patience: Patience = PATIENT
     """Download ``url`` to ``target``, which appears when it is whole.
 
     What has arrived is kept in ``target.part``; a later call, or a further attempt after a broken connection,
-    asks for the rest only (HTTP Range), and begins anew where the server has another version by then.
+    asks for the rest only (HTTP Range), and starts over where the server has another version by then.
 
     Raises SourceError, in one line, when the attempts are used up.
     """

@@ -35,7 +35,7 @@ from dataset.store.annotations import Kind
 from dataset.store.columns import schema
 
 OWNERS = {"train": "no-author", "test": "all-test"}
-"""Who owns an image whose author is not told."""
+"""Who owns an image whose author is not known."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def read_lists(place: Path) -> Lists:
 
     A training CSV has a column ``user_id``, or one column of users for each partition.
 
-    :raises ValueError: when there is no training CSV or no test CSV, or one is damaged.
+    Raises:
+        ValueError: when there is no training CSV or no test CSV, or one is damaged.
     """
     listings: list[Listing] = []
     tests: list[Listing] = []
@@ -141,12 +142,11 @@ def read_lists(place: Path) -> Lists:
         origin = f"{place}: {name}"
         header = text.partition("\n")[0].strip().split(",")
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
-            own = [one for one in header if one not in ("image_id", "class", "label")]
+            users = [one for one in header if one not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
-            columns = {one: one.lower().replace("_", "-") for one in own}
-            listings.append(
-                read_listing(text, origin, {"user_id": part} if "user_id" in own or not own else columns)
-            )
+            columns = {one: one.lower().replace("_", "-") for one in users}
+            plain = "user_id" in users or not users
+            listings.append(read_listing(text, origin, {"user_id": part} if plain else columns))
         elif name == TEST_CSV or name.endswith("_test.csv"):
             tests.append(read_listing(text, origin, {}))
     if not listings or len(tests) != 1:
@@ -188,7 +188,7 @@ def remote_shard(
         if kept.is_file():
             return kept
         whole = folder / name
-        fetch_checked(url, whole, "md5", archive.md5 or _told_md5(archive, base, patience), patience)
+        fetch_checked(url, whole, "md5", archive.md5 or _announced_md5(archive, base, patience), patience)
         keep(whole, wanted, kept)
         whole.unlink()
         return kept
@@ -196,8 +196,8 @@ def remote_shard(
     return Shard(kept.name, 0, get, f"{url} {digest}")
 
 
-def _told_md5(archive: Archive, base: str, patience: Patience) -> str:
-    """The first word of the file that tells an archive's MD5, if there is to be one."""
+def _announced_md5(archive: Archive, base: str, patience: Patience) -> str:
+    """The first word of the file that states an archive's MD5, if there is to be one."""
     if not archive.md5_path:
         return ""
     url = base.rstrip("/") + "/" + archive.md5_path
@@ -208,14 +208,15 @@ def _told_md5(archive: Archive, base: str, patience: Patience) -> str:
 
     words = retried(ask, url, patience).split()
     if not words or len(words[0]) != 32:
-        raise SourceError(f"{url} does not tell an MD5; run the command again later")
+        raise SourceError(f"{url} states no MD5; run the command again later")
     return words[0].lower()
 
 
 def keep(archive: Path, wanted: Container[str], target: Path) -> int:
     """Copy the wanted images of an archive to ``target``, which appears when it is whole; returns how many.
 
-    :raises ValueError: when the archive is damaged.
+    Raises:
+        ValueError: when the archive is damaged.
     """
     count = 0
     with (
@@ -235,7 +236,8 @@ def keep(archive: Path, wanted: Container[str], target: Path) -> int:
 def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
     """Wanted images that lie as files anywhere below a folder, by id: the name without its last suffix.
 
-    :raises ValueError: when two files have the same id.
+    Raises:
+        ValueError: when two files have the same id.
     """
     found: dict[str, Path] = {}
     for place, _, names in os.walk(folder):

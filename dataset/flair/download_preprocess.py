@@ -87,36 +87,36 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    given = _arguments(argv)
-    output = checked_output(given)
-    if given.revision is not None and given.source != "hf":
+    arguments = _arguments(argv)
+    output = checked_output(arguments)
+    if arguments.revision is not None and arguments.source != "hf":
         raise ValueError("--revision is for --source hf: leave it out")
-    if given.download_folder is not None:
-        if given.source not in ("hf", "apple"):
+    if arguments.download_folder is not None:
+        if arguments.source not in ("hf", "apple"):
             raise ValueError("--download_folder is for --source hf or apple: leave it out")
-        output_folder("--download_folder", given.download_folder)
-    if given.label_mapping is not None:
-        input_file("--label_mapping", given.label_mapping)
+        output_folder("--download_folder", arguments.download_folder)
+    if arguments.label_mapping is not None:
+        input_file("--label_mapping", arguments.label_mapping)
     options = Options(
         output,
-        given.storage,
-        given.image_size,
-        not given.not_group_data_by_user,
-        given.verify,
-        given.on_bad_image,
-        read_vocabulary(given.label_mapping) if given.label_mapping else None,
-        given.workers,
+        arguments.storage,
+        arguments.image_size,
+        not arguments.not_group_data_by_user,
+        arguments.verify,
+        arguments.on_bad_image,
+        read_vocabulary(arguments.label_mapping) if arguments.label_mapping else None,
+        arguments.workers,
         tool="dataset.flair.download_preprocess",
-        transcode=Transcoding(given.jpeg_quality, given.background),
+        transcode=Transcoding(arguments.jpeg_quality, arguments.background),
     )
-    folder = given.download_folder or output.with_name(output.name + ".download")
+    folder = arguments.download_folder or output.with_name(output.name + ".download")
     source: Source
-    if given.source == "hf":
-        source = remote.hugging_face(folder, given.revision or remote.REVISION)
-    elif given.source == "apple":
+    if arguments.source == "hf":
+        source = remote.hugging_face(folder, arguments.revision or remote.REVISION)
+    elif arguments.source == "apple":
         source = remote.apple(folder)
     else:
-        source = local(Path(given.source))
+        source = local(Path(arguments.source))
     check_disk(source, options)
     preprocess(source, options)
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)

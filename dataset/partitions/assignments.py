@@ -50,9 +50,14 @@ def partition_name(file_name: str) -> str:
 def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Listing:
     """Parse a CSV.
 
-    :param user_columns: column of user ids -> name of the partition.
-    :raises ValueError: that names file, line and mend for a missing column, a row of another length, an empty
-        id, a class that is no number from 0 on, and an image that comes twice.
+    Args:
+        text: the CSV.
+        origin: what it is called in an error.
+        user_columns: column of user ids -> name of the partition.
+
+    Raises:
+        ValueError: that names file and line for a missing column, a row of another length, an empty
+            id, a class that is no number from 0 on, and an image that comes twice.
     """
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     needed = ["image_id", "class", *user_columns]
@@ -70,10 +75,10 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
         for row in rows:
             where = f"{origin}, line {rows.line_num}"
             if len(row) != len(header):
-                raise ValueError(f"{where} has {len(row)} fields, not {len(header)}; take the file anew")
+                raise ValueError(f"{where} has {len(row)} fields, not {len(header)}; download the file again")
             image = row[at["image_id"]]
             if not image or any(not row[at[column]] for column in user_columns):
-                raise ValueError(f"{where} has an empty id; take the file anew")
+                raise ValueError(f"{where} has an empty id; download the file again")
             if image in seen:
                 raise ValueError(f"{where} lists image {image} a second time (line {seen[image]})")
             if not (row[at["class"]].isascii() and row[at["class"]].isdigit() and len(row[at["class"]]) < 6):
@@ -86,9 +91,11 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
             if "label" in at:
                 labels.append(row[at["label"]])
     except csv.Error as error:
-        raise ValueError(f"{origin}, line {rows.line_num} is no CSV ({error}); take the file anew") from None
+        raise ValueError(
+            f"{origin}, line {rows.line_num} is no CSV ({error}); download the file again"
+        ) from None
     if not ids:
-        raise ValueError(f"{origin} lists no image; take the file anew")
+        raise ValueError(f"{origin} lists no image; download the file again")
     return Listing(origin, ids, np.array(classes, np.int64), users, labels if "label" in at else None)
 
 
@@ -131,12 +138,12 @@ def _by_number(user: str) -> tuple[int, str]:
 
 def check_classes(listing: Listing, row_of: Mapping[str, int], classes: npt.NDArray[np.int64]) -> None:
     """Raise ValueError if the listing has an image that is not in the split, or gives one another class."""
-    for image, told in zip(listing.image_ids, listing.classes.tolist()):
+    for image, stated in zip(listing.image_ids, listing.classes.tolist()):
         if image not in row_of:
             raise ValueError(f"{listing.origin} lists image {image}, which this data set does not have")
-        if classes[row_of[image]] != told:
+        if classes[row_of[image]] != stated:
             raise ValueError(
-                f"{listing.origin} says that image {image} has class {told}, but its class is "
+                f"{listing.origin} says that image {image} has class {stated}, but its class is "
                 f"{classes[row_of[image]]}: these splits are of other images (version 1.0 of CIFAR's splits "
                 "had wrong image ids: take version 1.1)"
             )
@@ -145,8 +152,9 @@ def check_classes(listing: Listing, row_of: Mapping[str, int], classes: npt.NDAr
 def csv_texts(place: Path) -> dict[str, str]:
     """The CSVs in a folder, at any depth, or in a zip archive, by the last part of their name.
 
-    :raises ValueError: for a damaged archive, a CSV of more than 2^28 bytes or that is not UTF-8, and two of
-        the same name.
+    Raises:
+        ValueError: for a damaged archive, a CSV of more than 2^28 bytes or that is not UTF-8, and two of
+            the same name.
     """
     found: dict[str, str] = {}
 
@@ -156,7 +164,7 @@ def csv_texts(place: Path) -> dict[str, str]:
         try:
             found[name] = content.decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise ValueError(f"{place}: {name} is not UTF-8 text; take the file anew") from None
+            raise ValueError(f"{place}: {name} is not UTF-8 text; download the file again") from None
 
     if place.is_dir():
         for path in sorted(place.rglob("*.csv")):

@@ -15,12 +15,12 @@ they have a mean EMD of 0.264; over 40 seeds rounding gives 0.267 (standard devi
 0.458 (0.004).
 
 Where classes run out early, Google's splits are not quite equation 5's: for CIFAR-100 at alpha = 0.5 they
-have 5.13 classes a client and an EMD of 1.917, this sampler 3.9 (0.15) and 1.931 (0.003). (Drawing q anew
+have 5.13 classes a client and an EMD of 1.917, this sampler 3.9 (0.15) and 1.931 (0.003). (Drawing q again
 as soon as less than a tenth of it is left gives 5.1 and 1.914.) For CIFAR-10 all eight alphas agree within
 sampling error.
 
 The paper leaves open what happens when all of q lies in S, so that equation 5 divides by zero. Here q is
-then drawn anew, from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be
+then drawn again, from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be
 had. With alpha = 0, where each q is one class (the limit of Dir(alpha p): class y with probability p(y)),
 this gives each client one class as long as the classes' sizes are multiples of n, as in Google's splits.
 

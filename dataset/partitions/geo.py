@@ -31,7 +31,8 @@ Ids = npt.NDArray[np.uint64]
 def leaf_ids(latitudes: Sequence[float], longitudes: Sequence[float]) -> Ids:
     """The smallest cell (of about a square centimetre) at each place, ``[N]``; degrees.
 
-    :raises ValueError: for a latitude beyond 90 degrees, a longitude beyond 180, or no number.
+    Raises:
+        ValueError: for a latitude beyond 90 degrees, a longitude beyond 180, or no number.
     """
     for latitude, longitude in zip(latitudes, longitudes):
         if not (-90 <= latitude <= 90 and -180 <= longitude <= 180):
@@ -51,7 +52,8 @@ def geo_partition(leaves: Ids, max_images: int, min_share: float = MIN_SHARE) ->
 
     A leaf cell is not divided any further, however many images lie in it.
 
-    :raises ValueError: for ``max_images`` below 1.
+    Raises:
+        ValueError: for ``max_images`` below 1.
     """
     if max_images < 1:
         raise ValueError(f"the largest number of images of a cell is {max_images}; give at least 1")
@@ -72,7 +74,8 @@ def geo_partition(leaves: Ids, max_images: int, min_share: float = MIN_SHARE) ->
 def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
     """Latitude and longitude of each image from a CSV with the columns ``image_id,latitude,longitude``.
 
-    :raises ValueError: that names file and line.
+    Raises:
+        ValueError: that names file and line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -98,7 +98,10 @@ class Dealt:
 def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Floats, IntArray]:
     """||q_k - p||_1 of each client, and how many classes it has, ``[U]`` each.
 
-    :param classes, owner: of each image, ``[N]``; p is the distribution of all of them.
+    Args:
+        classes: of each image, ``[N]``; p is the distribution of all of them.
+        owner: the client of each image, ``[N]``.
+        num_clients: U.
     """
     num_classes = int(classes.max()) + 1
     p = np.bincount(classes, minlength=num_classes) / len(classes)
@@ -193,20 +196,20 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--output_dir", type=Path, help="for statistics.json and the figures")
     parser.add_argument("--taxonomy", default="labels", help="labels (default) or fine_grained_labels")
-    given = parser.read(argv)
-    if given.output_dir is not None:
-        output_folder("--output_dir", given.output_dir)
-    probe.probe(given.file)
-    with DataFile(given.file) as file:
-        measured = measure(file, given.taxonomy)
+    arguments = parser.read(argv)
+    if arguments.output_dir is not None:
+        output_folder("--output_dir", arguments.output_dir)
+    probe.probe(arguments.file)
+    with DataFile(arguments.file) as file:
+        measured = measure(file, arguments.taxonomy)
         print(as_text([statistics for statistics, _ in measured]))
-        if given.output_dir is None:
+        if arguments.output_dir is None:
             return
         from dataset.partitions.figures import draw  # matplotlib takes a second
 
         content = [asdict(statistics) for statistics, _ in measured]
-        write_bytes(given.output_dir / "statistics.json", json.dumps(content, indent=1).encode())
-        for path in draw(file, [dealt for _, dealt in measured], given.taxonomy, given.output_dir):
+        write_bytes(arguments.output_dir / "statistics.json", json.dumps(content, indent=1).encode())
+        for path in draw(file, [dealt for _, dealt in measured], arguments.taxonomy, arguments.output_dir):
             print(f"wrote {path}", file=sys.stderr)
 
 

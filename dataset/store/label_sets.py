@@ -25,7 +25,8 @@ class LabelSetView:
     1 where an image has that label of either taxonomy (ml-flair's ``--binary_label``).
     Decoded images are kept in memory as long as those of all splits together fit into ``cache_bytes``.
 
-    :raises ValueError: when the label is in neither taxonomy, or the file is not grouped by user.
+    Raises:
+        ValueError: when the label is in neither taxonomy, or the file is not grouped by user.
     """
 
     file: DataFile
@@ -77,7 +78,8 @@ class LabelSetView:
     def split(self, name: str) -> SplitImages:
         """One split as a store of users' images.
 
-        :raises ValueError: when the file lacks it or has no image in it.
+        Raises:
+            ValueError: when the file lacks it or has no image in it.
         """
         if name not in self.file.splits or not self.file.split(name).num_images:
             raise ValueError(f"this file has no images in the split {name!r}")

@@ -217,8 +217,8 @@ def _carved(
     rank = np.empty(len(owner), np.int64)
     rank[order] = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     rounding = np.array([_uniform(seed, "user", user) for user in user_ids], np.float64)
-    given = np.minimum(np.floor(sizes * share + rounding), sizes - 1)
-    return np.asarray(rank < given[owner])
+    moved = np.minimum(np.floor(sizes * share + rounding), sizes - 1)
+    return np.asarray(rank < moved[owner])
 
 
 def _uniform(seed: int, purpose: str, name: str) -> float:

@@ -1,4 +1,4 @@
-"""PNG, WebP and GIF images, made into JPEGs or pixels.
+"""PNG, WebP and GIF images, turned into JPEGs or pixels.
 
 A file keeps the bytes of JPEGs as they are. Images of other formats are decoded and encoded as JPEG, without
 chroma subsampling, at a quality that the file records. What a JPEG cannot hold is brought into it by rule:
@@ -84,16 +84,16 @@ def to_pixels(data: bytes | memoryview, background: Background) -> tuple[Pixels,
         raise ValueError(f"it cannot be decoded ({' '.join(str(error).split())})") from None
 
 
-def to_jpeg(data: bytes | memoryview, how: Transcoding) -> tuple[bytes, str]:
-    """The same bytes for the same image and ``how``; and what was done, as `to_pixels` says.
+def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, str]:
+    """The same bytes for the same image and transcoding; and what was done, as `to_pixels` says.
 
     Raises:
         ValueError: with a clause that says what is wrong.
     """
-    pixels, note = to_pixels(data, how.background)
+    pixels, note = to_pixels(data, transcoding.background)
     buffer = io.BytesIO()
     try:
-        Image.fromarray(pixels).save(buffer, "JPEG", quality=how.quality, subsampling=0)
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=transcoding.quality, subsampling=0)
     except (OSError, ValueError) as error:  # a side of more than 65,500 pixels
         raise ValueError(f"it cannot be made a JPEG ({' '.join(str(error).split())})") from None
     return buffer.getvalue(), note

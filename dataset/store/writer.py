@@ -99,9 +99,9 @@ class DataWriter:
             elif image_size is not None:
                 sizes = np.full(count, image_size * image_size * 3, np.int64)
             else:
-                own = index.splits[name].image_sizes
-                assert own is not None, "raw images of their own size need sizes"
-                sizes = own.astype(np.int64).prod(axis=1) * 3
+                shapes = index.splits[name].image_sizes
+                assert shapes is not None, "raw images of their own size need sizes"
+                sizes = shapes.astype(np.int64).prod(axis=1) * 3
             self._places[name] = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
@@ -167,10 +167,10 @@ class DataWriter:
     def already(self, name: str, rows: Mapping[str, IntArray]) -> bool:
         """Whether `put_down` said so in an earlier process; then they need not be written."""
         assert self._journal is not None
-        told = self._journal.get(f"written-{name}")
-        if told is None or len(told) != 4 * sum(map(len, rows.values())):
+        kept = self._journal.get(f"written-{name}")
+        if kept is None or len(kept) != 4 * sum(map(len, rows.values())):
             return False
-        crc, done = np.frombuffer(told, np.uint32), 0
+        crc, done = np.frombuffer(kept, np.uint32), 0
         for split, here in rows.items():
             self._crc[split][here] = crc[done : done + len(here)]
             self._written[split][here] = True
@@ -219,7 +219,7 @@ class DataWriter:
         os.close(self._descriptor)
         self._descriptor = -1
         if self._journal:
-            self._journal.forget("plan")  # a file left half completed is begun anew
+            self._journal.forget("plan")  # a file left half completed is started over
         with h5py.File(self._temporary, "r+") as file:
             for name, crc in self._crc.items():
                 file[name]["image_crc32"][...] = crc
