@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from benchmarks.core.facts import commit, hardware
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, Unavailable
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers
 from pfl_ext.models.classifier import build_backbone, memory_format
 
@@ -121,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError("--images and --repeats must be at least 1, and --pixels at least 32")
     torch.set_num_threads(1)
     try:
-        kernels = CpuKernels()
+        kernels = checked()
     except Unavailable as reason:
         raise ValueError(f"there is nothing to measure: {reason}") from reason
     draw = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import cpu_kernels
+from benchmarks.bench import cpu_kernels, engine_parts
 from benchmarks.core.config import privacy_matrix
 from benchmarks.flair import bench as flair_bench
 from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
@@ -38,6 +38,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "flair_bench": flair_bench.main,
     "vision_bench": vision_bench.main,
     "cpu_kernels": cpu_kernels.main,
+    "engine_parts": engine_parts.main,
     "bench_workers": bench_workers.main,
     "bench_preprocess": bench_preprocess.main,
     "privacy_matrix": privacy_matrix.main,
@@ -124,6 +125,7 @@ BAD = [
     ("vision_bench", "--colour=red", "unrecognized arguments: --colour=red"),
     ("cpu_kernels", "--pixels 16", "at least 32"),
     ("cpu_kernels", "--repeats x", "--repeats: invalid int value: 'x'"),
+    ("engine_parts", "--pixels 16", "at least 32"),
     ("bench_workers", "", "required: what"),
     ("bench_workers", "nope", "invalid choice: 'nope'"),
     ("bench_preprocess", "", "required: --output"),

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench import cpu_kernels
+from benchmarks.bench import cpu_kernels, engine_parts
 from benchmarks.bench.rounds import Clock
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.cli import run as run_command
 from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.cpu.kernels import CpuKernels, Unavailable
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from tests.card import card
@@ -113,7 +114,7 @@ def test_bad_input_ends_in_one_line(words: list[str], capsys: pytest.CaptureFixt
 def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
     measure = ["--pixels", "32", "--images", "1", "--repeats", "1"]
     try:
-        CpuKernels()
+        checked()
     except Unavailable:
         with pytest.raises(ValueError, match="there is nothing to measure: "):
             cpu_kernels.main(measure)
@@ -128,3 +129,16 @@ def test_the_compiled_layers_are_measured_beside_torchs(capsys: pytest.CaptureFi
     assert all(float(number) > 0 for number in numbers)
     with pytest.raises(ValueError, match="at least 32"):
         cpu_kernels.main(["--pixels", "16"])
+
+
+def test_each_part_of_the_engine_is_left_out_in_turn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_parts, "NETWORKS", ())
+    engine_parts.main(["--pixels", "32", "--users", "1", "--repeats", "1"])
+    row = capsys.readouterr().out.strip().splitlines()[-1].strip("| ").split(" | ")
+    assert row[0] == "resnet18, 32"
+    assert len(row) == 1 + len(engine_parts.PARTS)
+    assert all(float(cell.split()[0]) > 0 for cell in row[1:])
+    with pytest.raises(ValueError, match="at least 32"):
+        engine_parts.main(["--pixels", "16"])

@@ -21,8 +21,10 @@ from benchmarks.flair.train import main
 from dataset.cli import run
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import load
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import chosen
-from pfl_ext.engine.cpu.kernels import CpuKernels, Unavailable
+from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.tasks.metrics import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Train
 
@@ -42,7 +44,7 @@ def lines(directory: Path) -> list[Tree]:
 
 def compiled_kernels() -> CpuKernels | None:
     try:
-        return CpuKernels()
+        return checked()
     except Unavailable:
         return None
 

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
 from pfl_ext.engine.cpu.joining import joined
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form, Unavailable
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
 from pfl_ext.models.classifier import ImageClassifier
 
 
@@ -153,7 +155,7 @@ def kernels_for(model: ImageClassifier) -> CpuKernels | None:
     if model.mean.device.type != "cpu" or not any(map(compilable, model.backbone.modules())):
         return None
     try:
-        return CpuKernels()
+        return checked()
     except Unavailable as reason:
         print(f"convolutions are torch's own, which are slower: {reason}", file=sys.stderr)
         return None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu import check
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.engine.cpu.choice import (
     BY_PROCESSOR,
@@ -28,11 +29,12 @@ from pfl_ext.engine.cpu.choice import (
     kind_of,
 )
 from pfl_ext.engine.cpu.joining import Joined
-from pfl_ext.engine.cpu.kernels import CpuKernels, Unavailable
+from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers, compilable
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from tests.closeness import assert_close_as_vector
 from tests.closeness import norm as norm_of
+from tests.pfl_ext.engine.cpu.roundings import KERNELS, compiled
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     Setting,
@@ -44,11 +46,6 @@ from tests.pfl_ext.engine.setting import (
     without_noise,
 )
 
-try:
-    KERNELS: CpuKernels | None = CpuKernels()
-except Unavailable:
-    KERNELS = None
-compiled = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
 FEATURES = list(BY_PROCESSOR)
 ROWS = {"float32": FLOAT32, **{f"bfloat16 on {name}": row for name, row in BY_PROCESSOR.items()}}
 UNIT = 2.0**16
@@ -200,7 +197,7 @@ def test_a_round_in_bfloat16_is_computed_as_the_table_says(
         call(self, name, tensors, *rest)
 
     monkeypatch.setattr(CpuKernels, "_call", counted)
-    monkeypatch.setattr(cpu_kernels, "_check", lambda *_: None)  # which calls everything
+    monkeypatch.setattr(check, "check", lambda *_: None)  # which calls everything
     apart = distance(setting.run(True, lanes=1)[0], exact)
     assert apart <= allowed
     assert (apart > 2**-14) == (row.autocast is not None)
@@ -269,7 +266,7 @@ def test_a_processor_is_known_by_its_flags(
     flags: str, halves: bool, feature: Feature, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = CpuKernels()
-    monkeypatch.setattr(cpu_kernels, "_processor", lambda: f"x86_64flags : {flags}")
+    monkeypatch.setattr(cpu_kernels, "processor", lambda: f"x86_64flags : {flags}")
     kernels.has_halves = halves
     assert kernels.feature == feature
 

@@ -1,0 +1,69 @@
+"""Whether the compiled layers compute what torch's do; asked when they are loaded.
+
+A compiler's mistake must not become a result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
+"""Of a compiled layer beside torch's, on float32 and on bfloat16 images; relative, in the norm."""
+
+
+def checked() -> CpuKernels:
+    """The compiled functions.
+
+    :raises Unavailable: where they cannot be compiled or loaded, or compute something else than torch.
+    """
+    kernels = CpuKernels()
+    check(kernels, torch.float32, TOLERANCE)
+    check(kernels, torch.bfloat16, HALF_TOLERANCE)
+    return kernels
+
+
+def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
+    """Raises `Unavailable` where a function is further than ``tolerance`` from torch's."""
+    draw = torch.Generator().manual_seed(1)
+    x, e = torch.randn(2, 3, CHANNELS, 14, 28, generator=draw).to(dtype).unbind()
+    weight = torch.randn(CHANNELS, CHANNELS, 3, 3, generator=draw)
+    scale = weight[0, :, 0, 0].contiguous()
+    found: list[Any] = []
+    expected: list[Tensor] = []
+    forms = (
+        (Form(3, 3, 1, 1, 1), CHANNELS),
+        (Form(3, 3, 2, 1, 1), CHANNELS),
+        (Form(3, 3, 2, 1, 1), 3),
+    )
+    for form, c in forms if dtype == torch.float32 or kernels.has_halves else ():
+        error, images, own = e[:, :, :: form.stride, :: form.stride], x[:, :c], weight[:, :c]
+        skipped = 0 if c == CHANNELS else 1  # the gradient of images with few channels
+        found += [kernels.convolution(images, own, form)]
+        found += kernels.convolution_backward(images, error, own, form, (not skipped, True))[skipped:]
+        with torch.enable_grad():
+            leaves = [t.float().clone().requires_grad_() for t in (images, own)]
+            y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
+            expected += [y, *torch.autograd.grad(y, leaves[skipped:], error.float())]
+    for relu, added in ((False, None), (True, None), (True, torch.cos(x))):
+        out, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5, relu, added)
+        kept = None if added is None else out
+        dx, dscale, dshift, dz = kernels.group_norm_backward(x, e, scale, scale, mean, rstd, relu, kept)
+        found += [out, dx, dscale.sum(0), dshift.sum(0), *([] if dz is None else [dz])]
+        with torch.enable_grad():
+            leaves = [t.float().clone().requires_grad_() for t in (x, scale, scale)]
+            y = F.group_norm(leaves[0], 4, leaves[1], leaves[2])
+            if added is not None:
+                leaves.append(added.float().requires_grad_())
+                y = y + leaves[3]
+            y = y.relu() if relu else y
+            expected += [y, *torch.autograd.grad(y, leaves, e.float())]
+    for ours, theirs in zip(found, expected, strict=True):
+        if not (ours - theirs).norm() <= tolerance * theirs.norm():
+            raise Unavailable("what the compiler made of them does not compute what torch computes")

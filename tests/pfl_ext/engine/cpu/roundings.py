@@ -1,0 +1,87 @@
+"""What tests of the compiled layers share: the layers, and how far rounding may move what they compute."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pfl_ext.engine.cpu.build import Unavailable
+from pfl_ext.engine.cpu.check import checked
+from pfl_ext.engine.cpu.kernels import CpuKernels, Form
+
+try:
+    KERNELS: CpuKernels | None = checked()
+except Unavailable:
+    KERNELS = None
+
+
+compiled = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler here")
+
+
+with_halves = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_halves, reason="this processor does no arithmetic with half floats"
+)
+
+
+def relative(ours: Tensor | None, theirs: Tensor) -> float:
+    assert ours is not None
+    assert ours.shape == theirs.shape
+    theirs = theirs.detach()
+    return float((ours.detach().double() - theirs).norm() / theirs.norm().clamp(min=1e-30))
+
+
+UNIT, BFLOAT16 = 2.0**-24, 2.0**-9
+"""Of rounding."""
+
+
+WINOGRAD = 5.2
+"""By how much the transforms magnify what is lost in the 36 products, with images and weights of independent
+numbers: the root of the mean over outputs p of ``sum_i A_pi^2 |B_i|^2 |G_i|^2 / 3``, for both sides, where B
+transforms windows, G taps and A products (`winograd.h`); 5.14, also for the gradient of the weights."""
+
+
+def rounding(terms: int, winograd: bool = False) -> float:
+    """Of sums of so many independent products, in any order: roundings go up as often as down.
+
+    Twice the root of the count, and four more for what is rounded before and after. Winograd has a ninth
+    of the terms or fewer, but three transforms of six terms each, and magnifies what all of them lose.
+    """
+    if winograd:
+        return WINOGRAD * UNIT * (2 * math.sqrt(terms / 9) + 4 + 3 * math.sqrt(6))
+    return UNIT * (2 * math.sqrt(terms) + 4)
+
+
+def roundings_of(x: Tensor, e: Tensor, form: Form, winograd: bool = False) -> tuple[float, float, float]:
+    """`rounding` of a convolution's output, and of the gradients of its images and weights."""
+    taps, (_, k, down, across) = form.high * form.wide, e.shape
+    terms = (x.shape[1] * taps, k * taps, len(e) * down * across)
+    forward, to_images, to_weights = (rounding(count, winograd) for count in terms)
+    return forward, to_images, to_weights
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.detach().double() - theirs.detach()).norm())
+
+
+def drawn(n: int, size: tuple[int, int], channels: tuple[int, int], form: Form) -> list[Tensor]:
+    """Images, weights and a gradient of the output."""
+    draw = torch.Generator().manual_seed(n * 1000 + size[0] * 17 + size[1])
+    shapes = (n, channels[0], *size), (channels[1], channels[0], form.high, form.wide)
+    return [torch.randn(shape, generator=draw) for shape in (*shapes, (n, channels[1], *form.output(*size)))]
+
+
+def exact(x: Tensor, weight: Tensor, e: Tensor, form: Form) -> tuple[Tensor, ...]:
+    """The output and the gradients of images and weights by torch, float64."""
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=(form.top, form.left))
+    return (y.detach(), *torch.autograd.grad(y, leaves, e.double()))
+
+
+def fitting(kernel: tuple[int, int], size: tuple[int, int], stride: int, padding: tuple[int, int]) -> Form:
+    """A form whose kernel is no larger than the images with their padding."""
+    high, wide = (min(k, s + 2 * p) for k, s, p in zip(kernel, size, padding))
+    return Form(high, wide, stride, *padding)

@@ -1,0 +1,176 @@
+"""The library is compiled once, checked, and done without where it cannot be had."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.cpu import build, check
+from pfl_ext.engine.cpu import kernels as cpu_kernels
+from pfl_ext.models.classifier import ImageClassifier
+from tests.pfl_ext.engine.cpu.roundings import compiled
+from tests.pfl_ext.engine.setting import (
+    Setting,
+    distance,
+    rounding_of,
+    wide_backbone,
+)
+
+
+def engine() -> CohortEngine:
+    return CohortEngine(ImageClassifier(wide_backbone(), input_size=10), lanes=1)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder with nothing in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_without_a_compiler_torchs_layers_are_used(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "no C++ compiler" in told
+    setting = Setting([3, 7], backbone=wide_backbone)
+    assert distance(setting.run(True)[0], setting.run(False)[0]) <= rounding_of(setting)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'x.cpp:1: error: unknown type vec' >&2; exit 1", "unknown type vec"),
+        ("exit 3", "no reason given"),
+    ],
+)
+def test_a_compiler_that_fails_is_quoted(
+    script: str,
+    words: str,
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = empty_cache / "fake-compiler"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("CXX", str(fake))
+    assert engine()._kernels is None
+    begun, told = capsys.readouterr().err.splitlines()
+    assert begun.startswith("compiling")
+    assert words in told
+    assert "fake-compiler" in told
+
+
+@compiled
+@pytest.mark.parametrize("place", ["a file", "nowhere"])
+def test_without_a_place_to_keep_them_torchs_layers_are_used(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "a file" else "")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert ("could not be used" if place == "a file" else "set XDG_CACHE_HOME") in told
+
+
+@compiled
+def test_the_library_is_compiled_once_and_again_for_another_source(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    run = build._run
+
+    def counted(command: Any) -> Any:
+        if "--version" not in command:
+            runs.append(command)
+        return run(command)
+
+    monkeypatch.setattr(build, "_run", counted)
+    first = build.compiled()
+    assert build.compiled() == first
+    assert len(runs) == 1
+    assert list(first.parent.iterdir()) == [first], "nothing is left behind"
+    first.write_bytes(first.read_bytes()[:-1] + b"?")
+    assert build.compiled() == first
+    assert len(runs) == 2, "a damaged file is made again"
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    assert build.compiled() != first
+    assert len(runs) == 3
+
+
+@compiled
+def test_another_version_of_the_compiler_compiles_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = empty_cache / "compiler"
+    found = []
+    monkeypatch.setenv("CXX", str(compiler))
+    for version in ("1.0", "1.1", "1.1"):
+        compiler.write_text(
+            "#!/bin/sh\n"
+            f'[ "$1" = --version ] && echo {version} && exit\n'
+            'while [ "$1" != -o ]; do shift; done; echo library > "$2"\n'
+        )
+        compiler.chmod(0o755)
+        found.append(build.compiled())
+    assert found[0] != found[1] == found[2]
+
+
+@compiled
+@pytest.mark.parametrize("flags", [("-mavx2", "-mfma"), ("-msse4.2",)], ids=str)
+def test_narrower_vectors_compute_the_same(
+    flags: tuple[str, ...], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not {flag[2:].replace(".", "_") for flag in flags} <= set(build.processor().split()):
+        pytest.skip("this processor has other vectors")
+    kept = [flag for flag in build.FLAGS if flag != "-march=native"]
+    monkeypatch.setattr(build, "FLAGS", (*kept, *flags))
+    check.checked()  # which compares every function with torch's
+
+
+def test_a_library_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_text("no library")
+    monkeypatch.setattr(cpu_kernels, "compiled", lambda: damaged)
+    assert engine()._kernels is None
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "damaged.so cannot be loaded" in told
+
+
+@compiled
+def test_a_library_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "TOLERANCE", 0.0)
+    with pytest.raises(build.Unavailable, match="does not compute what torch computes"):
+        check.checked()
+
+
+@compiled
+def test_two_processes_at_once_leave_one_library(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = empty_cache / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n'
+        'while [ "$1" != -o ]; do shift; done; sleep 0.2; echo library > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: build.compiled(), range(2))
+    assert first == second
+    assert [*first.parent.iterdir()] == [first]

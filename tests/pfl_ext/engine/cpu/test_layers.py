@@ -1,0 +1,243 @@
+"""Networks with compiled layers compute, learn and keep to bounds as torch's do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pfl_ext.engine.cpu import kernels as cpu_kernels
+from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
+from pfl_ext.engine.cpu.kernels import CpuKernels
+from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, GroupNorm, kernels_for
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from tests.pfl_ext.engine.cpu.roundings import (
+    KERNELS,
+    UNIT,
+    WINOGRAD,
+    compiled,
+    drawn,
+    exact,
+    fitting,
+    relative,
+    roundings_of,
+    with_halves,
+)
+from tests.pfl_ext.engine.setting import (
+    Setting,
+    distance,
+    in_float64,
+    rounding_of,
+    wide_backbone,
+)
+
+
+@with_halves
+@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
+def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> None:
+    assert KERNELS is not None
+    network = resnet(norm)
+    taken = CpuLayers(KERNELS, BY_PROCESSOR["AVX512-FP16"]).replaced(copy.deepcopy(network))
+    draw = torch.Generator().manual_seed(4)
+    x = F.interpolate(torch.rand(6, 3, 8, 8, generator=draw), size=(64, 64), mode="bicubic")
+    targets = (torch.rand(6, 17, generator=draw) < 0.3).double()
+
+    def gradients(module: nn.Module, x: Tensor) -> Tensor:
+        loss = F.binary_cross_entropy_with_logits(module(x).double(), targets)
+        return torch.cat([g.double().flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+
+    exact = gradients(copy.deepcopy(network).double(), x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = (relative(gradients(module, x), exact) for module in (network, taken))
+        assert taken.layer1(torch.zeros(1, 64, 8, 8)).dtype == torch.bfloat16  # type: ignore[operator]
+    assert 1e-3 < ours < 1.3 * theirs < 0.3
+
+
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    size=st.tuples(*[st.integers(3, 13)] * 2),
+    channels=st.sampled_from([(1, 32), (3, 64), (31, 32)]),
+    kernel=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    stride=st.integers(1, 3),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_a_convolution_of_few_channels_is_torchs(
+    n: int,
+    size: tuple[int, int],
+    channels: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: int,
+    padding: tuple[int, int],
+) -> None:
+    assert KERNELS is not None
+    form = fitting(kernel, size, stride, padding)
+    x, weight, e = drawn(n, size, channels, form)
+    y, dx, dw = exact(x, weight, e, form)
+    margins = roundings_of(x, e, form)
+    assert relative(KERNELS.convolution(x, weight, form), y) < margins[0]
+    assert relative(KERNELS.convolution_backward(x, e, weight, form, (False, True))[1], dw) < margins[2]
+    with pytest.raises(ValueError, match="fewer than 32 channels"):
+        KERNELS.convolution_backward(x, e, weight, form, (True, True))
+    theirs = nn.Conv2d(*channels, kernel, stride, padding, bias=False)
+    theirs.weight.data = weight
+    layer = CpuLayers(KERNELS, FLOAT32).replaced(theirs)
+    assert type(layer) is Convolution
+    image = x.clone().requires_grad_()  # then torch does it
+    assert relative(torch.autograd.grad(layer(image), image, e)[0], dx) < margins[1]
+
+
+def resnet(norm: str) -> nn.Module:
+    draw = torch.Generator().manual_seed(5)
+    return build_backbone("resnet18", 17, norm=norm, weights=None, init="paper", generator=draw)  # type: ignore[arg-type]
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor, margin: float = 0.0) -> None:
+    """In what they compute and in their gradients; by default as `rounding_of` has it for a round."""
+
+    def computed(network: nn.Module) -> list[Tensor]:
+        y = network(x)
+        return [y, *torch.autograd.grad(y.square().mean(), list(network.parameters()))]
+
+    layers = [m for m in theirs.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    off = WINOGRAD / 3 * UNIT * max([9, *(layer.weight[0].numel() for layer in layers)]) ** 0.5
+    with torch.autocast("cpu", enabled=False):
+        exact, *moved = (
+            computed(in_float64(copy.deepcopy(theirs), *how)) for how in ((0.0, 0), (off, 1), (off, 2))
+        )
+    for mine, right, *others in zip(computed(ours), exact, *moved, strict=True):
+        assert relative(mine, right) <= max(margin, *(2 * relative(other, right) for other in others))
+
+
+@compiled
+@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
+def test_a_network_taken_over_computes_the_same(norm: str) -> None:
+    theirs = resnet(norm)
+    assert KERNELS is not None
+    ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    kinds = [type(layer) for layer in ours.modules()]
+    assert kinds.count(Convolution) == 20
+    assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
+    x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+    assert_same(ours, theirs, x)
+    again = copy.deepcopy(ours)
+    assert again.layer1[0].conv1.kernels is KERNELS  # type: ignore[union-attr, index]
+    again.requires_grad_(False).get_parameter("fc.weight").zero_()
+    assert not torch.equal(again(x), ours(x)), "a copy has weights of its own"
+    relus = [layer for layer in ours.modules() if isinstance(layer, nn.ReLU)]
+    seen: list[nn.Module] = []
+    for relu in relus:
+        relu.register_forward_hook(lambda layer, *_: seen.append(layer))
+    with torch.no_grad():
+        ours(x)
+        assert len(seen) == (0 if norm == "group" else 17)
+        diverged = ours(torch.full_like(x, torch.nan))
+    assert diverged.isnan().all(), "what has diverged must show"
+
+
+class Odd(nn.Module):
+    """Sums and ReLUs after norms that may not be joined to them, or only with care."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.GroupNorm(4, 32) for _ in range(3))
+        self.fourth, self.fifth = (nn.GroupNorm(4, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.add(self.first(x), x, alpha=3).relu()
+        b = self.second(a)
+        c = b.relu() * b
+        d = F.relu(self.third(c) + c.mean((2, 3), keepdim=True))
+        e = self.fourth(d)
+        f = (e + e).relu() + (self.fifth(d) + 1.0).relu()
+        return torch.relu(d + self.fifth(f))
+
+
+@compiled
+@pytest.mark.parametrize("half", [False, True])
+def test_what_must_not_be_joined_is_not(half: bool) -> None:
+    assert KERNELS is not None
+    theirs = Odd()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5, generator=torch.Generator().manual_seed(3))
+    ours = CpuLayers(KERNELS, BY_PROCESSOR["AMX"]).replaced(copy.deepcopy(theirs))
+    x = torch.randn(2, 32, 5, 5, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):  # where sums have terms of both types
+        assert_same(ours, theirs, x, 0.1 if half else 0.0)
+
+
+class Branching(nn.Sequential):
+    """Whose way depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return x.relu() if x.sum() > 0 else x
+
+
+@compiled
+def test_a_network_that_cannot_be_written_down_stays_as_it_is() -> None:
+    assert KERNELS is not None
+    network = Branching(nn.GroupNorm(4, 32))
+    assert CpuLayers(KERNELS, FLOAT32).replaced(network) is network
+    assert type(network[0]) is GroupNorm
+
+
+def test_layers_that_are_not_plain_stay_torchs() -> None:
+    odd = nn.Sequential(
+        nn.Conv2d(32, 32, 3, groups=2),
+        nn.Conv2d(32, 32, 3, dilation=2),
+        nn.Conv2d(32, 32, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(32, 32, 3, padding="same"),
+        nn.Conv2d(32, 32, 3, stride=(1, 2)),
+        nn.Conv2d(32, 32, 5),
+        nn.Conv2d(48, 32, 3),
+        nn.Conv2d(3, 24, 3),
+    )
+    before = [type(layer) for layer in odd]
+    assert kernels_for(ImageClassifier(odd, input_size=10)) is None
+    CpuLayers(object(), FLOAT32).replaced(odd)  # type: ignore[arg-type]
+    assert [type(layer) for layer in odd] == before
+
+
+@compiled
+@pytest.mark.parametrize("winograd", [True, False])
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.6}, {"weight_decay": 0.05}, {"mu": 0.3}], ids=str)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
+    lanes: int, more: dict[str, float], winograd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "WEIGHTS", -1e12 if winograd else 1e12)
+    calls: list[str] = []
+    call = CpuKernels._call
+
+    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
+        calls.append(name)
+        call(self, name, *rest)
+
+    monkeypatch.setattr(CpuKernels, "_call", counted)
+    setting = Setting([1, 2, 9, 5, 20], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
+    for name, value in more.items():
+        setattr(setting, name, value)
+    theirs, ours = setting.run(False)[0], setting.run(True, lanes=lanes)[0]
+    allowed = rounding_of(setting, roundings=WINOGRAD * (288 / 9) ** 0.5 if winograd else None)
+    assert distance(ours, theirs) <= allowed
+    assert ("conv3x3_backward" in calls) == winograd
+    assert "convolve_backward" in calls
+    assert "group_norm_backward" in calls
+    without = setting.run(True, lanes=lanes, cpu_kernels=False)[0]
+    assert 0 < distance(without, theirs) <= allowed
+
+
+@compiled
+def test_the_same_round_is_bitwise_the_same_again() -> None:
+    setting = Setting([3, 12, 7], backbone=wide_backbone)
+    first, second = (setting.run(True, lanes=2)[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
