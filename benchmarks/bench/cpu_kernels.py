@@ -47,12 +47,12 @@ def layers(network: nn.Module, images: int, pixels: int) -> dict[tuple[int, ...]
     """The compiled convolutions that differ, by (C, K, side, kernel, stride): one of them, and how many."""
     found: dict[tuple[int, ...], tuple[Convolution, int]] = {}
 
-    def note(layer: nn.Module, given: tuple[Tensor]) -> None:
+    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
         assert isinstance(layer, Convolution)
         key = (
             layer.in_channels,
             layer.out_channels,
-            given[0].shape[2],
+            inputs[0].shape[2],
             layer.kernel_size[0],
             layer.stride[0],
         )
@@ -76,11 +76,11 @@ def layer_times(layer: Convolution, images: int, side: int, repeats: int) -> lis
     weight = layer.weight.detach().contiguous()
     ours = [t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight)]
     kernels, wanted = layer.kernels, (layer.in_channels >= CHANNELS, True)
-    stride, padding, one = [form.stride] * 2, [form.top, form.left], [1, 1]
+    stride, padding, dilation = [form.stride] * 2, [form.top, form.left], [1, 1]
     backward = torch.ops.aten.convolution_backward
     works: list[Callable[[], object]] = [
         lambda: F.conv2d(x, weight, stride=stride, padding=padding),
-        lambda: backward(e, x, weight, None, stride, padding, one, False, [0, 0], 1, [*wanted, False]),
+        lambda: backward(e, x, weight, None, stride, padding, dilation, False, [0, 0], 1, [*wanted, False]),
     ]
     for dtype in types(kernels):
         a, b, w = ours[0].to(dtype), ours[1].to(dtype), ours[2]
@@ -118,8 +118,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--pixels", type=int, nargs="+", default=[224, 64, 32])
     parser.add_argument("--images", type=int, nargs="+", default=[16, 3])
     parser.add_argument("--repeats", type=int, default=7)
-    given = parser.parse_args(argv)
-    if min(*given.pixels, *given.images, given.repeats) < 1 or min(given.pixels) < 32:
+    options = parser.parse_args(argv)
+    if min(*options.pixels, *options.images, options.repeats) < 1 or min(options.pixels) < 32:
         raise ValueError("--images and --repeats must be at least 1, and --pixels at least 32")
     torch.set_num_threads(1)
     try:
@@ -134,20 +134,20 @@ def main(argv: Sequence[str]) -> None:
     names = ["ours", "ours in bf16"][: len(types(kernels))]
     _row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))
     _row(*["---"] * (2 + 2 * len(names)))
-    for pixels in given.pixels:
-        for images in given.images:
+    for pixels in options.pixels:
+        for images in options.images:
             works = [step(theirs, images, pixels)]
             works += [step(ours, images, pixels, dtype) for dtype in types(kernels)]
-            first, *others = least(works, given.repeats)
+            first, *others = least(works, options.repeats)
             _row(f"{pixels}, {images}", f"{first:.1f}", *(f"{t:.1f} | {first / t:.2f}" for t in others))
     print()
     _row("images", "C, K, side, kernel, stride", "layers", "way", "torch, forward + backward, ms", *names)
     _row(*["---"] * (5 + len(names)))
-    for pixels in given.pixels:
-        for images in given.images:
+    for pixels in options.pixels:
+        for images in options.images:
             for key, (layer, count) in layers(ours, images, pixels).items():
                 side = key[2]
-                times = layer_times(layer, images, side, given.repeats)
+                times = layer_times(layer, images, side, options.repeats)
                 way = "Winograd" if layer.form.pays(images, side, side) else "direct"
                 pairs = (f"{a:.2f} + {b:.2f}" for a, b in zip(times[::2], times[1::2]))
                 _row(str(images), ", ".join(map(str, key)), str(count), way, *pairs)

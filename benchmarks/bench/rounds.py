@@ -184,8 +184,8 @@ class Side:
 def _postprocessors(sides: Sides, run: AnyRun, population: int) -> list[Any]:
     if sides.privacy is None:
         return [WeightByDatapoints() if run.config.federated.weighting == "images" else WeightByUser()]
-    made = sides.privacy.calibrate(population, run.config.federated.cohort_size, 1000)
-    return [WeightByUser(), private_mean(made, noise_seed=1, threads=os.cpu_count() or 1)]
+    calibration = sides.privacy.calibrate(population, run.config.federated.cohort_size, 1000)
+    return [WeightByUser(), private_mean(calibration, noise_seed=1, threads=os.cpu_count() or 1)]
 
 
 def _synchronise() -> None:
@@ -239,7 +239,7 @@ def measure(sides: Sides, rounds: int) -> Tree:
 def cost_of_privacy(sides: Sides, rounds: int) -> Tree:
     """Rounds of the fast engine for the same cohorts, plain and private in turn: seconds, and their ratio."""
     kinds = {"plain": replace(sides, privacy=None), "private": sides}
-    pair = {name: Side(own, own.fast, Clock()) for name, own in kinds.items()}
+    pair = {name: Side(kind, kind.fast, Clock()) for name, kind in kinds.items()}
     times: dict[str, list[float]] = {name: [] for name in pair}
     for number in range(rounds + 1):
         for name, side in pair.items():
@@ -310,7 +310,8 @@ def report_cases(
 ) -> None:
     """The command line of a benchmark's bench: measure the cases asked for, print, write JSON and a picture.
 
-    :raises ValueError: when no case is meant, or no round is to be counted.
+    Raises:
+        ValueError: when no case is meant, or no round is to be counted.
     """
     parser = OneLineParser(prog=f"python -m {module}", description=doc, allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("bench/bench.json"))
@@ -318,18 +319,18 @@ def report_cases(
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each engine")
     options(parser)
-    given = parser.parse_args(argv)
-    if given.rounds < 1:
-        raise ValueError(f"--rounds is {given.rounds}: at least 1 round must be counted")
-    chosen = sets[given.cases or ("gpu" if get_default_device().type == "cuda" else "cpu")]
-    cases = [case for case in chosen if given.only in case.name]
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        raise ValueError(f"--rounds is {args.rounds}: at least 1 round must be counted")
+    chosen = sets[args.cases or ("gpu" if get_default_device().type == "cuda" else "cpu")]
+    cases = [case for case in chosen if args.only in case.name]
     if not cases:
-        raise ValueError(f"--only {given.only!r} is in no case's name: {', '.join(c.name for c in chosen)}")
-    output_file("--output", given.output)
+        raise ValueError(f"--only {args.only!r} is in no case's name: {', '.join(c.name for c in chosen)}")
+    output_file("--output", args.output)
     results: list[Tree] = []
     for i, case in enumerate(cases):
         print(f"[{i + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
-        result = measured(case, given.rounds, given)
+        result = measured(case, args.rounds, args)
         results.append(result)
         stock, fast = result["stock"], result["fast"]
         print(
@@ -340,7 +341,7 @@ def report_cases(
         if "private_over_plain" in result:
             print(f"{case.name}: {result['private_over_plain']['ratio']:.2f} times a plain round", flush=True)
         report = {"hardware": hardware(), "commit": commit(), "torch": torch.__version__, "results": results}
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.output, report)
-    bench_bars(results, given.output.with_suffix(".png"))
-    print(f"{given.output} and {given.output.with_suffix('.png')}")
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.output, report)
+    bench_bars(results, args.output.with_suffix(".png"))
+    print(f"{args.output} and {args.output.with_suffix('.png')}")

@@ -83,7 +83,7 @@ def naive(folder: Path, output: Path) -> None:
         os.fsync(written.fileno())
 
 
-def one(contender: str, folder: Path, output: Path, extra: Sequence[str]) -> None:
+def measure_here(contender: str, folder: Path, output: Path, extra: Sequence[str]) -> None:
     """Run a contender in this process and print its seconds and peak memory as JSON."""
     start = time.perf_counter()
     if contender == "naive":
@@ -166,28 +166,34 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--memory_images", type=int, nargs=2, default=(2000, 20000))
     parser.add_argument("--folder", type=Path, help="for scratch files (the system's)")
     parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
-    given, extra = parser.parse_known_args(argv)
-    if given.one:
-        one(given.one, given.source, given.output, extra)
+    options, extra = parser.parse_known_args(argv)
+    if options.one:
+        measure_here(options.one, options.source, options.output, extra)
         return
-    if not given.source.is_dir():
-        raise ValueError(f"--source {given.source} is not a folder; give one with parquet as apple/flair's")
-    few, many = given.memory_images
-    report: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.platform(), "images": given.images}
-    with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
-        repeat(given.source, given.images, Path(scratch) / "speed")
-        report["speed"] = {name: measure(name, Path(scratch) / "speed", given.images) for name in CONTENDERS}
+    if not options.source.is_dir():
+        raise ValueError(f"--source {options.source} is not a folder; give one with parquet as apple/flair's")
+    few, many = options.memory_images
+    report: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "machine": platform.platform(),
+        "images": options.images,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        repeat(options.source, options.images, Path(scratch) / "speed")
+        report["speed"] = {
+            name: measure(name, Path(scratch) / "speed", options.images) for name in CONTENDERS
+        }
         base = report["speed"]["naive"]["images_per_s"]
         report["times_naive"] = {
             name: {"measured": report["speed"][name]["images_per_s"] / base, "target": target}
             for name, target in TARGETS.items()
         }
         for images in (few, many):
-            repeat(given.source, images, Path(scratch) / f"memory-{images}")
+            repeat(options.source, images, Path(scratch) / f"memory-{images}")
         report["memory"] = {}
-        for name, options in {"jpeg+full": (), "raw": ("--image_size", "64")}.items():
+        for name, words in {"jpeg+full": (), "raw": ("--image_size", "64")}.items():
             peaks = [
-                measure(name, Path(scratch) / f"memory-{images}", images, options)["peak_rss_mb"]
+                measure(name, Path(scratch) / f"memory-{images}", images, words)["peak_rss_mb"]
                 for images in (few, many)
             ]
             report["memory"][name] = {
@@ -196,7 +202,7 @@ def main(argv: Sequence[str]) -> None:
                 "ratio": peaks[1] / peaks[0],
             }
         report["opening"] = opening(41_131, Path(scratch))
-    given.output.write_text(json.dumps(report, indent=1) + "\n")
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({key: report[key] for key in ("times_naive", "memory", "opening")}, indent=1))
 
 

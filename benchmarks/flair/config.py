@@ -119,6 +119,7 @@ FLAIR = Benchmark(Config, Path(__file__).parent / "configs", "fl-r-17", RECIPES,
 def parse(argv: Sequence[str]) -> Run:
     """The run that a command line asks for.
 
-    :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
+    Raises:
+        ValueError: for an unknown key, a wrong type or a combination without meaning.
     """
     return FLAIR.parse(argv)

@@ -34,7 +34,8 @@ class Cell:
 def cells(page: str) -> list[Cell]:
     """The cells of a page; in markdown cells every line is a comment.
 
-    :raises ValueError: for text before the first cell, or a line of code in a markdown cell.
+    Raises:
+        ValueError: for text before the first cell, or a line of code in a markdown cell.
     """
     out: list[Cell] = []
     block: list[str] = []
@@ -81,7 +82,7 @@ def execute(page: Sequence[Cell], name: str) -> dict[str, Any]:
 
     matplotlib.use("Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    made, count = [], 0
+    entries, count = [], 0
     for number, cell in enumerate(page):
         source = cell.source.splitlines(keepends=True)
         identity = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
@@ -95,10 +96,10 @@ def execute(page: Sequence[Cell], name: str) -> dict[str, Any]:
             text = printed.getvalue().splitlines(keepends=True)
             entry["outputs"] = ([{**stream, "text": text}] if text else []) + _figures()
             entry["execution_count"] = count
-        made.append(entry)
+        entries.append(entry)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return {"cells": entries, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
 def main(argv: Sequence[str]) -> None:

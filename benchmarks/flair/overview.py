@@ -55,7 +55,8 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
     left.set(
         xlabel="share of the training done (%)", ylabel="C-AP exact on val (%)", xlim=(0, 100), ylim=(0, None)
     )
-    right.set(ylabel="C-AP exact on test (%)", ylim=(0, None), xlim=(-0.6, len(groups) - 0.1))
+    right.set(ylabel="C-AP exact on test (%)", xlim=(-0.6, len(groups) - 0.1))
+    right.set_ylim(0, 1.08 * right.dataLim.y1)
     right.set_xticks(range(len(groups)), [name.replace(", ", ",\n") for name in groups])
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower right", fontsize=9)

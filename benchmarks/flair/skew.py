@@ -92,7 +92,8 @@ def emd_of_users(
     One label, so that users' different labels do not show as different pixels. A user's histogram is the mean
     over its images; the distance is the mean over the three colour channels.
 
-    :raises ValueError: for a label that the file lacks or that no image of the split has.
+    Raises:
+        ValueError: for a label that the file lacks or that no image of the split has.
     """
     index: SplitIndex = file.split(split)
     labels, names = index.labels["labels"], file.label_mapping("labels")
@@ -112,9 +113,9 @@ def emd_of_users(
     def histograms(places: IntArray) -> FloatArray:
         return pixel_histograms(file.read_images(split, rows[places], image_size))
 
-    for places, made in zip(batches, prefetched(histograms, batches, ahead=2 * threads, threads=threads)):
+    for places, shares in zip(batches, prefetched(histograms, batches, ahead=2 * threads, threads=threads)):
         for name, owner in owners.items():
-            np.add.at(sums[name], owner[places], made.astype(np.float32))
+            np.add.at(sums[name], owner[places], shares.astype(np.float32))
     whole = sums["real"].sum(0, dtype=np.float64)
     curves = {name: emd_1d(total, whole).mean(-1) for name, total in sums.items()}
     return EmdCurves(label, len(rows), **curves)

@@ -101,17 +101,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1, help="of the drawn users and of the first weights")
-    given = parser.parse_args(argv)
-    if given.output_file.suffix != ".safetensors":
-        raise ValueError(f"--output_file {given.output_file}: the name must end in .safetensors")
-    if given.epochs < 1 or given.learning_rate <= 0:
+    args = parser.parse_args(argv)
+    if args.output_file.suffix != ".safetensors":
+        raise ValueError(f"--output_file {args.output_file}: the name must end in .safetensors")
+    if args.epochs < 1 or args.learning_rate <= 0:
         raise ValueError("--epochs must be at least 1 and --learning_rate above 0")
     spec = MiniSpec(
-        train_users=given.users, val_users=1, test_users=1, image_size=given.image_size, seed=given.seed,
+        train_users=args.users, val_users=1, test_users=1, image_size=args.image_size, seed=args.seed,
         num_fine_labels=68, difficulty=0.25,
     )  # fmt: skip
-    told = write_standin(given.output_file, given.arch, given.method, spec, given.epochs, given.learning_rate)
-    print(f"wrote {given.output_file}: {told}")
+    description = write_standin(
+        args.output_file, args.arch, args.method, spec, args.epochs, args.learning_rate
+    )
+    print(f"wrote {args.output_file}: {description}")
 
 
 if __name__ == "__main__":

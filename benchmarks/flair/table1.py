@@ -58,7 +58,8 @@ class Job:
     def done(self) -> bool:
         """Whether it has ended, with results.
 
-        :raises ValueError: when the directory holds the results of another config.
+        Raises:
+            ValueError: when the directory holds the results of another config.
         """
         path = self.directory / "results.json"
         if not path.is_file():
@@ -88,8 +89,8 @@ class Job:
 def words_for(setting: str, common: Sequence[str]) -> list[str]:
     """The arguments of all runs without those that are for rows of the other mode than this one."""
     other = reasons(iter([idle_by_mode(parse(("--config", setting)).config.mode)]))
-    given = arguments(common)
-    return [f"--{key}={value}" for key, value in given.items() if reason_for(key, other) is None]
+    asked = arguments(common)
+    return [f"--{key}={value}" for key, value in asked.items() if reason_for(key, other) is None]
 
 
 def jobs(
@@ -103,7 +104,8 @@ def jobs(
 
     ``weights``: the file from which the fine-tuning rows start; None: torchvision's.
 
-    :raises ValueError: for a setting that is not shipped or an argument that no run could take.
+    Raises:
+        ValueError: for a setting that is not shipped or an argument that no run could take.
     """
     out = []
     for seed in seeds:
@@ -142,18 +144,18 @@ def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None
 def execute(job: Job, log: Path, tell: str) -> int:
     """Run one job to its end, telling how far it is about once a minute; its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    started = told = time.monotonic()
+    started = said = time.monotonic()
     with log.open("ab") as output:
         command = [sys.executable, "-m", "benchmarks.flair.train", *job.argv]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                if time.monotonic() - told >= TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - said >= TELL_S:
+                    said = time.monotonic()
                     unit = "round" if job.federated else "epoch"
                     print(
-                        f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {told - started:.0f} s",
+                        f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {said - started:.0f} s",
                         flush=True,
                     )
         finally:
@@ -212,25 +214,25 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--weights", help="a file for the fine-tuning rows, or the word standin: makes one")
     parser.add_argument("--runs_dir", type=Path, help="default: runs/table1-DATA-SCALE")
     parser.add_argument("--verify", action="store_true", help="as benchmarks.flair.report")
-    given = parser.parse_args(words[: words.index("--")] if "--" in words else words)
-    laptop = given.scale == LAPTOP[0]
-    data, scale = (given.data_path or "mini", LAPTOP[1]) if laptop else (given.data_path, given.scale)
+    options = parser.parse_args(words[: words.index("--")] if "--" in words else words)
+    laptop = options.scale == LAPTOP[0]
+    data, scale = (options.data_path or "mini", LAPTOP[1]) if laptop else (options.data_path, options.scale)
     on = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else [])]
     on, file = Flair.resolve_data(on)
-    if given.seeds is not None and (min(given.seeds) < 0 or len(set(given.seeds)) < len(given.seeds)):
-        raise ValueError(f"--seeds {' '.join(map(str, given.seeds))}: give different numbers from 0 on")
-    if given.weights not in (None, "standin") and not Path(given.weights).is_file():
-        raise ValueError(f"--weights {given.weights}: no such file; the word standin makes a stand-in")
+    if options.seeds is not None and (min(options.seeds) < 0 or len(set(options.seeds)) < len(options.seeds)):
+        raise ValueError(f"--seeds {' '.join(map(str, options.seeds))}: give different numbers from 0 on")
+    if options.weights not in (None, "standin") and not Path(options.weights).is_file():
+        raise ValueError(f"--weights {options.weights}: no such file; the word standin makes a stand-in")
     common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
-    settings = [name.lower() for name in given.settings or paper.settings()]
-    seeds = given.seeds if given.seeds is not None else range(2 if laptop else 5)
-    own = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
+    settings = [name.lower() for name in options.settings or paper.settings()]
+    seeds = options.seeds if options.seeds is not None else range(2 if laptop else 5)
+    changes = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
     place = ("mini", scale or "mini") if file == MINI_FILE else (file.stem, scale or "full")
-    name = "-".join(("table1", *place)) + "".join(own)
-    root = given.runs_dir or Path("runs") / name.replace("/", "_")
+    name = "-".join(("table1", *place)) + "".join(changes)
+    root = options.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
         FLAIR.path(setting)
-    weights = given.weights
+    weights = options.weights
     if weights == "standin":
         weights = str(STANDIN)
         if not STANDIN.is_file() and any(FINE in setting for setting in settings):
@@ -249,7 +251,7 @@ def main(argv: Sequence[str]) -> None:
     written = report.write([root], root)
     if written.rows:
         figures.main([str(root), f"--data_path={file}", f"--output_dir={root / 'figures'}"])
-    if given.verify and written.rows:
+    if options.verify and written.rows:
         report.verify(written)
     if failures:
         raise ValueError(f"{len(failures)} of {len(todo)} runs failed; the first: {failures[0]}")

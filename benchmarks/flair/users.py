@@ -68,26 +68,26 @@ def _quantiles(values: dict[str, FloatArray]) -> Tree:
     return {name: quantiles(values[name]) for name in PER_USER}
 
 
-def _personal_tree(config: Config, told: PersonalScores) -> tuple[Tree, Tree]:
+def _personal_tree(config: Config, scores: PersonalScores) -> tuple[Tree, Tree]:
     """What goes into per_user.json, and its summary."""
-    parts = {"before": told.before, "after": told.after}
-    scored = {when: per_user_scores(part, told.targets, told.offsets) for when, part in parts.items()}
+    parts = {"before": scores.before, "after": scores.after}
+    scored = {when: per_user_scores(part, scores.targets, scores.offsets) for when, part in parts.items()}
     change = {name: scored["after"][name] - scored["before"][name] for name in PER_USER}
     summary = {
         "config": dataclasses.asdict(config.personal),
-        "users": len(told.users),
-        "images_trained_on": int(told.trained_on.sum()),
-        "images_scored": int(told.offsets[-1]),
-        "all_images": {when: summarise(part, told.targets) for when, part in parts.items()},
+        "users": len(scores.users),
+        "images_trained_on": int(scores.trained_on.sum()),
+        "images_scored": int(scores.offsets[-1]),
+        "all_images": {when: summarise(part, scores.targets) for when, part in parts.items()},
         "quantiles": {**{when: _quantiles(scored[when]) for when in parts}, "change": _quantiles(change)},
         "share_of_users_better": {name: float(np.mean(change[name] > 0)) for name in ("C-AP", "O-AP")},
         "share_of_users_worse": {name: float(np.mean(change[name] < 0)) for name in ("C-AP", "O-AP")},
     }
     whole = {
         **summary,
-        "user_ids": list(told.users),
-        "trained_on": told.trained_on.tolist(),
-        "scored_on": np.diff(told.offsets).tolist(),
+        "user_ids": list(scores.users),
+        "trained_on": scores.trained_on.tolist(),
+        "scored_on": np.diff(scores.offsets).tolist(),
         **{when: _columns(scored[when]) for when in parts},
     }
     return whole, summary
@@ -107,7 +107,8 @@ def write_users(
 
     ``scores`` and ``targets``: of the test split, ``[N, K]``.
 
-    :raises ValueError: when no user has as many images as ``personal.min_images``.
+    Raises:
+        ValueError: when no user has as many images as ``personal.min_images``.
     """
     store = task.split(SPLIT)
     values = per_user_scores(scores, targets, store.user_offsets)

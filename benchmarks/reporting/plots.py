@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK)
 MARKERS = "osD^vPX"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
 """Of the n-th curve of a picture; after the last comes the first again. Grey is for what is no curve."""
+LETTERS_AN_INCH = 13
+"""Of a legend, about."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -44,11 +47,13 @@ def style(place: int) -> dict[str, Any]:
 
 
 def legend_below(figure: Figure, columns: int = 3) -> None:
-    """One legend under all panels, with each label once."""
+    """One legend under all panels, with each label once; long labels take several lines."""
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
     }
-    figure.legend(entries.values(), entries.keys(), frameon=False, ncols=columns, loc="outside lower center")
+    width = max(30, int(LETTERS_AN_INCH * figure.get_figwidth() / columns) - 6)
+    labels = [textwrap.fill(label, width) for label in entries]
+    figure.legend(entries.values(), labels, frameon=False, ncols=columns, loc="outside lower center")
 
 
 def save(figure: Figure, path: Path) -> None:

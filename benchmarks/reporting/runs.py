@@ -313,10 +313,10 @@ def check_seeds(records: Sequence[RunRecord]) -> None:
     first = records[0].directory
     fields = [experiment(dataclasses.asdict(run.config), type(run.config)) for run in records]
     reference = fields[0]
-    for record, own in zip(records, fields):
-        keys = [key for key in {**reference, **own} if reference.get(key) != own.get(key)]
+    for record, other in zip(records, fields):
+        keys = [key for key in {**reference, **other} if reference.get(key) != other.get(key)]
         if keys:
-            shown = "; ".join(f"{key}: {reference.get(key)} -> {own.get(key)}" for key in keys[:3])
+            shown = "; ".join(f"{key}: {reference.get(key)} -> {other.get(key)}" for key in keys[:3])
             raise ValueError(
                 f"{first} and {record.directory} are no seeds of one experiment, they differ in more than "
                 f"the seed ({shown}{'; ...' if keys[3:] else ''}): give them apart, or only one of them"

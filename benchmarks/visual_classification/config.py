@@ -116,7 +116,8 @@ RECIPES: Mapping[str, Tree] = {
 def check(config: Config) -> None:
     """Refuse combinations that no run could mean.
 
-    :raises ValueError: one line that names the key and what to do.
+    Raises:
+        ValueError: one line that names the key and what to do.
     """
     check_training(config)
     if config.evaluation.best_by == "C-AP":
@@ -147,6 +148,7 @@ VISION = Benchmark(
 def parse(argv: Sequence[str]) -> Run:
     """The run that a command line asks for.
 
-    :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
+    Raises:
+        ValueError: for an unknown key, a wrong type or a combination without meaning.
     """
     return VISION.parse(argv)

@@ -57,15 +57,15 @@ def reasons_against(config: Tree, results: Tree) -> tuple[str, ...]:
     if setting not in rows() or setting not in VISION.settings:
         return (f"the paper has no row {setting}",)
     out = []
-    shipped, own = _shipped(setting), experiment(config, Config)
+    shipped, fields = _shipped(setting), experiment(config, Config)
     images = results.get("data", {}).get("images")
     if images != IMAGES[shipped["data.dataset"]]:
         out.append(f"the data are not the paper's {shipped['data.dataset']}")
-    keys = [key for key in {**shipped, **own} if shipped.get(key) != own.get(key)]
+    keys = [key for key in {**shipped, **fields} if shipped.get(key) != fields.get(key)]
     if keys:
-        told = ", ".join(f"{key}={own.get(key)}" for key in keys[:4])
-        out.append(f"config differs: {told}{', ...' if keys[4:] else ''}")
+        shown = ", ".join(f"{key}={fields.get(key)}" for key in keys[:4])
+        out.append(f"config differs: {shown}{', ...' if keys[4:] else ''}")
     weights = results.get("weights")
-    if own.get("model.pretrained") and not (weights and weights.get("imagenet")):
+    if fields.get("model.pretrained") and not (weights and weights.get("imagenet")):
         out.append("weights are not torchvision's ImageNet ones")
     return tuple(out)

@@ -40,8 +40,8 @@ def protected_unit(task: SingleLabelView) -> ProtectedUnit:
     iNaturalist's. Dirichlet's, geographic and other partitions have clients.
     """
     if task.partition is None:
-        one = len(task.split("train").user_ids) == 1
-        return ProtectedUnit("of the file" if one else None)
+        owns_all = len(task.split("train").user_ids) == 1
+        return ProtectedUnit("of the file" if owns_all else None)
     return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
 
 
