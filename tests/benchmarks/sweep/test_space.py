@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState, create_trial
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from benchmarks.core.config.trees import Tree
-from benchmarks.sweep.command import training_words
-from benchmarks.sweep.local import asked, resolved
-from benchmarks.sweep.space import (
-    SWEEPS,
-    EarlyTerminate,
-    Parameter,
-    command_words,
-    hopeless,
-    read_sweep,
-    suggestion,
-)
+from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.trees import Tree, dotted
+from benchmarks.flair.config import parse
+from benchmarks.sweep.command import ranked_run, training_words
+from benchmarks.sweep.parameter import Parameter
+from benchmarks.sweep.space import SWEEPS, EarlyTerminate, Sweep, command_words, read_sweep
 
 COMMAND = ["${env}", "${interpreter}", "-m", "benchmarks.flair.train", "--config=fl-r-17", "${args}"]
 METRIC = {"name": "val/C-AP", "goal": "maximize"}
@@ -37,22 +35,23 @@ def written(path: Path, parameters: Tree, **changes: Any) -> str:
     return str(file)
 
 
+def draw(sweep: Sweep, number: int, seed: int = 0) -> Tree:
+    """The first point that a trial may try when there is no other."""
+    return next(sweep.candidates(seed, number, []))[1]
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 @pytest.mark.parametrize("scale", [[], ["--scale=mini"]], ids=["full", "mini"])
 def test_every_trial_of_a_shipped_sweep_is_the_run_that_was_asked_for(name: str, scale: list[str]) -> None:
     """Predecessors 14: parameters of a sweep were ignored, so that all its runs were the same run."""
     sweep, _, _ = read_sweep(name)
     words = training_words(sweep, scale)
-    points = (
-        sweep.grid()
-        if sweep.method == "grid"
-        else [sweep.point(sweep.random_unit(0, number, 0)) for number in range(sweep.run_cap or 0)]
-    )
-    trials = [resolved(sweep.program_module, words, point) for point in points]
-    assert len({trial["digest"] for trial in trials}) == len(points) >= 10
-    for trial, point in zip(trials, points):
-        for key, wanted, got in asked(trial["config"], point):
-            assert got == wanted, key
+    points = sweep.grid() if sweep.method == "grid" else [draw(sweep, n) for n in range(sweep.run_cap or 0)]
+    configs = [sweep.experiment.benchmark.parse([*words, *command_words(point)]).config for point in points]
+    assert len({short_digest(config) for config in configs}) == len(points) >= 10
+    for config, point in zip(configs, points):
+        got = dotted(asdict(config))
+        assert {key: got[key] for key in point} == point
 
 
 def test_a_grid_is_every_combination_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_a_grid_is_every_combination_in_the_order_of_the_file(tmp_path: Path) ->
         {"local.num_epochs": e, "server.learning_rate": r, "seed": 7} for e in (1, 2) for r in (0.1, 0.2)
     ]
     assert sorted(got) == sorted(tuple(sorted(point.items())) for point in wanted)
-    assert read_sweep(file)[0].varied == ["local.num_epochs", "server.learning_rate"]
+    assert list(read_sweep(file)[0].space) == ["local.num_epochs", "server.learning_rate"]
 
 
 def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
@@ -82,7 +81,7 @@ def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
     }
     agents = create_sweep_command_args({"args": {key: {"value": value} for key, value in point.items()}})
     assert command_words(point) == agents["args"]
-    tree = resolved("benchmarks.flair.train", ["--config=fl-r-17"], point)["config"]
+    tree = asdict(parse(["--config=fl-r-17", *command_words(point)]).config)
     assert tree["local"]["learning_rate"] == 1e-05
     assert tree["augment"]["flip"] == "none"
     assert tree["local"]["straddle"] is False
@@ -107,23 +106,29 @@ def test_a_distribution_keeps_its_bounds_and_order(parameter: Parameter, u: floa
     low, high = float(parameter.min or 0), float(parameter.max or 0)
     if parameter.kind == "log_uniform":
         low, high = math.exp(low), math.exp(high)
-    a, b = parameter.quantile(min(u, v)), parameter.quantile(max(u, v))
-    assert low * (1 - 1e-5) <= a <= b <= high * (1 + 1e-5)
+    space = parameter.space()
+    assert isinstance(space, (FloatDistribution, IntDistribution))
+    drawn = [space.low + share * (space.high - space.low) for share in sorted((u, v))]
+    a, b = (parameter.at(round(x) if parameter.kind == "int_uniform" else x) for x in drawn)
+    assert low * (1 - 1e-12) <= a <= b <= high * (1 + 1e-12)
     if parameter.q:
         assert a % parameter.q == 0
     if parameter.kind == "int_uniform":
         assert isinstance(a, int)
 
 
-def test_known_quantiles() -> None:
-    assert Parameter(distribution="log_uniform_values", min=0.01, max=1.0).quantile(0.5) == 0.1
-    assert [Parameter(min=1, max=4).quantile(u) for u in (0, 0.24, 0.26, 0.51, 0.99)] == [1, 1, 2, 3, 4]
-    weighted = Parameter(values=["a", "b"], probabilities=[0.9, 0.1])
-    assert [weighted.quantile(u) for u in (0, 0.89, 0.91, 0.999)] == ["a", "a", "b", "b"]
-    assert Parameter(distribution="normal", mu=3, sigma=2).quantile(0.5) == pytest.approx(3)
-    assert Parameter(distribution="log_normal", mu=0, sigma=1).quantile(0.8413447) == pytest.approx(
-        math.e, 1e-4
+def test_known_values() -> None:
+    assert Parameter(distribution="log_uniform_values", min=0.01, max=1.0).space() == FloatDistribution(
+        0.01, 1.0, log=True
     )
+    assert Parameter(values=["a", None]).space() == CategoricalDistribution(["a", None])
+    assert Parameter(distribution="q_uniform", min=10, max=100, q=25).options() == [0, 25, 50, 75, 100]
+    assert Parameter(distribution="q_uniform", min=10, max=100, q=25).at(40.0) == 50
+    weighted = Parameter(values=["a", "b"], probabilities=[0.9, 0.1])
+    assert [weighted.at(u) for u in (0, 0.89, 0.91, 1.0)] == ["a", "a", "b", "b"]
+    assert Parameter(distribution="normal", mu=3, sigma=2).at(0.5) == pytest.approx(3)
+    log_normal = Parameter(distribution="log_normal", mu=0, sigma=1)
+    assert log_normal.at(0.8413447) == pytest.approx(math.e, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +153,11 @@ def test_known_quantiles() -> None:
         ({"x": {"value": 1}}, {"method": "anneal"}, "method is 'anneal'"),
         ({"x": {"value": 1}}, {"metrik": {}}, "there is no config key metrik; did you mean metric?"),
         ({"x": {"value": 1}}, {"early_terminate": {"type": "hyperband"}}, "give either min_iter or max_iter"),
+        (
+            {"x": {"value": 1}},
+            {"early_terminate": {"type": "hyperband", "max_iter": 10, "s": 2}},
+            "max_iter is 10: give a multiple of eta**s, 9",
+        ),
     ],
     ids=lambda value: value[:28] if isinstance(value, str) else "",
 )  # fmt: skip
@@ -176,8 +186,9 @@ def test_without_a_command_a_benchmarks_training_is_run(
 
 
 def test_a_key_that_training_does_not_know_is_named_before_any_trial() -> None:
+    sweep, _, _ = read_sweep("learning-rates")
     with pytest.raises(ValueError, match=r"did you mean local\.learning_rate\?"):
-        resolved("benchmarks.flair.train", ["--config=fl-r-17"], {"local.learning_rat": 0.1})
+        ranked_run(sweep, ["--config=fl-r-17", *command_words({"local.learning_rat": 0.1})])
 
 
 def test_a_swept_key_may_not_be_fixed_by_the_arguments() -> None:
@@ -187,53 +198,77 @@ def test_a_swept_key_may_not_be_fixed_by_the_arguments() -> None:
         training_words(sweep, ["--server.learning_rate=0.1"])
 
 
-HISTORIES = {0: [9.0, 5.0, 1.0, 1.0], 1: [8.0, 6.0], 2: [7.0, 7.0], 3: [9.5, 9.0, 8.0]}
+HISTORIES = ([9.0, 5.0, 1.0, 1.0], [8.0, 6.0, 6.0, 6.0], [7.0, 7.0, 7.0, 7.0], [9.5, 9.0, 8.0, 8.0])
+
+
+def ends(rule: EarlyTerminate) -> list[int]:
+    """With how many values each trial of `HISTORIES` ends, when they run side by side."""
+    study = optuna.create_study(pruner=rule.pruner())
+    trials = [study.ask() for _ in HISTORIES]
+    out = [len(values) for values in HISTORIES]
+    for step in range(1, 5):
+        for trial, values in zip(trials, HISTORIES):
+            if out[trial.number] >= step:
+                trial.report(min(values[:step]), step)
+                if rule.compares(step) and trial.should_prune():
+                    out[trial.number] = step
+    return out
 
 
 @pytest.mark.parametrize(
     "rule, expected",
     [
-        (EarlyTerminate("hyperband", min_iter=2, eta=2), [False, False, True, True]),
-        (EarlyTerminate("hyperband", min_iter=2, eta=4), [False, True, True, True]),
-        (EarlyTerminate("hyperband", min_iter=1, eta=3), [False, False, False, True]),
-        (EarlyTerminate("hyperband", min_iter=5, eta=3), [False] * 4),
-        (EarlyTerminate("hyperband", max_iter=6, s=1, eta=3), [False, False, True, True]),
+        (EarlyTerminate("hyperband", min_iter=2, eta=2), [4, 2, 2, 2]),
+        (EarlyTerminate("hyperband", min_iter=1, eta=4), [4, 4, 4, 1]),
+        (EarlyTerminate("hyperband", min_iter=1, eta=3), [4, 3, 3, 1]),
+        (EarlyTerminate("hyperband", min_iter=5, eta=3), [4, 4, 4, 4]),
+        (EarlyTerminate("hyperband", max_iter=6, s=1, eta=3), [4, 2, 2, 2]),
+        (EarlyTerminate("hyperband", max_iter=4, s=1, eta=2), [4, 2, 2, 2]),
+        (EarlyTerminate("hyperband", max_iter=4, s=2, eta=2), [4, 2, 2, 1]),
     ],
-    ids=["half at 2", "best at 2", "trial 3 alone at 3", "nobody there yet", "down from 6"],
+    ids=[
+        "at 2 and 4",
+        "at 1 and 4",
+        "at 1 and 3",
+        "none there yet",
+        "at 2 of 6",
+        "at 2 of 4",
+        "at 1 and 2 of 4",
+    ],
 )
-def test_hyperband_keeps_the_best_share_at_a_bracket(rule: EarlyTerminate, expected: list[bool]) -> None:
-    """By hand. With min_iter 2 and eta 2 the bests after two values are 5, 6, 7, 9: two of four go on."""
-    assert [hopeless(HISTORIES, trial, rule) for trial in HISTORIES] == expected
-
-
-def test_brackets_grow_by_eta_or_shrink_from_the_end() -> None:
-    assert EarlyTerminate("hyperband", min_iter=4, eta=3).brackets(40) == [4, 12, 36]
-    assert EarlyTerminate("hyperband", max_iter=27, s=2, eta=3).brackets(40) == [3, 9]
+def test_hyperband_keeps_the_best_share_at_each_place(rule: EarlyTerminate, expected: list[int]) -> None:
+    """By hand: the bests are 9, 8, 7, 9.5, then 5, 6, 7, 9, then 1, 6, 7, 8; the first to come goes on."""
+    assert ends(rule) == expected
 
 
 def test_bayes_goes_where_the_scores_are_good_and_repeats_itself(tmp_path: Path) -> None:
-    parameters = {"server.learning_rate": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}
-    sweep, _, _ = read_sweep(written(tmp_path, parameters, method="bayes", run_cap=30))
+    rates = {"local.learning_rate": {"min": 0.0, "max": 1.0}, "server.epsilon": {"value": 0.5}}
+    metric = {"name": "val/loss", "goal": "minimize"}
+    file = written(tmp_path, rates, method="bayes", run_cap=30, metric=metric)
+    sweep, _, _ = read_sweep(file)
 
     def search(seed: int) -> list[float]:
-        told: list[tuple[dict[str, float], float | None]] = []
+        trials: list[optuna.trial.FrozenTrial] = []
         for number in range(25):
-            unit = suggestion(sweep, seed, number, 0, told)
-            told.append((unit, (unit["server.learning_rate"] - 0.8) ** 2))
-        return [unit["server.learning_rate"] for unit, _ in told]
+            drawn, point = next(sweep.candidates(seed, number, trials))
+            assert point == {**drawn, "server.epsilon": 0.5}
+            score = (point["local.learning_rate"] - 0.8) ** 2
+            trials.append(create_trial(params=drawn, distributions=sweep.space, value=score))
+        return [trial.params["local.learning_rate"] for trial in trials]
 
     found = search(0)
     assert found == search(0) != search(1)
-    late = sorted(abs(u - 0.8) for u in found[10:])
+    late = sorted(abs(rate - 0.8) for rate in found[10:])
     assert late[len(late) // 2] < 0.15  # of uniform draws half lie farther than 0.3
-    running = suggestion(sweep, 0, 6, 0, [({"server.learning_rate": 0.8}, None)] * 6)
-    assert 0 <= running["server.learning_rate"] < 1
+    params = {"local.learning_rate": 0.8}
+    running = create_trial(state=TrialState.RUNNING, params=params, distributions=sweep.space)
+    assert 0 <= next(sweep.candidates(0, 6, [running] * 6))[1]["local.learning_rate"] < 1
 
 
 def test_a_random_point_is_a_function_of_seed_and_number(tmp_path: Path) -> None:
     parameters = {"local.learning_rate": {"min": 0.0, "max": 1.0}, "local.num_epochs": {"values": [1, 2, 3]}}
     sweep, _, _ = read_sweep(written(tmp_path, parameters, method="random", run_cap=5))
-    points = [sweep.random_unit(0, number, 0)["local.learning_rate"] for number in range(200)]
-    assert points[7] == sweep.random_unit(0, 7, 0)["local.learning_rate"]
+    points = [draw(sweep, number)["local.learning_rate"] for number in range(200)]
+    assert points[7] == draw(sweep, 7)["local.learning_rate"] != draw(sweep, 7, seed=1)["local.learning_rate"]
     assert len(set(points)) == 200
     assert 0.42 < sum(points) / 200 < 0.58

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import os
 import queue
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,79 +19,97 @@ from typing import Any
 import pytest
 import wandb
 import yaml
+from optuna.trial import TrialState
 from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
+from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
+from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
-from benchmarks.sweep import local as sweep_local
 from benchmarks.sweep.command import main
-from benchmarks.sweep.local import LocalSweep, Trial, alone, read_values
-from benchmarks.sweep.report import Row, axis, markdown, parallel_coordinates
+from benchmarks.sweep.local import LocalSweep, Options, read_values
+from benchmarks.sweep.report import Row, markdown, parallel_coordinates, table
 from benchmarks.sweep.space import Metric, command_words, read_sweep
 from dataset.cli import Stopped, raised, run
-from tests.benchmarks.conftest import SMALL
+from dataset.files import locked
+from tests.benchmarks.conftest import SMALL, train_into
 from tests.benchmarks.sweep.test_space import COMMAND, written
 
 RATES = {"local.learning_rate": {"values": [0.01, 0.3]}}
 FOUR = {"local.learning_rate": {"values": [0.1, 0.2, 0.3, 0.4]}}
 SHORT = [word for word in SMALL if "num_rounds" not in word and "progress" not in word]
+SEEN: list[float] = []
+"""What a trial leaves behind in its process."""
 
-# A trainer that takes no time: its metric is a hundred times its learning rate, plus the round. It waits
-# until as many trials as go TOGETHER were started.
-DOUBLE = """
-import json, pathlib, sys, time
-given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
-rate, here = float(given["local.learning_rate"]), pathlib.Path(given["run_dir"])
-here.mkdir(parents=True, exist_ok=True)
-(here / "started").open("a").write(f"{given['runtime.device']} {time.time()}\\n")
-if rate == FAILS and not (here / "again").exists():
-    (here / "again").touch()
-    sys.exit("error: no luck today")
-deadline = time.monotonic() + 120
-while len(list(here.parent.glob("*/started"))) < TOGETHER:
-    assert time.monotonic() < deadline, "no other trial was started"
-    time.sleep(0.01)
-for step in range(8):
-    with (here / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"round": step, "val": {"C-AP": 100 * rate + step}}) + "\\n")
-    time.sleep(PAUSE)
-(here / "ended").write_text(str(time.time()))
-(here / "results.json").write_text(json.dumps({"test": {"C-AP": 1.5}, "wall_clock_s": 2}))
-"""
+
+def double(words: Sequence[str], pause: float, fails: float, dies: float, together: int) -> None:
+    """A training that takes no time: its metric is a hundred times its learning rate, plus the round.
+
+    It waits until as many trials as go ``together`` were started; of four, the last three then wait for the
+    first to end. The learning rates ``fails`` and ``dies``
+    end badly at their first attempt.
+    """
+    values = arguments(words)
+    rate, here = float(values["local.learning_rate"]), Path(values["run_dir"])
+    here.mkdir(parents=True, exist_ok=True)
+    SEEN.append(rate)
+    with (here / "started").open("a") as file:
+        file.write(f"{values['runtime.device']} {time.time()} {os.getppid()} {SEEN}\n")
+    if len((here / "started").read_text().splitlines()) == 1:
+        if rate == fails:
+            raise ValueError("no luck today")
+        if rate == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while len(list(here.parent.glob("*/started"))) < together:
+        assert time.monotonic() < deadline, "no other trial was started"
+        time.sleep(0.01)
+    while together == 4 and rate < 0.4 and not list(here.parent.glob("000*/ended")):
+        time.sleep(0.01)
+    (here / "metrics.jsonl").unlink(missing_ok=True)
+    for step in range(8):
+        with (here / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"round": step, "val": {"C-AP": 100 * rate + step}}) + "\n")
+        time.sleep(pause)
+    (here / "ended").write_text(str(time.time()))
+    (here / "results.json").write_text(json.dumps({"test": {"C-AP": 1.5}, "wall_clock_s": 2}))
 
 
 @pytest.fixture
 def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalSweep]:
-    """A local sweep whose trials are `DOUBLE`: what is tested is which are run, when and on what."""
-    monkeypatch.setattr(sweep_local, "POLL_SECONDS", 0.05)
-    real = LocalSweep.command
+    """A local sweep whose trials are `double`: what is tested is which are run, when and on what."""
 
     def make(
-        parameters: Tree, pause: float = 0.0, fails: float = -1.0, together: int = 1, **options: Any
+        parameters: Tree,
+        pause: float = 0.0,
+        fails: float = -1.0,
+        dies: float = -1.0,
+        together: int = 1,
+        **changes: Any,
     ) -> LocalSweep:
-        script = DOUBLE
-        for name, value in {"FAILS": fails, "PAUSE": pause, "TOGETHER": together}.items():
-            script = script.replace(name, str(value))
-
-        def command(self: LocalSweep, trial: Trial, slot: int) -> list[str]:
-            words = real(self, trial, slot)
-            return [sys.executable, "-c", script, *words[words.index("benchmarks.flair.train") + 1 :]]
-
-        monkeypatch.setattr(LocalSweep, "command", command)
-        local = {k: options.pop(k) for k in ("workers", "devices", "count", "seed") if k in options}
-        sweep, tree, _ = read_sweep(written(tmp_path, parameters, **options))
-        return LocalSweep(sweep, tree, ["--config=fl-r-17"], tmp_path / "sweep", **local)
+        trial = functools.partial(double, pause=pause, fails=fails, dies=dies, together=together)
+        monkeypatch.setattr(flair_train, "main", trial)
+        known = {item.name for item in dataclasses.fields(Options)}
+        options = Options(**{key: changes.pop(key) for key in list(changes) if key in known})
+        sweep, tree, _ = read_sweep(written(tmp_path, parameters, **changes))
+        (tmp_path / "sweep").mkdir(exist_ok=True)
+        return LocalSweep(sweep, tree, ["--config=fl-r-17"], tmp_path / "sweep", options)
 
     return make
 
 
 def starts(sweep: LocalSweep) -> list[list[str]]:
     """The devices on which each trial was started, in turn."""
-    files = [sweep.run_dir(trial) / "started" for trial in sweep.trials]
+    files = [sweep.run_dir(trial) / "started" for trial in sweep.trials()]
     return [[line.split()[0] for line in file.read_text().splitlines()] for file in files]
+
+
+def statuses(sweep: LocalSweep) -> list[str]:
+    """As the table has them."""
+    return [row.status for row in sweep.rows()]
 
 
 def local_argv(mini_file: Path, tmp_path: Path, file: str, *extra: str) -> list[str]:
@@ -145,11 +164,8 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
 ) -> None:
     """Predecessors 14, and: the same command again runs nothing twice."""
     sweep = killed_sweep.directory
-    state = json.loads((sweep / "sweep.json").read_text())
     models = {}
-    for trial, rate in zip(state["trials"], [0.01, 0.3], strict=True):
-        directory = sweep / "trials" / f"{trial['number']:03d}-{trial['digest'][:8]}"
-        assert trial["status"] == "finished"
+    for directory, rate in zip(sorted((sweep / "trials").iterdir()), [0.01, 0.3], strict=True):
         assert yaml.safe_load((directory / "config.yaml").read_text())["local"]["learning_rate"] == rate
         models[rate] = json.loads((directory / "results.json").read_text())["model_sha256"]
     assert models[0.01] != models[0.3]
@@ -163,6 +179,17 @@ def test_each_trial_is_a_plain_run_of_what_was_asked_for(
     assert run(main, killed_sweep.argv) == 0
     assert (sweep / "table.csv").read_bytes() == before
     assert "starts" not in capsys.readouterr().out
+
+
+@pytest.mark.xdist_group("killed sweep")
+def test_a_trial_is_the_same_run_as_alone(killed_sweep: KilledSweep, mini_file: Path, tmp_path: Path) -> None:
+    """The second trial of a process, killed and resumed: nothing of the first one has leaked into it."""
+    words = ["--local.learning_rate=0.3", "--federated.num_rounds=6"]
+    alone = train_into(tmp_path / "alone", mini_file, *words)
+    trial = next((killed_sweep.directory / "trials").glob("001*"))
+    results = [json.loads((directory / "results.json").read_text()) for directory in (alone, trial)]
+    for key in ("config_sha256", "data_sha256", "model_sha256", "val", "test", "best_step"):
+        assert results[0][key] == results[1][key], key
 
 
 def test_a_sweep_without_a_file_draws_the_mini_set_first(
@@ -181,53 +208,62 @@ def test_a_sweep_without_a_file_draws_the_mini_set_first(
 
 
 def test_trials_run_side_by_side_on_their_own_devices(doubled: Callable[..., LocalSweep]) -> None:
-    sweep = doubled(FOUR, together=2, workers=2, devices=["cpu:0", "cpu:1"])
+    sweep = doubled(FOUR, together=2, workers=2, devices="cpu:0,cpu:1")
     sweep.run()
-    devices = starts(sweep)
-    assert sorted(device for trial in devices for device in trial) == ["cpu:0"] * 2 + ["cpu:1"] * 2
+    assert sorted(device for trial in starts(sweep) for device in trial) == ["cpu:0"] * 2 + ["cpu:1"] * 2
+    directories = [sweep.run_dir(trial) for trial in sweep.trials()]
     spans = [
-        (
-            float((sweep.run_dir(trial) / "started").read_text().split()[1]),
-            float((sweep.run_dir(trial) / "ended").read_text()),
-        )
-        for trial in sweep.trials
+        (float((path / "started").read_text().split()[1]), float((path / "ended").read_text()))
+        for path in directories
     ]
     assert spans[1][0] < spans[0][1]  # the second began before the first ended
-    most = max(sum(a <= t < b for a, b in spans) for t, _ in spans)
-    assert most == 2
+    assert max(sum(a <= t < b for a, b in spans) for t, _ in spans) == 2
+
+
+def test_a_trial_is_a_fork_that_leaves_nothing_behind(doubled: Callable[..., LocalSweep]) -> None:
+    """What is imported is shared; what a trial does to its process, the others do not see."""
+    sweep = doubled(FOUR)
+    sweep.run()
+    for trial, rate in zip(sweep.trials(), FOUR["local.learning_rate"]["values"]):
+        words = (sweep.run_dir(trial) / "started").read_text().split(maxsplit=3)
+        assert words[2:] == [str(os.getpid()), f"[{rate}]\n"]
+    assert SEEN == []
 
 
 def test_an_interrupted_sweep_goes_on_with_the_half_finished(
     doubled: Callable[..., LocalSweep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = doubled(FOUR, pause=0.1)
-    real = LocalSweep._reap
+    real = LocalSweep._watch
 
-    def interrupt(self: LocalSweep) -> None:
-        real(self)
-        if len(self.trials) == 2 and (self.run_dir(self.trials[1]) / "started").exists():
+    def interrupt(self: LocalSweep, *active: Any) -> bool:
+        if len(self.trials()) == 2 and (self.run_dir(self.trials()[1]) / "started").exists():
             os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, *active)
 
-    monkeypatch.setattr(LocalSweep, "_reap", interrupt)
+    monkeypatch.setattr(LocalSweep, "_watch", interrupt)
     with pytest.raises(Stopped), raised():
         sweep.run()
-    assert [trial.status for trial in sweep.trials] == ["finished", "running"]
-    monkeypatch.setattr(LocalSweep, "_reap", real)
+    assert statuses(sweep) == ["finished", "running"]
+    monkeypatch.setattr(LocalSweep, "_watch", real)
     again = doubled(FOUR)
     again.run()
-    assert [trial.status for trial in again.trials] == ["finished"] * 4
+    assert statuses(again) == ["finished"] * 4
     assert [len(devices) for devices in starts(again)] == [1, 2, 1, 1]
 
 
-def test_a_failed_trial_is_told_of_and_tried_once_more(
-    doubled: Callable[..., LocalSweep], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "fault, message", [("fails", "no luck today"), ("dies", "killed by SIGKILL, see")], ids=["exit", "kill"]
+)
+def test_a_trial_that_fails_or_dies_harms_no_other_and_is_tried_once_more(
+    fault: str, message: str, doubled: Callable[..., LocalSweep]
 ) -> None:
-    sweep = doubled(FOUR, fails=0.2)
-    with pytest.raises(ValueError, match="1 of 4 trials failed, trial 001: no luck today"):
+    sweep = doubled(FOUR, **{fault: 0.2})
+    with pytest.raises(ValueError, match=f"1 of 4 trials failed, trial 001: {message}"):
         sweep.run()
-    assert [trial.status for trial in sweep.trials] == ["finished", "failed", "finished", "finished"]
+    assert statuses(sweep) == ["finished", "failed", "finished", "finished"]
     assert "| failed |" in (sweep.directory / "table.md").read_text()
-    again = doubled(FOUR, fails=0.2)
+    again = doubled(FOUR, **{fault: 0.2})
     rows = again.run()
     assert [row.status for row in rows] == ["finished"] * 4
     assert [row.score for row in rows] == [17.0, 27.0, 37.0, 47.0]
@@ -235,13 +271,13 @@ def test_a_failed_trial_is_told_of_and_tried_once_more(
 
 
 def test_hyperband_stops_the_hopeless_and_leaves_the_best(doubled: Callable[..., LocalSweep]) -> None:
-    """Side by side, all four have had two values when the first has eight: only the best may end."""
+    """All four have started when the best one comes first to each place: only it may end."""
     rule = {"type": "hyperband", "min_iter": 2, "eta": 4}
-    sweep = doubled(FOUR, pause=0.25, together=4, workers=4, early_terminate=rule)
+    falling = {"local.learning_rate": {"values": [0.4, 0.3, 0.2, 0.1]}}
+    sweep = doubled(falling, pause=0.25, together=4, workers=4, early_terminate=rule)
     rows = sweep.run()
-    assert rows[3].status == "finished"
-    assert {row.status for row in rows[:3]} == {"stopped"}
-    again = doubled(FOUR, pause=0.25, together=4, workers=4, early_terminate=rule)
+    assert [row.status for row in rows] == ["finished", "stopped", "stopped", "stopped"]
+    again = doubled(falling, pause=0.25, together=4, workers=4, early_terminate=rule)
     assert [row.status for row in again.run()] == [row.status for row in rows]
     assert [len(devices) for devices in starts(again)] == [1, 1, 1, 1]
 
@@ -254,35 +290,65 @@ def test_a_search_makes_as_many_different_trials_as_asked_for(
     space = {"local.learning_rate": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}
     first = doubled(space, count=3, **options)
     first.run()
-    assert len(first.trials) == 3
+    points = [trial.user_attrs["point"] for trial in first.trials()]
+    assert len(points) == 3
     whole = doubled(space, **options)
     whole.run()
-    assert [trial.point for trial in whole.trials[:3]] == [trial.point for trial in first.trials]
-    assert len({trial.digest for trial in whole.trials}) == 5
-    (whole.directory / "sweep.json").rename(whole.directory / "older.json")
-    afresh = doubled(space, **options)
-    points = [afresh._new_trial() for _ in range(1)]
-    assert points[0] is not None
-    assert points[0].point == whole.trials[0].point
+    assert [trial.user_attrs["point"] for trial in whole.trials()[:3]] == points
+    assert len({trial.user_attrs["digest"] for trial in whole.trials()}) == 5
+    assert next(whole.sweep.candidates(0, 0, []))[1] == points[0]
 
 
 def test_a_small_space_is_not_tried_twice(doubled: Callable[..., LocalSweep]) -> None:
     sweep = doubled(RATES, method="random", run_cap=9)
+    assert sorted(row.point["local.learning_rate"] for row in sweep.run()) == [0.01, 0.3]
+
+
+def test_a_kill_between_two_steps_loses_no_trial(doubled: Callable[..., LocalSweep]) -> None:
+    """Queued but not started; started but not noted as started; a journal cut short, its lock left behind."""
+    sweep = doubled(FOUR)
+    sweep._add_new()
+    journal = sweep.directory / "study.journal"
+    with journal.open("ab") as file:
+        file.write(b'{"op_code": 5, "tri')
+    journal.with_name("study.journal.lock").symlink_to(journal)
+    sweep = doubled(FOUR)
+    assert [trial.state for trial in sweep.trials()] == [TrialState.WAITING]
+    sweep.study.ask()
+    assert statuses(doubled(FOUR)) == ["running"]
+    sweep = doubled(FOUR)
     sweep.run()
-    assert sorted(trial.point["local.learning_rate"] for trial in sweep.trials) == [0.01, 0.3]
+    assert [row.score for row in sweep.rows()] == [17.0, 27.0, 37.0, 47.0]
+    assert [len(devices) for devices in starts(sweep)] == [1, 1, 1, 1]
 
 
-def test_a_directory_belongs_to_one_sweep_and_one_call(doubled: Callable[..., LocalSweep]) -> None:
+def test_a_directory_belongs_to_one_sweep_and_one_call(
+    doubled: Callable[..., LocalSweep], mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = doubled(RATES)
     sweep.run()
     with pytest.raises(ValueError, match="holds another sweep"):
         doubled(FOUR)
-    with (
-        alone(sweep.directory),
-        pytest.raises(ValueError, match="is being worked on"),
-        alone(sweep.directory),
-    ):
-        pass
+    argv = [str(tmp_path / "sweep.yaml"), "--local=true", f"--data_path={mini_file}"]
+    with locked(sweep.directory / "lock", "held"):
+        assert run(main, [*argv, f"--sweep_dir={sweep.directory}"]) == 2
+    assert "is being worked on" in capsys.readouterr().err
+    (sweep.directory / "study.journal").write_text('{"op_code": 0}\n{\n')
+    with pytest.raises(ValueError, match=r"study\.journal is damaged"):
+        doubled(RATES)
+
+
+def test_several_processes_of_a_trial_are_started_by_the_launcher(
+    doubled: Callable[..., LocalSweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(python: str, words: Sequence[str]) -> None:
+        given = words[words.index("benchmarks.flair.train") + 1 :]
+        assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        double(given, pause=0, fails=-1, dies=-1, together=1)
+        os._exit(0)
+
+    monkeypatch.setattr(os, "execv", launched)
+    assert [row.status for row in doubled(RATES, np=2).run()] == ["finished"] * 2
 
 
 def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
@@ -296,7 +362,7 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     "argv, message",
     [
         (["nowhere", "--local=true"], "no such file and no shipped sweep; the shipped ones are bayes, clip-"),
-        (["learning-rates", "--local=true", "--workers=0"], "--workers is '0'"),
+        (["learning-rates", "--local=true", "--workers=0"], "workers is '0'"),
         (
             ["learning-rates", "--local=true", "--run_dir=x"],
             "--run_dir is the sweep's to give: remove it from the arg",
@@ -312,7 +378,7 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
         (["learning-rates", "--local=true", "--local.learning_rate=1"], "--local.learning_rate is swept"),
         (
             ["learning-rates", "--local=true", "--locl.batch_size=1"],
-            "no config key locl; did you mean local?",
+            "there is no config key locl.batch_size; did you mean local.batch_size?",
         ),
         (["learning-rates", "--workers=2"], "--workers is for local sweeps"),
         (["learning-rates"], "no wandb key was found"),
@@ -389,15 +455,17 @@ def test_the_column_of_test_is_the_headline_of_what_is_trained(
     """Issue 17.19: the tables of visual classification had a column of C-AP, which was empty."""
     sweep, tree, _ = read_sweep("effective-learning-rate")
     words = ["--config=cifar10-fedavgm"]
-    local = LocalSweep(dataclasses.replace(sweep, metric=None), tree, words, tmp_path / "s", count=1)
-    assert local.metric == Metric("val/accuracy", "maximize")
-    trial = local._new_trial()
-    assert trial is not None
-    local.run_dir(trial).mkdir(parents=True)
-    told = {"test": {"accuracy": 61.5, "loss": 1.0}, "wall_clock_s": 3}
-    (local.run_dir(trial) / "results.json").write_text(json.dumps(told))
+    sweep = dataclasses.replace(sweep, metric=None)
+    (tmp_path / "s").mkdir()
+    local = LocalSweep(sweep, tree, words, tmp_path / "s", Options(count=1))
+    assert sweep.ranking == Metric("val/accuracy", "maximize")
+    local._add_new()
+    run_dir = local.run_dir(local.trials()[0])
+    run_dir.mkdir(parents=True)
+    results = {"test": {"accuracy": 61.5, "loss": 1.0}, "wall_clock_s": 3}
+    (run_dir / "results.json").write_text(json.dumps(results))
     line = {"round": 4, "val": {"accuracy": 60.0, "loss": 1.1}}
-    (local.run_dir(trial) / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     local.report()
     (row,) = csv.DictReader((local.directory / "table.csv").read_text().splitlines())
     assert (row["best val/accuracy"], row["test accuracy"]) == ("60", "61.50")
@@ -462,24 +530,32 @@ def test_wandb_gives_each_trial_a_directory_of_its_own(
 
 
 def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
-    lines = markdown(some_rows(), ["a.rate", "b"], Metric("val/C-AP", "maximize"), "C-AP").splitlines()[2:]
+    best = Metric("val/C-AP", "maximize")
+    lines = markdown(table(some_rows(), ["a.rate", "b"], best, "C-AP")).splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["001", "000", "002"]
-    smallest = markdown(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP").splitlines()[2:]
+    smallest = markdown(table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")).splitlines()[2:]
     assert [line.split(" | ")[1] for line in smallest] == ["000", "001", "002"]
-
-
-def test_axes_place_numbers_by_size_and_words_evenly() -> None:
-    log = axis("rate", [0.001, 0.1, 0.01], None, True)
-    assert log.places == pytest.approx([0, 1, 0.5])
-    assert axis("n", [1, 5, 2], [1, 2, 5], False).ticks == [(0.0, "1"), (0.25, "2"), (1.0, "5")]
-    words = axis("form", ["torch", "keras"], ["keras", "torch", "other"], False)
-    assert list(words.places) == [0.5, 0.0]
-    assert axis("none", [None, 3], [None, 3], False).places == [0.0, 1.0]
-    assert axis("same", [2.0, 2.0], None, False).places == [0.5, 0.5]
 
 
 def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:
     sweep, _, _ = read_sweep("learning-rates")
     only = [row for row in some_rows() if row.number == 1]
-    assert not parallel_coordinates(only, sweep, Metric("val/C-AP", "maximize"), "t", tmp_path / "p")
+    assert not parallel_coordinates(only, sweep, "t", tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
+    """Words, None, whole numbers, and what optuna draws in other units than the config's."""
+    space = {
+        "augment.flip": {"values": ["none", "horizontal"]},
+        "local.max_images": {"values": [None, 64]},
+        "local.num_epochs": {"min": 1, "max": 3},
+        "server.learning_rate": {"distribution": "log_normal", "mu": -3, "sigma": 1},
+        "federated.cohort_size": {"distribution": "q_log_uniform_values", "min": 8, "max": 64, "q": 8},
+    }
+    sweep, _, _ = read_sweep(written(tmp_path, space, method="random", run_cap=9))
+    points = [next(sweep.candidates(0, number, []))[1] for number in range(9)]
+    rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
+    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+    picture = (tmp_path / "p.svg").read_text()
+    assert all(f"<!-- {name} -->" in picture for name in space)
