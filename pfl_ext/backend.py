@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,15 +23,14 @@ from pfl.common_types import Population
 from pfl.context import CentralContext
 from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
-from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.metrics import Metrics, StringMetricName, Weighted, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.algorithms.algorithm import refuse
-from pfl_ext.algorithms.on_pfl import StepCounter, rule_of
-from pfl_ext.algorithms.rules import Rule
+from pfl_ext.algorithms.rules import Rule, StepCounter, rule_of
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
@@ -42,6 +42,15 @@ from pfl_ext.workers.distributed import begin_work
 TRAIN_LOSS = StringMetricName("training loss")
 """The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
 OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
+
+
+def cohort_line(metrics: Metrics) -> dict[str, Any]:
+    """What a line of ``metrics.jsonl`` says of a cohort: how many users and images, and their loss."""
+    values = {str(name): value for name, value in metrics}
+    images = int(values["train population | number of data points"].weighted_value)  # over users, not a mean
+    line = {"users": int(get_overall_value(values["train population | number of devices"])), "images": images}
+    loss = get_overall_value(values[str(TRAIN_LOSS)])
+    return {**line, "train_loss": round(loss, 6)} if images and math.isfinite(loss) else line
 
 
 class _OneByOne:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pfl.model.pytorch import PyTorchModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -161,3 +162,24 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, to
         number, name = key.split("/")
         state.setdefault(int(number), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+MODEL, SERVER = "model/", "optimizer/"
+"""What the names of a model's tensors in a checkpoint begin with, and those of its optimiser."""
+
+
+def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of one part of a checkpoint, without its prefix."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def model_tensors(model: PyTorchModel) -> dict[str, torch.Tensor]:
+    """Of a model and its central optimiser."""
+    parts = {MODEL: model.pytorch_model.state_dict(), SERVER: optimizer_tensors(model._central_optimizer)}
+    return {prefix + name: tensor for prefix, named in parts.items() for name, tensor in named.items()}
+
+
+def restore_model(model: PyTorchModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `model_tensors` gave."""
+    model.pytorch_model.load_state_dict(part(tensors, MODEL))
+    restore_optimizer(model._central_optimizer, part(tensors, SERVER))

@@ -23,26 +23,20 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
-from pfl.algorithm.algorithm_utils import run_train_eval
-from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.internal.ops.pytorch_ops import get_default_device
-from pfl.model.pytorch import PyTorchModel
+from pfl.postprocessor.base import Postprocessor
 
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import (
-    algorithm_and_params,
-    cohort_engine,
-    pfl_model,
+    means,
     setup,
     training_data,
 )
 from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
-from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
@@ -122,27 +116,14 @@ class Side:
         self._scored, self._clock = sides.scored is not None, clock
         trainable = sides.opened(run)
         store, module = trainable.split("train"), trainable.module()
-        self.model: PyTorchModel = pfl_model(run, module)
         self.data = training_data(run, store, module.objective.name)
-        self._algorithm, self._params = algorithm_and_params(run.config, setup(run.config, module, self.data))
-        self.engine = cohort_engine(run, module, torch.float32)
         evaluation = CentralEvaluation(
             trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
         self._evaluate = clock.around("evaluation", evaluation)
-        self._backend = CentrallyEvaluatedBackend(
-            self.data,
-            evaluation,
-            seed=0,
-            postprocessors=_postprocessors(sides, run, len(store.user_ids)),
-            engine=self.engine,
-        )
-        local = run.config.local
-        self._train = NNTrainHyperParams(
-            local_num_epochs=local.num_epochs,
-            local_learning_rate=run.config.local_learning_rate,
-            local_batch_size=local.batch_size,
-        )
+        given = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
+        self.engine, self.model = given.engine, given.model
+        self._algorithm = run.config.federated.algorithm_class.start(given)
         self._watch()
 
     def _watch(self) -> None:
@@ -156,14 +137,7 @@ class Side:
         """Seconds of one round, as pfl's training loop goes about it."""
         _synchronise()
         begin = time.perf_counter()
-        contexts, model, _ = self._algorithm.get_next_central_contexts(
-            self.model, number, self._params, self._train, NNEvalHyperParams(local_batch_size=None)
-        )
-        training = [c for c in contexts if c.population.name == "TRAIN"]
-        results = run_train_eval(self._algorithm, self._backend, model, training)
-        pairs = tuple((c, stats) for c, (stats, _) in zip(training, results))
-        metrics = results[0][1]
-        self._algorithm.process_aggregated_statistics_from_all_contexts(pairs, metrics, model)
+        self._algorithm.round(self.model, number)
         _synchronise()
         return time.perf_counter() - begin
 
@@ -181,11 +155,11 @@ class Side:
         return torch.cat([p.detach().reshape(-1).float().cpu() for p in self.model.variable_map.values()])
 
 
-def _postprocessors(sides: Sides, run: AnyRun, population: int) -> list[Any]:
+def _mechanism(sides: Sides, run: AnyRun, store: ImageStore) -> Postprocessor | None:
     if sides.privacy is None:
-        return [WeightByDatapoints() if run.config.federated.weighting == "images" else WeightByUser()]
-    calibration = sides.privacy.calibrate(population, run.config.federated.cohort_size, 1000)
-    return [WeightByUser(), private_mean(calibration, noise_seed=1, threads=os.cpu_count() or 1)]
+        return None
+    calibration = sides.privacy.calibrate(len(store.user_ids), run.config.federated.cohort_size, 1000)
+    return private_mean(calibration, noise_seed=1, threads=os.cpu_count() or 1)
 
 
 def _synchronise() -> None:

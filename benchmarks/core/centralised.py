@@ -101,7 +101,8 @@ def train_centralised(
     config = run.config
     model, recorder.arithmetic = centralised_model(run, module)
     evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
-    for epoch in range(recorder.restore(model), config.centralised.num_epochs):
+    first, model = recorder.restore(model)
+    for epoch in range(first, config.centralised.num_epochs):
         if epoch % config.evaluation.every_epochs == 0:
             recorder.evaluated(epoch, evaluation(model), model)
         loss = train_epoch(run, store, model, epoch)

@@ -1,4 +1,4 @@
-"""The file that a run goes on from: the model, both optimisers' state, the best model so far."""
+"""The file that a run goes on from: the state of training, and the best model so far."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from pfl.model.pytorch import PyTorchModel
@@ -15,11 +16,42 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import UserState
 from pfl_ext.workers.distributed import from_main, is_main, tensors_from_main
 
-MODEL, SERVER, BEST, STATE = "model/", "optimizer/", "best/", "algorithm/"
-"""The parts of a checkpoint's tensors, by the beginning of their names."""
+BEST = "best/"
+"""What the names of the best model's tensors begin with."""
+
+
+class Kept(Protocol):
+    """How a state of training becomes the tensors of a checkpoint: an algorithm, or `ModelState`."""
+
+    def tensors(self, state: Any) -> dict[str, torch.Tensor]:
+        """For the checkpoint that is about to be written."""
+        ...
+
+    def saved(self) -> None:
+        """That checkpoint has taken its name."""
+        ...
+
+    def load(self, state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The state in the tensors of a checkpoint; ``state`` is the one before the first step."""
+        ...
+
+
+class ModelState:
+    """For training whose state is a model and its optimiser."""
+
+    def tensors(self, state: PyTorchModel) -> dict[str, torch.Tensor]:
+        """Of both."""
+        return checkpoint.model_tensors(state)
+
+    def saved(self) -> None:
+        """Nothing else has to know."""
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, torch.Tensor]) -> PyTorchModel:
+        """Put both back."""
+        checkpoint.restore_model(state, tensors)
+        return state
 
 
 @dataclass
@@ -32,11 +64,6 @@ class Best:
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
-def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of one part of a checkpoint, without its prefix."""
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
 class Checkpoints:
     """``checkpoint/last.safetensors`` of a run directory, and the one before it. Worker 0 reads and writes.
 
@@ -46,7 +73,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, run: AnyRun) -> None:
         self.last = directory / "checkpoint" / "last.safetensors"
-        self.algorithm: UserState | None = None
+        self.algorithm: Kept = ModelState()
         self._run, self._saved_at = run, time.perf_counter()
 
     def due(self, step: int) -> bool:
@@ -54,41 +81,34 @@ class Checkpoints:
         runtime, minutes = self._run.runtime, (time.perf_counter() - self._saved_at) / 60
         return step % runtime.checkpoint_every == 0 or minutes >= runtime.checkpoint_minutes
 
-    def save(self, model: PyTorchModel, best: Best, state: Tree) -> None:
+    def save(self, state: Any, best: Best, account: Tree) -> None:
         """Write a checkpoint; the one before it is kept."""
-        optimizer = checkpoint.optimizer_tensors(model._central_optimizer)
-        parts = {MODEL: model.pytorch_model.state_dict(), SERVER: optimizer, BEST: best.weights}
-        if self.algorithm is not None:
-            parts[STATE] = self.algorithm.tensors()
-        tensors = {prefix + name: tensor for prefix, named in parts.items() for name, tensor in named.items()}
-        whole = {**state, "best": {"step": best.step, "score": best.score, "val": best.val}}
+        kept_best = {BEST + name: tensor for name, tensor in best.weights.items()}
+        tensors = self.algorithm.tensors(state) | kept_best
+        whole = {**account, "best": {"step": best.step, "score": best.score, "val": best.val}}
         checkpoint.save(self.last, tensors, whole, keep_previous=True)
-        if self.algorithm is not None:
-            self.algorithm.saved()
+        self.algorithm.saved()
         self._saved_at = time.perf_counter()
 
-    def load(self, config_sha256: str, model: PyTorchModel) -> tuple[Best, Tree] | None:
-        """Put the model, its optimiser and the algorithm back to the newest whole checkpoint.
+    def load(self, config_sha256: str, state: Any) -> tuple[Best, Tree, Any] | None:
+        """Read the newest whole checkpoint; ``state`` is that of training before the first step.
 
         Returns:
-            The best model and the state that were saved with it; None where there is no checkpoint.
+            The best model, the run's account and the state of training; None where there is no checkpoint.
 
         Raises:
             ValueError: when it belongs to a run of another config, or none is whole.
         """
         if not from_main(is_main() and (self.last.exists() or checkpoint.previous(self.last).exists())):
             return None
-        tensors, state, fallen_back = checkpoint.load_newest(self.last) if is_main() else (None, None, "")
+        tensors, account, fallen_back = checkpoint.load_newest(self.last) if is_main() else (None, None, "")
         if fallen_back:
             print(fallen_back, file=sys.stderr)
-        tensors, state = tensors_from_main(tensors), from_main(state)
-        if state["config_sha256"] != config_sha256:
+        tensors, account = tensors_from_main(tensors), from_main(account)
+        if account["config_sha256"] != config_sha256:
             raise ValueError(f"{self.last} belongs to a run of another config: choose another --run_dir")
-        model.pytorch_model.load_state_dict(part(tensors, MODEL))
-        checkpoint.restore_optimizer(model._central_optimizer, part(tensors, SERVER))
-        if self.algorithm is not None:
-            self.algorithm.load(part(tensors, STATE))
-        return Best(**state["best"], weights=part(tensors, BEST)), state
+        best = Best(**account["best"], weights=checkpoint.part(tensors, BEST))
+        return best, account, self.algorithm.load(state, tensors)
 
     def remove(self) -> None:
         """Remove what only a run that goes on needs."""

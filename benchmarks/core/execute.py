@@ -194,6 +194,7 @@ def _write_results(
         "wall_clock_s": round(recorder.progress.wall_clock, 3),
         "hardware": hardware(),
         "arithmetic": recorder.arithmetic,
+        **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
         "commit": commit(),
         "torch": torch.__version__,
         **of_config,

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
-from pfl.algorithm.base import NNAlgorithmParams
-from pfl.callback.base import TrainingProcessCallback
-from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
-from pfl.metrics import Metrics, get_overall_value
+from pfl.hyperparam.base import NNTrainHyperParams
+from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from pfl.postprocessor.base import Postprocessor
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import TrainingConfig
-from benchmarks.core.config.trees import Tree
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import Setup, refuse
+from pfl_ext.algorithms.algorithm import Means, Setup, refuse
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
-from pfl_ext.backend import TRAIN_LOSS, CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import (
     FederatedImageDataset,
     ImageStore,
     LocalSampling,
-    Member,
     Partition,
     Sampler,
 )
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.privacy.central import METRICS, metric_name
 from pfl_ext.tasks.objectives import ObjectiveName
-from pfl_ext.workers.distributed import current, is_main, worker_seconds
+from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
 
 
 def local_sampling(config: TrainingConfig) -> LocalSampling:
@@ -126,7 +121,7 @@ def setup(
     users: FederatedImageDataset,
     directory: Path | None = None,
 ) -> Setup:
-    """What the run's algorithm is built for; ``directory``: of the run."""
+    """The run that its algorithm is chosen for; ``directory``: where it lies."""
     federated = config.federated
     return Setup(
         options=federated.algorithm_options,
@@ -139,16 +134,41 @@ def setup(
     )
 
 
-def algorithm_and_params(config: TrainingConfig, built_for: Setup) -> tuple[Any, NNAlgorithmParams]:
-    """pfl's side of the run's algorithm."""
-    built: tuple[Any, NNAlgorithmParams] = config.federated.algorithm_class.build(
-        built_for,
-        central_num_iterations=built_for.num_rounds,
-        evaluation_frequency=config.evaluation.every_rounds,
-        train_cohort_size=built_for.cohort_size,
-        val_cohort_size=1,  # any: the backend scores the central split instead of a cohort
+def means(
+    run: AnyRun,
+    chosen: Setup,
+    score: Callable[[PyTorchModel], Metrics],
+    mechanism: Postprocessor | None = None,
+) -> Means:
+    """What the run's algorithm trains with; ``mechanism``: of a private run."""
+    config, local, server = run.config, run.config.local, run.config.server
+    accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
+    weighting = WeightByDatapoints() if chosen.by_images and mechanism is None else WeightByUser()
+    rate = partial(
+        server_learning_rate,
+        schedule=server.schedule,
+        learning_rate=server.learning_rate,
+        final_learning_rate=server.final_learning_rate,
+        warmup_rounds=server.warmup_rounds,
+        num_rounds=config.federated.num_rounds,
     )
-    return built
+    return Means(
+        **vars(chosen),
+        model=pfl_model(run, chosen.module),
+        local=NNTrainHyperParams(
+            local_num_epochs=local.num_epochs,
+            local_learning_rate=config.local_learning_rate,
+            local_batch_size=local.batch_size,
+            local_max_grad_norm=local.max_grad_norm if local.clip_by == "global" else None,
+        ),
+        score=score,
+        server_rate=rate,
+        seed=config.seed,
+        postprocessors=[weighting] if mechanism is None else [weighting, mechanism],
+        engine=cohort_engine(run, chosen.module, accumulate),
+        accumulate=accumulate,
+        config_hash=digest(config)[:16],
+    )
 
 
 def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
@@ -164,62 +184,6 @@ def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype)
         fuse=run.runtime.fuse,
         cpu_kernels=run.runtime.cpu_kernels,
     )
-
-
-class RoundCallback(TrainingProcessCallback):
-    """Sets the server's learning rate of the coming round and hands each round's figures to the recorder."""
-
-    def __init__(self, config: TrainingConfig, users: FederatedImageDataset, recorder: Recorder) -> None:
-        self._config, self._users, self._recorder = config, users, recorder
-
-    def set_learning_rate(self, model: PyTorchModel, round_number: int) -> None:
-        """Before round ``round_number``."""
-        server = self._config.server
-        rate = server_learning_rate(
-            round_number,
-            schedule=server.schedule,
-            learning_rate=server.learning_rate,
-            final_learning_rate=server.final_learning_rate,
-            warmup_rounds=server.warmup_rounds,
-            num_rounds=self._config.federated.num_rounds,
-        )
-        for group in model._central_optimizer.param_groups:
-            group["lr"] = rate
-
-    def _members(self) -> list[Member]:
-        return self._users.members(self._config.federated.cohort_size)
-
-    def after_central_iteration(
-        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
-    ) -> tuple[bool, Metrics]:
-        """pfl's hook, after the update of round ``central_iteration``."""
-        values = {str(name): get_overall_value(value) for name, value in aggregate_metrics}
-        line: Tree = {
-            "users": int(values["train population | number of devices"]),
-            "images": int(aggregate_metrics_weight(aggregate_metrics)),
-            "learning_rate": values["learning rate"],
-            "max_local_steps": max((m.num_steps for m in self._members()), default=0),
-        }
-        loss = values[str(TRAIN_LOSS)]
-        if line["images"] and math.isfinite(loss):
-            line["train_loss"] = round(loss, 6)
-        if seconds := worker_seconds():
-            line["worker_seconds"] = [round(s, 4) for s in seconds]
-        if self._recorder.ledger is not None:
-            local = self._recorder.ledger.mechanism.local
-            named = {name: str(metric_name(name, local)) for name in METRICS}
-            private = {name: values[key] for name, key in named.items() if key in values}
-            line["privacy"] = private
-            line["users"] = int(private["users"])  # pfl counts the nobody of an empty cohort
-        self._recorder.step_done(central_iteration, line, model)
-        self.set_learning_rate(model, central_iteration + 1)
-        return False, Metrics()
-
-
-def aggregate_metrics_weight(metrics: Metrics) -> float:
-    """Images of the cohort: pfl keeps them as a sum over users with the number of users as its weight."""
-    (value,) = [v for name, v in metrics if str(name) == "train population | number of data points"]
-    return float(value.weighted_value)
 
 
 def check_federated(
@@ -266,56 +230,31 @@ def train_federated(
     users = training_data(run, store, module.objective.name, partition, secret)
     if secret is not None:
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
-    model = pfl_model(run, module)
-    algorithm, params = algorithm_and_params(config, setup(config, module, users, recorder.files.path))
-    recorder.checkpoints.algorithm = algorithm.user_state
-    evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
-    postprocessors: list[Any] = [
-        WeightByDatapoints() if config.federated.weighting == "images" else WeightByUser()
-    ]
-    if recorder.ledger is not None:
-        postprocessors.append(recorder.ledger.mechanism)
-    accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
-    engine = cohort_engine(run, module, accumulate)
+    score = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
+    mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
+    given = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    if engine is not None and is_main():
-        print(f"training is computed in {engine.arithmetic(precision)}")
-    backend = CentrallyEvaluatedBackend(
-        users,
-        evaluation,
-        seed=config.seed,
-        postprocessors=postprocessors,
-        on_evaluation=recorder.evaluated,
-        engine=engine,
-        accumulate=accumulate,
-        config_hash=digest(config)[:16],
-    )
-    start = recorder.restore(model)
-    algorithm._current_central_iteration = start
-    callback = RoundCallback(config, users, recorder)
-    callback.set_learning_rate(model, start)
-    local = NNTrainHyperParams(
-        local_num_epochs=config.local.num_epochs,
-        local_learning_rate=config.local_learning_rate,
-        local_batch_size=config.local.batch_size,
-        local_max_grad_norm=config.local.max_grad_norm if config.local.clip_by == "global" else None,
-    )
-    algorithm.run(
-        params,
-        backend,
-        model,
-        local,
-        NNEvalHyperParams(local_batch_size=None),
-        callbacks=[callback],
-        send_metrics_to_platform=False,
-    )
+    if given.engine is not None and is_main():
+        print(f"training is computed in {given.engine.arithmetic(precision)}")
+    algorithm = config.federated.algorithm_class.start(given)
+    recorder.checkpoints.algorithm = algorithm
+    first, state = recorder.restore(algorithm.init(config.seed))
+    for number in range(first, config.federated.num_rounds):
+        if number % config.evaluation.every_rounds == 0:
+            begin_work(evaluation=number, config=given.config_hash)
+            recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
+        state, line = algorithm.round(state, number)
+        if seconds := worker_seconds():
+            line["worker_seconds"] = [round(s, 4) for s in seconds]
+        recorder.step_done(number, line, state)
     kind = "float32" if precision is None else "bfloat16"
     recorder.arithmetic = (
-        f"{kind}, pfl's own loop" if backend.engine is None else backend.engine.arithmetic(precision)
+        f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
     )
-    if engine is not None:
-        engine.close()
+    recorder.traffic = algorithm.bytes(state)._asdict()
+    if given.engine is not None:
+        given.engine.close()
     if not recorder.ended:
-        recorder.evaluated(config.federated.num_rounds, evaluation(model), model)
-        recorder.end(model)
-    return model
+        recorder.evaluated(config.federated.num_rounds, algorithm.evaluate(state), algorithm.model(state))
+        recorder.end(state)
+    return algorithm.model(state)

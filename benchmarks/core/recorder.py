@@ -44,6 +44,8 @@ class Recorder:
         self.best = Best()
         self.arithmetic: str | None = None
         """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
+        self.traffic: dict[str, int] | None = None
+        """Bytes between the server and each user of a round."""
         self.ledger: Ledger | None = None
         self.tracking: Tracking | None = None
         self.held = Held()
@@ -71,7 +73,7 @@ class Recorder:
             weights = {n: t.detach().cpu().clone() for n, t in model.pytorch_model.state_dict().items()}
             self.best = Best(step, score, self._val, weights)
 
-    def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
+    def step_done(self, step: int, values: Mapping[str, Any], state: Any) -> None:
         """Write the line of ``step`` (its val is the model's before the step's update) and move on."""
         seconds, scored = self.progress.lap(), self._val is not None
         if is_main() and self.ledger is not None:
@@ -81,12 +83,12 @@ class Recorder:
         self.held.number = from_main(self.held.number)  # all workers stop, or none
         asked = self.held.number is not None
         if is_main() and (asked or self.checkpoints.due(step + 1)):
-            self.save(step + 1, model)
+            self.save(step + 1, state)
         if asked:
             self.progress.close()
         self.held.stop_if_asked(f"{self.unit} {step} is done and {self.checkpoints.last} is written")
 
-    def end(self, model: PyTorchModel) -> None:
+    def end(self, state: Any) -> None:
         """Write the last line, which holds nothing but the val of the last model, and the last checkpoint.
 
         From that checkpoint no round is trained again, whatever happens before ``results.json`` is written.
@@ -95,7 +97,7 @@ class Recorder:
         self.progress.close()
         self.ended = True
         if is_main():
-            self.save(self.num_steps, model)
+            self.save(self.num_steps, state)
 
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
@@ -110,9 +112,9 @@ class Recorder:
         if self.tracking is not None:
             self.tracking.tell(line)
 
-    def save(self, step: int, model: PyTorchModel) -> None:
-        """Checkpoint: the run can go on at ``step``."""
-        state = {
+    def save(self, step: int, state: Any) -> None:
+        """Checkpoint: the run can go on at ``step`` from this state of training."""
+        account = {
             "step": step,
             "config_sha256": self.files.config_sha256,
             **self.files.flushed(),
@@ -120,30 +122,33 @@ class Recorder:
             "ended": self.ended,
         }
         if self.ledger is not None:
-            state["privacy"] = self.ledger.state()
+            account["privacy"] = self.ledger.state()
             self.ledger.write(step, self.files.history())
-        self.checkpoints.save(model, self.best, state)
+        self.checkpoints.save(state, self.best, account)
 
-    def restore(self, model: PyTorchModel) -> int:
-        """Put the model, its optimiser and the files back to the last checkpoint; the step to go on at."""
-        loaded = self.checkpoints.load(self.files.config_sha256, model)
+    def restore(self, state: Any) -> tuple[int, Any]:
+        """Put the files back to the last checkpoint; the step to go on at, and the state of training there.
+
+        ``state`` is the one before the first step, which is also what comes back without a checkpoint.
+        """
+        loaded = self.checkpoints.load(self.files.config_sha256, state)
         step = 0
         if loaded is not None:
-            self.best, state = loaded
-            step = self._resumed(state)
+            self.best, account, state = loaded
+            step = self._resumed(account)
         elif is_main() and (lines := self.files.remove_lines()):
             again = self._again(0, min(lines, self.num_steps))
             print(f"there is no checkpoint: starting again: {again}", file=sys.stderr)
         self.progress.open(step)
-        return step
+        return step, state
 
-    def _resumed(self, state: Tree) -> int:
-        """Take up the account of a checkpoint's state; the step to go on at."""
-        step = int(state["step"])
-        lines = self.files.cut(state) if is_main() else 0
-        self.progress.earlier_s, self.ended = state["seconds"], state.get("ended", False)
+    def _resumed(self, account: Tree) -> int:
+        """Take up the account that a checkpoint holds; the step to go on at."""
+        step = int(account["step"])
+        lines = self.files.cut(account) if is_main() else 0
+        self.progress.earlier_s, self.ended = account["seconds"], account.get("ended", False)
         if self.ledger is not None:
-            self.ledger.load_state(state["privacy"])
+            self.ledger.load_state(account["privacy"])
         if self.tracking is not None:
             for line in self.files.history():
                 self.tracking.tell(line)

@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+import torch
+from pfl.hyperparam.base import NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from pfl.postprocessor.base import Postprocessor
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 
+State = TypeVar("State")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 """For dataclasses of options: no other keys, and no numbers that are none."""
 Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
@@ -67,9 +75,9 @@ class NoOptions:
     """The options of an algorithm that has none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The run that an algorithm is built for."""
+    """The run that an algorithm is chosen for."""
 
     options: Any
     """An instance of the algorithm's ``options``."""
@@ -83,31 +91,124 @@ class Setup:
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 
 
-class AlgorithmClass(Protocol):
-    """A class that is registered: see `pfl_ext.algorithms.on_pfl.OnPfl`."""
+@dataclass(frozen=True, kw_only=True)
+class Means(Setup):
+    """What a run gives its algorithm to train and to score with."""
 
-    options: ClassVar[type]
-    refusals: ClassVar[Refusals]
-    files: ClassVar[tuple[str, ...]]
+    model: PyTorchModel
+    """The run's network with the server's optimiser."""
+    local: NNTrainHyperParams
+    """Users' training."""
+    score: Callable[[PyTorchModel], Metrics]
+    server_rate: Callable[[int], float]
+    """The server's learning rate in a round."""
+    seed: int
+    postprocessors: Sequence[Postprocessor]
+    """A weighting of users, and the mechanism of a private run."""
+    engine: CohortEngine | None
+    """None: pfl's own loop trains users."""
+    accumulate: torch.dtype
+    """Of sums over users."""
+    config_hash: str
+
+
+class Choice:
+    """A class that is registered. What is not said here is refused, or empty."""
+
+    options: ClassVar[type] = NoOptions
+    """The frozen dataclass of its options."""
+    refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
+    """What it cannot be combined with, and why."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:
         """Values of options that are left open, by key."""
-        ...
+        return {}
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse what cannot be trained, before anything is written."""
-        ...
+        """Refuse what cannot be trained, before anything is written.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
 
     @classmethod
-    def build(cls, setup: Setup, **common: Any) -> tuple[Any, Any]:
-        """The algorithm and its parameters, from those that all algorithms have."""
-        ...
+    def start(cls, means: Means) -> Algorithm[Any]:
+        """The algorithm with its loop, for a run."""
+        raise NotImplementedError
 
 
-_REGISTERED: dict[str, Any] = {}
-Registered = TypeVar("Registered", bound=type[AlgorithmClass])
+class Traffic(NamedTuple):
+    """Bytes between the server and each user of a round, uncompressed."""
+
+    down: int
+    up: int
+
+
+class Algorithm(Choice, ABC, Generic[State]):
+    """An algorithm with a loop of its own: rounds that lead from one state to the next.
+
+    The state is all that training goes on from, so that a run which is killed and resumed ends as one that is
+    not: it must be a function of the config, the data and the number of rounds. With several workers each
+    of them holds the same state, and `pfl_ext.algorithms.clients` shares the users out.
+    """
+
+    def __init__(self, means: Means) -> None:
+        self.means = means
+
+    @classmethod
+    def start(cls, means: Means) -> Algorithm[Any]:
+        """The algorithm itself."""
+        return cls(means)
+
+    @abstractmethod
+    def init(self, seed: int) -> State:
+        """The state before the first round."""
+
+    @abstractmethod
+    def round(self, state: State, number: int) -> tuple[State, dict[str, Any]]:
+        """One round, the first has number 0; the state after it, and its line of ``metrics.jsonl``."""
+
+    @abstractmethod
+    def model(self, state: State) -> PyTorchModel:
+        """The run's model with the weights that are scored, and kept at the end."""
+
+    @abstractmethod
+    def tensors(self, state: State) -> dict[str, Tensor]:
+        """All of the state, for a checkpoint."""
+
+    @abstractmethod
+    def load(self, state: State, tensors: Mapping[str, Tensor]) -> State:
+        """The state in a checkpoint's `tensors`; ``state`` is that of `init`, which may be changed."""
+
+    def saved(self) -> None:
+        """The checkpoint with the last `tensors` has taken its name."""
+
+    def evaluate(self, state: State) -> Metrics:
+        """The scores of a state."""
+        return self.means.score(self.model(state))
+
+    def bytes(self, state: State) -> Traffic:
+        """What a round sends: here each user gets the trained variables once, and gives as many back."""
+        size = trained_bytes(self.means.module)
+        return Traffic(size, size)
+
+    @property
+    def engine(self) -> CohortEngine | None:
+        """What trains users; None: pfl's own loop."""
+        return self.means.engine
+
+
+def trained_bytes(module: ImageClassifier) -> int:
+    """Of the variables that training changes."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+_REGISTERED: dict[str, type[Choice]] = {}
+Registered = TypeVar("Registered", bound=type[Choice])
 
 
 def register(name: str) -> Callable[[Registered], Registered]:
@@ -133,7 +234,7 @@ def names() -> Sequence[str]:
     return sorted(_REGISTERED)
 
 
-def algorithm_class(name: str) -> type[AlgorithmClass]:
+def algorithm_class(name: str) -> type[Choice]:
     """The algorithm of this name.
 
     Raises:
@@ -141,8 +242,7 @@ def algorithm_class(name: str) -> type[AlgorithmClass]:
     """
     if name not in names():
         raise ValueError(f"federated.algorithm is {name!r}: choose one of {', '.join(names())}")
-    kind: type[AlgorithmClass] = _REGISTERED[name]
-    return kind
+    return _REGISTERED[name]
 
 
 def option_keys() -> Iterator[tuple[str, Sequence[str]]]:

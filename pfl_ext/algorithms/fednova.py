@@ -27,7 +27,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.algorithm import Refusals, Setup, register
+from pfl_ext.algorithms.algorithm import Refusals, Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
 from pfl_ext.algorithms.rules import Rule
@@ -108,6 +108,11 @@ class FedNova(OnPfl):
     def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
         """The algorithm and its parameters."""
         return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
+
+    def bytes(self, model: PyTorchModel) -> Traffic:
+        """A user sends its term of tau_eff besides."""
+        down, up = super().bytes(model)
+        return Traffic(down, up + 4)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> Normaliser:
         """SGD, with the proximal term if there is one, then division by ``|a|_1``."""

@@ -20,7 +20,8 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, register
-from pfl_ext.algorithms.on_pfl import OnPfl, ProximalRule
+from pfl_ext.algorithms.on_pfl import OnPfl
+from pfl_ext.algorithms.rules import ProximalRule
 
 DEFAULT_MU = 0.01
 

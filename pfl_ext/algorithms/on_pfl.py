@@ -7,43 +7,40 @@ A cohort's users are trained by pfl's loop, one after another (`OnPfl.train_one_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.algorithm.fedprox import FedProx as PflFedProx
+from pfl.callback.base import TrainingProcessCallback
 from pfl.context import CentralContext
-from pfl.hyperparam.base import get_param_value
+from pfl.hyperparam.base import NNEvalHyperParams, get_param_value
 from pfl.internal.bridge import FrameworkBridgeFactory as bridges
-from pfl.metrics import Metrics
+from pfl.metrics import Metrics, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, NoOptions, Refusals, Setup, UserState
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import (
+    Algorithm,
+    Choice,
+    Means,
+    Setup,
+    Traffic,
+    UserState,
+    trained_bytes,
+)
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
-from pfl_ext.algorithms.rules import Rule
+from pfl_ext.algorithms.rules import Rule, StepCounter
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.privacy.central import METRICS, NoisyMean, metric_name
 
-
-class StepCounter:
-    """A user's data set that counts the batches it hands out."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset, self.num_steps = dataset, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def iter(self, batch_size: int | None) -> Iterator[Any]:
-        """As the data set."""
-        for batch in self._dataset.iter(batch_size):
-            self.num_steps += 1
-            yield batch
+STATE = "algorithm/"
+"""Before the names of the users' states in a checkpoint."""
 
 
 def rate_and_momentum(model: PyTorchModel, context: CentralContext, name: str) -> tuple[float, float]:
@@ -105,38 +102,32 @@ def _corrected_step(
             parameter.data.sub_(correction[name], alpha=rate)
 
 
-class OnPfl(FederatedAveraging):
+class OnPfl(Choice, FederatedAveraging):
     """An algorithm on pfl's loop. This one is FedAvg, and each of its methods is there to be overridden.
 
-    The engine trains the users of such an algorithm by its `rule`, and so never calls `train_one_user`.
+    What its users do must stand in its `rule`, by which the engine trains them: `train_one_user` is final.
     """
 
-    options: ClassVar[type] = NoOptions
-    """Its frozen dataclass of options."""
-    refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
-    """What it cannot be combined with, and why."""
-    files: ClassVar[tuple[str, ...]] = ()
-    """Names of the files beside a run's checkpoints in which it keeps the state of users."""
     user_state: UserState | None = None
     """What a run goes on from besides the model and the server's optimiser."""
 
-    @classmethod
-    def resolved(cls, options: Any) -> dict[str, Any]:
-        """Values of options that are left open, by key."""
-        return {}
+    def __init_subclass__(cls) -> None:
+        assert "train_one_user" not in vars(cls), "the engine would not call it: override rule"
 
     @classmethod
-    def check(cls, setup: Setup) -> None:
-        """Refuse what cannot be trained, before anything is written.
-
-        Raises:
-            ValueError: one line with the reason.
-        """
+    def start(cls, means: Means) -> PflLoop:
+        """The algorithm in pfl's loop."""
+        return PflLoop(cls, means)
 
     @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[FederatedAveraging, NNAlgorithmParams]:
         """The algorithm and its parameters, from those that all algorithms have."""
         return cls(), NNAlgorithmParams(**common)
+
+    def bytes(self, model: PyTorchModel) -> Traffic:
+        """What a round sends to each user, and what each sends."""
+        size = trained_bytes(model.pytorch_model)
+        return Traffic(size, size)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> Rule:
         """What users do in a round."""
@@ -172,29 +163,108 @@ class OnPfl(FederatedAveraging):
         return statistics, Metrics()
 
 
-class ProximalRule(Rule):
-    """FedAvg's, with a proximal term."""
+class _Watch(TrainingProcessCallback):
+    """Keeps the metrics of a round."""
 
-    def __init__(self, proximal_weight: float) -> None:
-        self.proximal_weight = proximal_weight
+    metrics: Metrics
 
-
-def _mu(context: CentralContext) -> float:
-    return float(get_param_value(context.algorithm_params.mu))
-
-
-PFLS_OWN: Mapping[type, Callable[[CentralContext], Rule]] = {
-    FederatedAveraging: lambda context: Rule(),
-    PflFedProx: lambda context: ProximalRule(_mu(context)),
-}
-"""Algorithms of pfl's own that the engine can train for."""
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
+        """pfl's hook, after the server's step."""
+        self.metrics = aggregate_metrics
+        return False, Metrics()
 
 
-def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rule | None:
-    """The rule of an algorithm in a round; None for one whose users do something else than rules can say."""
-    if type(algorithm) in PFLS_OWN:
-        return PFLS_OWN[type(algorithm)](context)
-    if getattr(type(algorithm), "train_one_user", None) is not OnPfl.train_one_user:
-        return None
-    rule: Rule = algorithm.rule(model, context)
-    return rule
+class PflLoop(Algorithm[PyTorchModel]):
+    """pfl's ``FederatedAlgorithm.run`` through `CentrallyEvaluatedBackend`, a round at a time.
+
+    The state is the model with the server's optimiser, and the users' states where the algorithm has some.
+    """
+
+    def __init__(self, kind: type[OnPfl], means: Means) -> None:
+        super().__init__(means)
+        self._algorithm, self._params = kind.build(
+            means,
+            central_num_iterations=means.num_rounds,
+            evaluation_frequency=means.num_rounds,
+            train_cohort_size=means.cohort_size,
+            val_cohort_size=None,  # the model is scored between rounds
+        )
+        self._backend = CentrallyEvaluatedBackend(
+            means.users,
+            means.score,
+            seed=means.seed,
+            postprocessors=means.postprocessors,
+            engine=means.engine,
+            accumulate=means.accumulate,
+            config_hash=means.config_hash,
+        )
+
+    @property
+    def engine(self) -> CohortEngine | None:
+        """What trains users; None: pfl's own loop, perhaps since the engine does not know their optimiser."""
+        return self._backend.engine
+
+    def init(self, seed: int) -> PyTorchModel:
+        """The run's model, whose weights were drawn from the run's seed."""
+        return self.means.model
+
+    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+        """A round of pfl's loop, at the server's learning rate of that round."""
+        for group in state._central_optimizer.param_groups:
+            group["lr"] = self.means.server_rate(number)
+        watch = _Watch()
+        self._algorithm._current_central_iteration = number
+        self._algorithm.run(
+            replace(self._params, central_num_iterations=number + 1),
+            self._backend,
+            state,
+            self.means.local,
+            NNEvalHyperParams(local_batch_size=None),
+            callbacks=[watch],
+            send_metrics_to_platform=False,
+        )
+        return state, self._line(watch.metrics)
+
+    def _line(self, metrics: Metrics) -> dict[str, Any]:
+        values = {str(name): get_overall_value(value) for name, value in metrics}
+        members = self.means.users.members(self.means.cohort_size)
+        line = {
+            **cohort_line(metrics),
+            "learning_rate": values["learning rate"],
+            "max_local_steps": max((m.num_steps for m in members), default=0),
+        }
+        for mechanism in self.means.postprocessors:
+            if isinstance(mechanism, NoisyMean):
+                named = {name: str(metric_name(name, mechanism.local)) for name in METRICS}
+                line["privacy"] = {name: values[key] for name, key in named.items() if key in values}
+                line["users"] = int(line["privacy"]["users"])  # pfl counts the nobody of an empty cohort
+        return line
+
+    def model(self, state: PyTorchModel) -> PyTorchModel:
+        """The state itself."""
+        return state
+
+    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
+        """Of the model, the server's optimiser and the users."""
+        users = self._algorithm.user_state
+        kept = {} if users is None else {STATE + name: t for name, t in users.tensors().items()}
+        return checkpoint.model_tensors(state) | kept
+
+    def saved(self) -> None:
+        """The users' states of the checkpoint are not overwritten from here on."""
+        if self._algorithm.user_state is not None:
+            self._algorithm.user_state.saved()
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
+        """Put all of it back."""
+        checkpoint.restore_model(state, tensors)
+        if self._algorithm.user_state is not None:
+            self._algorithm.user_state.load(checkpoint.part(tensors, STATE))
+        return state
+
+    def bytes(self, state: PyTorchModel) -> Traffic:
+        """As the algorithm says."""
+        traffic: Traffic = self._algorithm.bytes(state)
+        return traffic

@@ -5,10 +5,15 @@ Letter: P parameters that are trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import torch
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.algorithm.fedprox import FedProx as PflFedProx
+from pfl.context import CentralContext
+from pfl.hyperparam.base import get_param_value
+from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
@@ -74,3 +79,48 @@ class Rule:
         for name, count in self.counts(num_steps).items():
             update[name] = torch.tensor([count], device=device)
         return update
+
+
+class ProximalRule(Rule):
+    """FedAvg's, with a proximal term."""
+
+    def __init__(self, proximal_weight: float) -> None:
+        self.proximal_weight = proximal_weight
+
+
+class StepCounter:
+    """A user's data set that counts the batches it hands out."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self.num_steps = dataset, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def iter(self, batch_size: int | None) -> Iterator[Any]:
+        """As the data set."""
+        for batch in self._dataset.iter(batch_size):
+            self.num_steps += 1
+            yield batch
+
+
+def _mu(context: CentralContext) -> float:
+    return float(get_param_value(context.algorithm_params.mu))
+
+
+PFLS_OWN: Mapping[type, Callable[[CentralContext], Rule]] = {
+    FederatedAveraging: lambda context: Rule(),
+    PflFedProx: lambda context: ProximalRule(_mu(context)),
+}
+"""Algorithms of pfl's own that the engine can train for."""
+
+
+def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rule | None:
+    """The rule of an algorithm in a round; None for one whose users do something else than rules can say."""
+    if type(algorithm) in PFLS_OWN:
+        return PFLS_OWN[type(algorithm)](context)
+    maker: Callable[..., Rule] | None = getattr(algorithm, "rule", None)
+    return None if maker is None else maker(model, context)

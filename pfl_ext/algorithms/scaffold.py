@@ -47,7 +47,7 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, register
+from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, Traffic, register
 from pfl_ext.algorithms.fednova import coefficient_sum
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
 from pfl_ext.algorithms.rules import Correction as Correction
@@ -295,6 +295,11 @@ class Scaffold(OnPfl):
             correction=chosen["scaffold_correction"],
         )
         return cls(Controls(setup.module, users.partition.user_ids, path)), params
+
+    def bytes(self, model: PyTorchModel) -> Traffic:
+        """The server's control variate goes down with the model, and a change of the user's own comes up."""
+        down, up = super().bytes(model)
+        return Traffic(2 * down, 2 * up)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:
         """Corrected local steps."""

@@ -5,6 +5,7 @@ Shape letters: U users, N images, K labels, B batch, H and W image height and wi
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,7 @@ class FederatedImageDataset(FederatedDataset):
         self._reweight = reweight
         self._cost = UserCost() if cost is None else cost
         self._round = 0
+        self._only: IntArray | None = None
 
     @property
     def num_users(self) -> int:
@@ -284,6 +286,15 @@ class FederatedImageDataset(FederatedDataset):
         """Say which round the next ``get_cohort`` is for."""
         self._round = round_number
 
+    @contextlib.contextmanager
+    def only(self, users: IntArray) -> Iterator[None]:
+        """Within, these users are the cohort."""
+        self._only = users
+        try:
+            yield
+        finally:
+            self._only = None
+
     @staticmethod
     def _no_sampler() -> int:
         raise TypeError("users are drawn as cohorts: call set_round and get_cohort")
@@ -293,6 +304,8 @@ class FederatedImageDataset(FederatedDataset):
 
     def cohort(self, cohort_size: int, round_number: int | None = None) -> IntArray:
         """The users of the cohort of this round, or of the one given; the same on every worker."""
+        if self._only is not None:
+            return self._only
         number = self._round if round_number is None else round_number
         population = len(self.partition.user_ids)
         if self._sampler in ("poisson", "fixed", "cyclic"):
@@ -355,7 +368,7 @@ class FederatedImageDataset(FederatedDataset):
         """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
         mine = self.share(cohort_size)
         datasets = prefetched(self.read, mine, ahead=self._prefetch, threads=self._threads)
-        if self._sampler == "poisson" and not mine:
+        if (self._sampler == "poisson" or self._only is not None) and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0
         seed = self._seed if self.noise_seed is None else self.noise_seed

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.algorithms.algorithm import STRICT as STRICT
-from pfl_ext.algorithms.algorithm import AlgorithmClass, algorithm_class
+from pfl_ext.algorithms.algorithm import Choice, algorithm_class
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.fedvc import VirtualOptions
@@ -132,7 +132,7 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
                 raise ValueError(f"federated.options.{key} is {fault['input']!r}: {fault['msg']}") from faults
 
     @property
-    def algorithm_class(self) -> type[AlgorithmClass]:
+    def algorithm_class(self) -> type[Choice]:
         """The algorithm itself."""
         return algorithm_class(self.algorithm)
 

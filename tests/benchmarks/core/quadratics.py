@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun, Run
@@ -108,7 +107,8 @@ def vector(model: nn.Module) -> Array:
 class Trace(Recorder):
     """Keeps the model after each round instead of writing lines."""
 
-    def step_done(self, step: int, values: Mapping[str, Any], model: PyTorchModel) -> None:
+    def step_done(self, step: int, values: Mapping[str, Any], state: Any) -> None:
+        model = self.checkpoints.algorithm.model(state)  # type: ignore[attr-defined]
         self.seen = [*getattr(self, "seen", []), vector(model.pytorch_model)]
 
 

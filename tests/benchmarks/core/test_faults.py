@@ -20,10 +20,10 @@ import torch
 from benchmarks.core import recorder
 from benchmarks.core.checkpoints import Best
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.federated import RoundCallback
 from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
+from pfl_ext.algorithms.on_pfl import PflLoop
 from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
 from tests.benchmarks.test_train import error_line, lines, results
 
@@ -198,7 +198,7 @@ def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
     argv = (*LONG, "--runtime.checkpoint_every=100")
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(RoundCallback, "after_central_iteration", signalled(number, 1, times=1))
+        patch.setattr(PflLoop, "round", signalled(number, 1, times=1))
         directory = train(*argv, code=75)
     said = capsys.readouterr().err.splitlines()
     assert said == [
@@ -215,14 +215,15 @@ def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
 
 
 def signalled(number: int, in_round: int, times: int) -> Callable[..., Any]:
-    """The round's callback of training, in which signals come."""
-    real = RoundCallback.after_central_iteration
+    """Rounds of training, in one of which signals come."""
+    real = PflLoop.round
 
-    def call(self: RoundCallback, metrics: Any, model: Any, *, central_iteration: int) -> Any:
-        if central_iteration == in_round:
+    def call(self: PflLoop, state: Any, round_number: int) -> Any:
+        done = real(self, state, round_number)
+        if round_number == in_round:
             for _ in range(times):
                 os.kill(os.getpid(), number)
-        return real(self, metrics, model, central_iteration=central_iteration)
+        return done
 
     return call
 
@@ -231,7 +232,7 @@ def test_a_second_signal_abandons_the_round(
     whole: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RoundCallback, "after_central_iteration", signalled(signal.SIGTERM, 3, times=2))
+        patch.setattr(PflLoop, "round", signalled(signal.SIGTERM, 3, times=2))
         directory = train(*LONG, code=75)
     assert "the round under way is lost" in capsys.readouterr().err
     assert [line["round"] for line in lines(directory)] == [0, 1, 2]

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.core.checkpoints import MODEL
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
+from pfl_ext.checkpoint import MODEL
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.worker_runs import RUNS, SMALL
 from tests.benchmarks.test_train import error_line, lines

@@ -1,0 +1,88 @@
+"""Local training for algorithms with a loop of their own: users who train whatever weights they are given.
+
+Users train as FedAvg's do, by the engine where it can, and with several workers each takes its share of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pfl.algorithm.algorithm_utils import run_train_eval
+from pfl.common_types import Population
+from pfl.context import CentralContext
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, refuse
+from pfl_ext.algorithms.fedavg import FedAvg
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
+from pfl_ext.data.federated_dataset import IntArray
+
+Weights = dict[str, Tensor]
+"""The trained variables of a model by name."""
+
+
+class Clients:
+    """The users of a run.
+
+    Raises:
+        ValueError: in a private run, whose mechanism bounds one sum of updates in each round and not several.
+    """
+
+    def __init__(self, means: Means) -> None:
+        weighting, *others = means.postprocessors
+        refuse(PRIVACY_NOT_ARGUED, privacy=bool(others))
+        self._means, self._algorithm = means, FedAvg()
+        self._backend = CentrallyEvaluatedBackend(
+            means.users,
+            means.score,
+            seed=means.seed,
+            postprocessors=[weighting],
+            engine=means.engine,
+            accumulate=means.accumulate,
+            config_hash=means.config_hash,
+        )
+
+    def weights(self) -> Weights:
+        """A copy of those that the run's model has now."""
+        return {name: p.detach().clone() for name, p in self._means.model.variable_map.items()}
+
+    @torch.no_grad()
+    def model(self, weights: Mapping[str, Tensor]) -> PyTorchModel:
+        """The run's model, which has these weights from here on."""
+        for name, parameter in self._means.model.variable_map.items():
+            parameter.copy_(weights[name])
+        return self._means.model
+
+    def cohort(self, number: int) -> IntArray:
+        """The users of a round; the same on every worker."""
+        return self._means.users.cohort(self._means.cohort_size, number)
+
+    def mean_update(
+        self, weights: Mapping[str, Tensor], users: IntArray, number: int
+    ) -> tuple[Weights, dict[str, Any]]:
+        """Train some users from these weights, in a round.
+
+        Returns:
+            The weighted mean of their updates, on every worker, and what ``metrics.jsonl`` says of them:
+            how many users and images, and their training loss. Without users the mean is 0.
+        """
+        model = self.model(weights)
+        if not len(users):
+            return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
+        context = CentralContext(
+            current_central_iteration=number,
+            do_evaluation=False,
+            cohort_size=len(users),
+            population=Population.TRAIN,
+            model_train_params=self._means.local,
+            model_eval_params=None,
+            algorithm_params=None,
+            seed=0,
+        )
+        with self._means.users.only(users):
+            ((sums, metrics),) = run_train_eval(self._algorithm, self._backend, model, (context,))
+        sums.average()
+        return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, cohort_line(metrics)

@@ -1,0 +1,70 @@
+"""What holds for every algorithm that is registered."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pfl.model.pytorch import PyTorchModel
+
+import benchmarks
+import pfl_ext
+from benchmarks.core.config.privacy_matrix import TABLE
+from pfl_ext.algorithms.algorithm import Choice, algorithm_class, names, option_keys, register
+from pfl_ext.algorithms.fedavg import FedAvg
+from pfl_ext.algorithms.fednova import FedNova
+from pfl_ext.algorithms.on_pfl import OnPfl
+from pfl_ext.algorithms.scaffold import Controls, Scaffold
+from tests.pfl_ext.test_backend import Linear
+
+ASKS = re.compile(
+    r"isinstance\([^)]*\b(Fed[A-Z]|Scaffold)|type\(\w*algorithm\) (in|is|==)|\.algorithm (==|!=|in) "
+    r"|== \"fedir\""
+)
+"""Code that asks which algorithm it is."""
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_algorithm_refuses_privacy_exactly_where_the_table_does(name: str) -> None:
+    allowed = TABLE["federated.algorithm"].allows("privacy", name)
+    assert allowed != ("privacy" in algorithm_class(name).refusals)
+
+
+def test_no_code_outside_the_folder_asks_which_algorithm_it_is() -> None:
+    root = Path(pfl_ext.__file__).parent
+    files = [root / "backend.py", *(root / "engine").glob("*.py")]
+    files += (Path(benchmarks.__file__).parent / "core").rglob("*.py")
+    assert len(files) > 30
+    assert [(str(path), found[0]) for path in files for found in ASKS.finditer(path.read_text())] == []
+
+
+def test_an_algorithm_on_pfls_loop_cannot_hide_from_the_engine_what_its_users_do() -> None:
+    with pytest.raises(AssertionError, match="override rule"):
+        type("Other", (OnPfl,), {"train_one_user": lambda *_: None})
+
+
+def test_two_algorithms_have_two_names() -> None:
+    with pytest.raises(AssertionError, match="fedavg"):
+        register("fedavg")(type("Other", (Choice,), {}))
+    with pytest.raises(ValueError, match=r"federated\.algorithm is 'fedavgg': choose one of fedavg, "):
+        algorithm_class("fedavgg")
+
+
+def test_an_option_knows_who_reads_it() -> None:
+    readers = dict(option_keys())
+    assert readers["mu"] == ["fednova", "fedprox"]
+    assert readers["scaffold_option"] == ["scaffold"]
+
+
+def test_what_a_round_sends() -> None:
+    module = Linear()
+    model: Any = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    size = sum(4 * p.numel() for p in module.parameters())
+    assert FedAvg().bytes(model) == (size, size)
+    assert FedNova().bytes(model) == (size, size + 4), "the number of steps besides"
+    assert Scaffold(Controls(module, ["user"])).bytes(model) == (2 * size, 2 * size), (
+        "control variates besides"
+    )

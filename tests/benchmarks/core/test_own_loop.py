@@ -1,0 +1,188 @@
+"""A new algorithm with a loop of its own, which is all in this file: what it gets from the house.
+
+test_own_loop DATA DIRECTORY          trains it, as one of the workers of a launcher
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pfl_ext as pfl_ext  # before pfl, see there
+
+# isort: split
+import numpy as np
+import pytest
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from benchmarks.core.config.sections import FederatedConfig
+from benchmarks.core.config.trees import merge
+from benchmarks.core.federated import training_data
+from benchmarks.core.recorder import Recorder
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import main
+from dataset.cli import run as run_command
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import STRICT, Algorithm, Means, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.core import quadratics
+from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
+from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.test_train import error_line, lines, results
+from tests.launching import command, run
+
+
+@dataclass(frozen=True, config=STRICT)
+class GossipOptions:
+    mixing: Annotated[float, Field(ge=0, le=0.5)] = 0.25
+    """How far each model moves towards the other after a round."""
+
+
+@register("gossip")
+class Gossip(Algorithm[list[Weights]]):
+    """Two models, each trained by half of the cohort, tell each other where they are."""
+
+    options = GossipOptions
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients, self.mixing = Clients(means), means.options.mixing
+
+    def init(self, seed: int) -> list[Weights]:
+        return [self.clients.weights(), self.clients.weights()]
+
+    def round(self, state: list[Weights], number: int) -> tuple[list[Weights], dict[str, Any]]:
+        cohort, moved, line = self.clients.cohort(number), [], {"users": 0, "images": 0}
+        for place, weights in enumerate(state):
+            update, seen = self.clients.mean_update(weights, cohort[place::2], number)
+            moved.append({name: w + update[name] for name, w in weights.items()})
+            line = {key: line[key] + seen[key] for key in line}
+        return [{n: torch.lerp(a[n], b[n], self.mixing) for n in a} for a, b in (moved, moved[::-1])], line
+
+    def model(self, state: list[Weights]) -> PyTorchModel:
+        return self.clients.model({name: (state[0][name] + state[1][name]) / 2 for name in state[0]})
+
+    def tensors(self, state: list[Weights]) -> dict[str, Tensor]:
+        return {f"{place}/{name}": w for place, weights in enumerate(state) for name, w in weights.items()}
+
+    def load(self, state: list[Weights], tensors: Mapping[str, Tensor]) -> list[Weights]:
+        return [{n: tensors[f"{i}/{n}"].to(w.device) for n, w in ws.items()} for i, ws in enumerate(state)]
+
+
+GOSSIP = ("--federated.algorithm=gossip", "--federated.options.mixing=0.125")
+
+
+def expected(tree: dict[str, Any]) -> Any:
+    """``[rounds, P]``: gossip in float64, from each user's steps by the equations."""
+    run = run_of(tree)
+    config, data, direct = run.config, training_data(run, Users(), "single_label"), Direct(run)
+    start = vector(quadratics.module())
+    direct.c, direct.own = (
+        np.zeros_like(start),
+        dict.fromkeys(range(len(quadratics.SIZES)), np.zeros_like(start)),
+    )
+    pair, seen = [start, start], []
+    for number in range(config.federated.num_rounds):
+        data.set_round(number)
+        cohort, moved = data.cohort(config.federated.cohort_size).tolist(), []
+        for place, x in enumerate(pair):
+            users = [(u, data.user_dataset(u)) for u in cohort[place::2]]
+            total = sum(len(images) for _, images in users)
+            moved.append(x + sum(len(images) / total * direct.user(x, u, images)[0] for u, images in users))
+        mixing = tree["federated"]["options"]["mixing"]
+        pair = [(1 - mixing) * a + mixing * b for a, b in (moved, moved[::-1])]
+        seen.append((pair[0] + pair[1]) / 2)
+    return np.stack(seen)
+
+
+@pytest.mark.parametrize("engine", ["stock", "fast"])
+def test_it_trains_as_its_equations_say(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"federated": {"algorithm": "gossip", "options": {"mixing": 0.125}}}
+    tree = merge(tree, {"federated": {"cohort_size": 4}})
+    found = trajectory(run_of(tree, engine), tmp_path)
+    assert quadratics.distances(found, expected(tree)).max() < quadratics.TOLERANCE
+    assert "pfl's own loop" not in capsys.readouterr().err
+
+
+def test_it_is_killed_and_goes_on_bit_for_bit(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = (*GOSSIP, "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
+    whole = train(*argv, name="whole")
+    real = Recorder.step_done
+
+    def die(self: Any, step: int, *rest: Any) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+        real(self, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "step_done", die)
+        directory = train(*argv, code=130)
+    assert len(lines(directory)) == 2
+    train(*argv)
+    assert lines(directory) == lines(whole)
+    for key in ("model_sha256", "val", "test", "last"):
+        assert results(directory)[key] == results(whole)[key]
+    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    assert any((kept[f"1/{name[2:]}"] != w).any() for name, w in kept.items() if name.startswith("0/"))
+    size = sum(w.numel() * 4 for name, w in kept.items() if name.startswith("0/"))
+    assert results(directory)["traffic"] == {"down": size, "up": size}
+
+
+def test_its_options_are_set_in_yaml_and_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "gossip.yaml"
+    path.write_text("federated:\n  algorithm: gossip\n  options:\n    mixing: 0.375\n")
+    assert parse([f"--config={path}"]).config.federated.options == {"mixing": 0.375}
+    for form in (["--federated.options.mixing=0.5"], ["--federated.options.mixing", "0.5"]):
+        assert parse([f"--config={path}", *form]).config.federated.options == {"mixing": 0.5}
+    assert parse([GOSSIP[0]]).config.federated == FederatedConfig(
+        **{**vars(parse([]).config.federated), "algorithm": "gossip", "options": {"mixing": 0.25}}
+    )
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--federated.options.mixing=0.9"], "federated.options.mixing is '0.9': "),
+        (
+            ["--federated.options.mixin=0.1"],
+            "federated.options.mixin is no option of gossip, which",
+        ),
+        (["--federated.mu=0.1"], "--federated.mu has no effect where federated.algorithm is gossip"),
+        (["--config=pfl-r-17"], "privacy refuses federated.algorithm = gossip"),
+        (
+            ["--federated.weighting=users", "--local_privacy.epsilon=4"],
+            "local_privacy refuses federated.algo",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*GOSSIP[:1], *argv, code=2)
+    assert message in error_line(capsys)
+
+
+def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
+    argv = (*SMALL, *GOSSIP, "--federated.num_rounds=2", "--runtime.engine=fast", f"--data_path={mini_file}")
+    for workers in (1, 2):
+        words = ("-m", "tests.benchmarks.core.test_own_loop", *argv, f"--run_dir={tmp_path / str(workers)}")
+        run(command("torchrun", workers, *words))
+    alone, together = (
+        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
+    )
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
+    assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
