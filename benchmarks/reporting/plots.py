@@ -27,7 +27,8 @@ MARKERS = "osD^vPX"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
 """Of the n-th curve of a picture; after the last comes the first again. Grey is for what is no curve."""
 LETTERS_AN_INCH = 13
-"""Of a legend, about."""
+LINE_IN = 0.17
+"""Width and height of a legend's letters, about."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -47,12 +48,16 @@ def style(place: int) -> dict[str, Any]:
 
 
 def legend_below(figure: Figure, columns: int = 3) -> None:
-    """One legend under all panels, with each label once; long labels take several lines."""
+    """One legend under all panels, with each label once; long labels take several lines, for which
+    the figure grows."""
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
     }
     width = max(30, int(LETTERS_AN_INCH * figure.get_figwidth() / columns) - 6)
     labels = [textwrap.fill(label, width) for label in entries]
+    rows = max(1, -(-len(labels) // columns))
+    folds = [sum(text.count("\n") for text in labels[i : i + rows]) for i in range(0, len(labels), rows)]
+    figure.set_figheight(figure.get_figheight() + LINE_IN * max(folds, default=0))
     figure.legend(entries.values(), labels, frameon=False, ncols=columns, loc="outside lower center")
 
 
