@@ -1,6 +1,6 @@
 """Showing a run on wandb or TensorBoard. ``metrics.jsonl`` is the source of truth; this is a copy of it.
 
-A tracker is told the lines of ``metrics.jsonl`` and sends each step once, however often the run is killed and
+A tracker gets the lines of ``metrics.jsonl`` and sends each step once, however often the run is killed and
 resumed: ``tracking.json`` in the run directory holds the id of the wandb run and the last step sent. Nothing
 that goes wrong in a tracker stops a run, nor is any key or environment variable written or sent.
 """
@@ -26,6 +26,7 @@ from PIL import Image
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
+from benchmarks.reporting.tables import markdown_table
 from dataset.files import write_json
 from pfl_ext.workers.distributed import is_main
 
@@ -183,11 +184,11 @@ class TensorBoardBackend:
     def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
         """The final table as text, and the plots."""
         columns = columns_of(rows)
-        lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        for name, values in rows.items():
-            cells = [f"{values[column]:.1f}" if column in values else "" for column in columns]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        self._writer.add_text("results", "\n".join(lines), step)
+        cells = [
+            [name, *(f"{values[column]:.1f}" if column in values else "" for column in columns)]
+            for name, values in rows.items()
+        ]
+        self._writer.add_text("results", markdown_table(["", *columns], cells), step)
         for path in sorted((directory / "plots").glob("*.png")):
             with Image.open(path) as image:
                 pixels = np.asarray(image.convert("RGB"))

@@ -27,6 +27,7 @@ from benchmarks.flair.train import Flair
 from benchmarks.flair.users import SPLIT, write_users
 from benchmarks.flair.variants import SCORES as REPORTED
 from benchmarks.reporting.runs import find_runs, read_run
+from benchmarks.reporting.tables import text_table
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.per_user import PRESENT, QUANTILES
@@ -74,14 +75,14 @@ def quantile_table(summary: Tree) -> str:
         title = f"{personal['users']} users, held out"
         parts |= {f"{title}, {when}": table for when, table in personal["quantiles"].items()}
     heads = ["mean", *(f"q{100 * q:g}" for q in QUANTILES)]
-    width = max(len(name) for name in parts) + 20
-    lines = [" " * width + "".join(f"{head:>8}" for head in heads)]
-    for name, table in parts.items():
-        for column in SHOWN:
-            if table[column]["n"]:
-                cells = "".join(f"{table[column][head]:8.1f}" for head in heads)
-                lines.append(f"{f'{name} {shown(column)}':<{width}}{cells}")
-    return "\n".join(lines)
+    return text_table(
+        {
+            f"{name} {shown(column)}": {head: table[column][head] for head in heads}
+            for name, table in parts.items()
+            for column in SHOWN
+            if table[column]["n"]
+        }
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ BOUND, CLIPPED, RATIO = (name for name, _ in PRIVATE_PANELS)
 
 @dataclass(frozen=True, order=True)
 class Budget:
-    """By what runs are told apart: central privacy first, by epsilon, then local, by that of one update."""
+    """What distinguishes runs: central privacy first, by epsilon, then local, by that of one update."""
 
     local: bool
     epsilon: float  # of the system accounted for, or of one update; infinite without privacy
