@@ -28,8 +28,9 @@ from benchmarks.core.config.sections import STRICT
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.run_directory import config_differences
 from benchmarks.core.tracking import flat
+from benchmarks.reporting.tables import markdown_table
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
-from benchmarks.sweep.report import Row, markdown, parallel_coordinates, table, write_tables
+from benchmarks.sweep.report import Row, parallel_coordinates, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
@@ -173,14 +174,16 @@ class LocalSweep:
         self._active[worker] = trial, process
 
     def _watch(self, trial: Trial, process: TrialProcess) -> bool:
-        """Report a trial's new values, stop it if it is behind the others; whether it has ended."""
+        """Compare a trial with the others by its new values, if the sweep does; whether it has ended."""
         alive, rule = process.is_alive(), self.sweep.early_terminate
-        known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        for step, best in enumerate(itertools.accumulate((v for _, v in self.values(trial)), self._best), 1):
-            if step not in known:
-                trial.report(best, step)
-                if alive and rule is not None and rule.compares(step) and trial.should_prune():
-                    process.stop()
+        if rule is not None and process.has_news():
+            known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+            values = [value for _, value in self.values(trial)]
+            for step, best in enumerate(itertools.accumulate(values, self._best), 1):
+                if step not in known:
+                    trial.report(best, step)
+                    if alive and rule.compares(step) and trial.should_prune():
+                        process.stop()
         return not alive
 
     def _end(self, trial: Trial, process: TrialProcess) -> None:
@@ -212,13 +215,16 @@ class LocalSweep:
             if trial.state == TrialState.FAIL:
                 self._add(trial.params, {**trial.user_attrs, "message": ""})
         try:
+            more = True  # a worker that found no trial asks again when another trial has ended
             while True:
                 for worker, active in list(self._active.items()):
                     if self._watch(*active):
                         del self._active[worker]
                         self._end(*active)
-                while len(self._active) < self._num_workers and (new := self._next()) is not None:
-                    self._start(new)
+                        more = True
+                while more and len(self._active) < self._num_workers:
+                    if more := (new := self._next()) is not None:
+                        self._start(new)
                 if not self._active:
                     break
                 time.sleep(POLL_SECONDS)
@@ -269,7 +275,7 @@ class LocalSweep:
         cells, stem = self._table(rows), self.directory / "plots" / "parallel_coordinates"
         write_tables(cells, self.directory)
         drawn = parallel_coordinates(rows, self.sweep, self.sweep.name or self.directory.name, stem)
-        print(f"\n{markdown(cells)}")
+        print(f"\n{markdown_table(cells[0], cells[1:])}\n")
         print(
             f"sweep directory: {self.directory} (table.md, table.csv{', plots/' if drawn else ''}, trials/)"
         )

@@ -31,6 +31,7 @@ class TrialProcess:
         self, module: str, words: Sequence[str], run_dir: Path, log: Path, num_processes: int = 1
     ) -> None:
         self.log, self._deadline = log, math.inf
+        self._metrics, self._seen = run_dir / "metrics.jsonl", 0
         log.parent.mkdir(parents=True, exist_ok=True)
         words = [*words, f"--run_dir={run_dir}"]
         job = (module, words, run_dir, log, num_processes)
@@ -42,6 +43,12 @@ class TrialProcess:
         if time.monotonic() > self._deadline:
             self._process.kill()
         return self._process.is_alive()
+
+    def has_news(self) -> bool:
+        """Whether its metrics have changed since this was asked last."""
+        size = self._metrics.stat().st_size if self._metrics.exists() else 0
+        seen, self._seen = self._seen, size
+        return size != seen
 
     def stop(self) -> None:
         """Ask it to finish its round, write a checkpoint and stop."""

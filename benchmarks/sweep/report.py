@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.visualization.matplotlib import plot_parallel_coordinate
 
 from benchmarks.reporting.plots import save
+from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
 from pfl_ext.tasks.metrics import shown
@@ -62,18 +61,10 @@ def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: 
     return out
 
 
-def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table for people."""
-    lines = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]) + "\n"
-
-
 def write_tables(cells: Sequence[Sequence[str]], directory: Path) -> None:
     """``table.md`` and ``table.csv``."""
-    write_bytes(directory / "table.md", markdown(cells).encode())
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(cells)
-    write_bytes(directory / "table.csv", text.getvalue().encode())
+    write_bytes(directory / "table.md", f"{markdown_table(cells[0], cells[1:])}\n".encode())
+    write_bytes(directory / "table.csv", csv_table(cells[0], cells[1:]).encode())
 
 
 def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Path) -> bool:

@@ -31,7 +31,7 @@ from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
 from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep, Options, read_values
-from benchmarks.sweep.report import Row, markdown, parallel_coordinates, table
+from benchmarks.sweep.report import Row, parallel_coordinates, table
 from benchmarks.sweep.space import Metric, command_words, read_sweep
 from dataset.cli import Stopped, raised, run
 from dataset.files import locked
@@ -531,10 +531,11 @@ def test_wandb_gives_each_trial_a_directory_of_its_own(
 
 def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
     best = Metric("val/C-AP", "maximize")
-    lines = markdown(table(some_rows(), ["a.rate", "b"], best, "C-AP")).splitlines()[2:]
-    assert [line.split(" | ")[1] for line in lines] == ["001", "000", "002"]
-    smallest = markdown(table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")).splitlines()[2:]
-    assert [line.split(" | ")[1] for line in smallest] == ["000", "001", "002"]
+    cells = table(some_rows(), ["a.rate", "b"], best, "C-AP")
+    assert [line[1] for line in cells] == ["trial", "001", "000", "002"]
+    assert [line[0] for line in cells] == ["rank", "1", "2", ""]
+    smallest = table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")
+    assert [line[1] for line in smallest[1:]] == ["000", "001", "002"]
 
 
 def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:
