@@ -29,7 +29,7 @@ class DataConfig(ImageConfig):
     partition: str | None = None
     """One of the file's partitions, as ``alpha-0.10``; None: the users that the file is grouped by."""
     taxonomy: str = "labels"
-    """Images with one label of this taxonomy take part; ``fine_grained_labels`` for FLAIR-like files."""
+    """Images with one label of this taxonomy take part; ``fine_grained_labels``, where a file has them."""
     scored: Literal["test", "val"] = "test"
     """What is followed over the rounds: test, as in the paper, which then chooses nothing and is called
     ``tracked``; or val, for choosing a model or hyperparameters."""
