@@ -4,8 +4,8 @@
 
 A file of single-label images by user: those of dataset.cifar10, cifar100, inaturalist and landmarks, or a
 file with label sets, of which the images with exactly one label take part. Without one, the embedded mini
-data set is drawn and used at a scale for a laptop. Any field of `benchmarks.visual_classification.config` can be given
-as ``--section.field value``; the command line wins over the YAML file.
+data set is drawn and used at a scale for a laptop. Any field of `benchmarks.visual_classification.config` can
+be set by ``--section.field value``; the command line wins over the YAML file.
 
 A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command goes on.
 """

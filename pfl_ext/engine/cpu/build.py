@@ -24,6 +24,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from dataset.files import file_digest
+
 SOURCES = Path(__file__).parent
 THREADED = "-fopenmp"  # without it, where a compiler does not know it, all work is done on one thread
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
@@ -72,7 +74,7 @@ def compiled() -> Path:
 
 
 def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return file_digest(path)[:16]
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
