@@ -264,7 +264,7 @@ class LocalLedger(Ledger):
         assert config.local_privacy is not None
         super().__init__(config, unit, secret, directory)
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
-        self._counts, self._drawn = np.zeros(len(users.partition.user_ids), np.int64), 0
+        self._start_counting()
         self.mechanism = LocallyPrivateMean(
             self.config,
             self._federated.num_rounds,
@@ -274,10 +274,13 @@ class LocalLedger(Ledger):
         self._most_at_end = self._most(self._federated.num_rounds)
         self.announce()
 
+    def _start_counting(self) -> None:
+        self._counts, self._drawn = np.zeros(self._users.num_users, np.int64), 0
+
     def _most(self, rounds: int) -> int:
         """Participations of the user who takes part most in the first rounds."""
         if rounds < self._drawn:
-            self._counts, self._drawn = np.zeros_like(self._counts), 0
+            self._start_counting()
         for round_number in range(self._drawn, rounds):
             self._counts[self._users.cohort(self._federated.cohort_size, round_number)] += 1
         self._drawn = rounds

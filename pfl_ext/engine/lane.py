@@ -174,7 +174,6 @@ class Lane:
             if how.correction == "step":
                 torch._foreach_sub_(self._weights, self._corrections, alpha=how.learning_rate)
 
-    @torch.no_grad()
     def decay(self, weight: float, how: LocalTraining, scaling: Scaling | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
         if how.weight_decay:
