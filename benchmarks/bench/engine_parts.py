@@ -25,6 +25,7 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.tasks.multi_label import MultiLabel
 
 LABELS = 17
 SIZES = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 7, 12, 25)
@@ -69,7 +70,7 @@ def round_of(arch: str, pixels: int, sizes: Sequence[int], options: dict[str, bo
     sampling = LocalSampling(num_epochs=2, batch_size=16, input_size=pixels)
     data = FederatedImageDataset(RandomImages(sizes, pixels), sampling, seed=0)
     left = {name: value for name, value in options.items() if name != "whole"}
-    model = ImageClassifier(backbone, input_size=pixels)
+    model = ImageClassifier(backbone, task=MultiLabel(), input_size=pixels)
     engine = CohortEngine(model, lanes=1, prefetch=0, **left)  # type: ignore[arg-type]
     if whole:
         engine._build(True, engine._built[1])

@@ -116,7 +116,7 @@ class Side:
         self._scored, self._clock = sides.scored is not None, clock
         trainable = sides.opened(run)
         store, module = trainable.split("train"), trainable.module()
-        self.data = training_data(run, store, module.objective.name)
+        self.data = training_data(run, store, module.task)
         evaluation = CentralEvaluation(
             trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )

@@ -15,7 +15,7 @@ from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.data.transforms import draw_boxes
+from pfl_ext.data.transforms import draw_crops
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.evaluation import CentralEvaluation
@@ -66,7 +66,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     total = 0.0
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
-        boxes = draw_boxes(
+        crops = draw_crops(
             rng,
             len(images),
             images.shape[1],
@@ -78,8 +78,8 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
         with model.amp_context or contextlib.nullcontext():
             loss = module.loss(
                 torch.from_numpy(images).to(device),
-                torch.from_numpy(targets).float().to(device),
-                torch.from_numpy(boxes).to(device),
+                module.task.collate(targets).to(device),
+                torch.from_numpy(crops).to(device),
             )
         loss.backward()
         parameters = [p for p in module.parameters() if p.grad is not None]

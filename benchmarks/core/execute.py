@@ -157,12 +157,13 @@ def _final_scores(experiment: Experiment[Any], recorder: Recorder, model: PyTorc
         name: CentralEvaluation(experiment.split(name), threads=threads) for name in experiment.final_splits
     }
     metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
-    last = {name: columns(scored) for name, scored in metrics.items()}
+    task = model.pytorch_model.task
+    last = {name: columns(task, scored) for name, scored in metrics.items()}
     if recorder.best.step != recorder.num_steps:
         model.pytorch_model.load_state_dict(recorder.best.weights)
         metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
     return {
-        **{name: columns(scored) for name, scored in metrics.items()},
+        **{name: columns(task, scored) for name, scored in metrics.items()},
         "last": last,
         "best_step": recorder.best.step,
         **experiment.final_results(recorder.files.path, model, metrics),

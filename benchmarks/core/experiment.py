@@ -21,10 +21,11 @@ from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
+from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.randomness import torch_stream
-from pfl_ext.tasks.objectives import ObjectiveName
+from pfl_ext.tasks.task import Task
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -127,12 +128,7 @@ class Experiment(ABC, Generic[C]):
         print(text_table(self.rows(results)))
 
 
-def build_model(
-    config: TrainingConfig,
-    num_labels: int,
-    weights: Path | None,
-    objective: ObjectiveName = "multi_label",
-) -> ImageClassifier:
+def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, task: Task) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
     if weights is None and config.model.weights_sha256 is not None:
         raise ValueError(
@@ -152,6 +148,5 @@ def build_model(
         train=config.model.trained,
     )
     exact = config.augment.crop != "resized"
-    return ImageClassifier(
-        backbone, input_size=config.model.input_size, exact_crops=exact, objective=objective
-    )
+    task = weighted_task(config.federated, task)
+    return ImageClassifier(backbone, task=task, input_size=config.model.input_size, exact_crops=exact)

@@ -34,7 +34,7 @@ from pfl_ext.data.federated_dataset import (
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.objectives import ObjectiveName
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
 
 
@@ -68,7 +68,7 @@ def sampler(config: TrainingConfig) -> Sampler:
 def training_data(
     run: AnyRun,
     store: ImageStore,
-    objective: ObjectiveName = "multi_label",
+    task: Task,
     partition: Partition | None = None,
     secret: Secret | None = None,
 ) -> FederatedImageDataset:
@@ -85,7 +85,8 @@ def training_data(
         noise_seed=None if secret is None else secret.noise_seed,
         partition=partition,
         sampler=sampler(config),
-        reweight=importance_weights(config.federated, store, objective),
+        reweight=importance_weights(config.federated, store, task),
+        collate=task.collate,
         prefetch=runtime.prefetch,
         threads=runtime.reader_threads,
     )
@@ -199,7 +200,7 @@ def check_federated(
     population, federated = len(store.user_ids), config.federated
     if config.privacy is not None:
         calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
-    users = training_data(run, store, module.objective.name, partition)
+    users = training_data(run, store, module.task, partition)
     users.cohort(federated.cohort_size)
     refuse(federated.algorithm_class.refusals, workers=current() is not None)
     federated.algorithm_class.check(setup(config, module, users))
@@ -227,7 +228,7 @@ def train_federated(
     """
     config = run.config
     secret = recorder.files.secret()
-    users = training_data(run, store, module.objective.name, partition, secret)
+    users = training_data(run, store, module.task, partition, secret)
     if secret is not None:
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
     score = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))

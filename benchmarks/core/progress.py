@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from tqdm import tqdm
 
 from benchmarks.core.config.benchmark import AnyRun
-from pfl_ext.tasks.metrics import shown
 from pfl_ext.workers.distributed import is_main
 
 LONG_S = 600.0
@@ -95,8 +94,6 @@ class Progress:
             pace = f"at the pace of the first {unit}: {parts}{self._scoring_s:.2g} s"
             tqdm.write(f"about {duration(total)} to go {pace}", file=sys.stderr)
 
-    def show(self, split: str, scores: Mapping[str, float]) -> None:
-        """Put the first score and the loss beside the bar."""
-        first = next(name for name in scores if name != "loss")
-        text = f"{split} {shown(first)} {scores[first]:.2f} loss {scores['loss']:.4f}"
+    def show(self, text: str) -> None:
+        """Put the last scores beside the bar."""
         self._bar.set_postfix_str(text, refresh=False)

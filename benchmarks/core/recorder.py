@@ -21,12 +21,13 @@ from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.tracking import Tracking
 from dataset.cli import Held
 from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import from_main, is_main
 
 
-def columns(metrics: Metrics) -> dict[str, float]:
-    """The paper's columns and the loss of one scored split."""
-    return {"loss": float(metrics[LOSS].overall_value), **metrics[SCORES].summary()}
+def columns(task: Task, metrics: Metrics) -> dict[str, float]:
+    """The loss and the task's columns of one scored split."""
+    return {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
 
 
 class Recorder:
@@ -66,7 +67,11 @@ class Recorder:
         Best is the least loss, or the greatest of any other column. Of steps that score the same, the
         earliest is kept, which is the model of the fewest updates.
         """
-        self._val = columns(metrics)
+        task: Task = model.pytorch_model.task
+        self._val = columns(task, metrics)
+        first = task.headline[0]
+        text = f"{task.shown(first)} {self._val[first]:.2f} loss {self._val['loss']:.4f}"
+        self.progress.show(f"{self.followed} {text}")
         by = self.run.config.evaluation.best_by
         score = -float(step) if by == "last" else self._val["loss"] if by == "loss" else -self._val[by]
         if score < self.best.score:
@@ -102,7 +107,6 @@ class Recorder:
     def _write_line(self, line: Tree) -> None:
         if self._val is not None:
             line[self.followed] = {key: round(value, 6) for key, value in self._val.items()}
-            self.progress.show(self.followed, self._val)
             self._val = None
         if not is_main():
             return

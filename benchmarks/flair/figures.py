@@ -49,7 +49,7 @@ from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
-from pfl_ext.tasks.metrics import shown
+from pfl_ext.tasks.multi_label_scores import shown
 
 Named = tuple[str, Figure]
 SHORT = {

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pfl_ext.tasks.metrics import COLUMNS
+from pfl_ext.tasks.multi_label_scores import COLUMNS
 
 
 @cache

@@ -30,9 +30,10 @@ from benchmarks.reporting.runs import find_runs, read_run
 from benchmarks.reporting.tables import text_table
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from pfl_ext.algorithms.per_user import PRESENT, QUANTILES
+from pfl_ext.algorithms.per_user import QUANTILES
 from pfl_ext.evaluation import SCORES, CentralEvaluation
-from pfl_ext.tasks.metrics import shown
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.multi_label_scores import PRESENT, shown
 
 SHOWN = ("C-AP", PRESENT, "O-AP", "O-F1")
 ALLOWED = ("personal.", "runtime.", "data_path")
@@ -58,13 +59,14 @@ def evaluate(directory: Path, run: Run) -> Tree:
             raise ValueError(
                 f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
             )
-        module = build_model(config, len(names), model_file if config.model.pretrained else None)
+        weights = model_file if config.model.pretrained else None
+        module = build_model(config, len(names), weights, MultiLabel())
         module.load_state_dict(load_file(model_file))
         model = PyTorchModel(
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )
         scored = CentralEvaluation(task.split(SPLIT), threads=run.runtime.reader_threads)(model)[SCORES]
-        return write_users(directory, config, module, task, scored.scores(), scored.targets())
+        return write_users(directory, config, module, task, scored)
 
 
 def quantile_table(summary: Tree) -> str:

@@ -25,7 +25,7 @@ from benchmarks.reporting.tables import csv_table, markdown_table
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
-from pfl_ext.tasks.metrics import BINNED, COLUMNS, EXACT
+from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS, EXACT
 
 CSV_FIELDS = (
     "data", "scale", "row", "comparable", "seeds", "column", "scored_as", "mean", "std",

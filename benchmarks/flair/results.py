@@ -19,7 +19,7 @@ from benchmarks.reporting.tables import text_table
 from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import shot_table
 from pfl_ext.evaluation import SCORES
-from pfl_ext.tasks.metrics import average_precision, for_people, shown
+from pfl_ext.tasks.multi_label_scores import average_precision, for_people, shown
 
 
 def class_scores(

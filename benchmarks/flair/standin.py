@@ -28,7 +28,7 @@ from pfl_ext.checkpoint import save
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from pfl_ext.models.classifier import build_backbone
 from pfl_ext.randomness import stream, torch_stream
-from pfl_ext.tasks.objectives import multi_label_loss
+from pfl_ext.tasks.multi_label import MultiLabel
 
 BATCH = 64
 
@@ -62,7 +62,7 @@ def pretrain(network: torch.nn.Module, spec: MiniSpec, epochs: int, learning_rat
             pixels = normalise(
                 resize(torch.from_numpy(images[rows]), spec.image_size), IMAGENET_MEAN, IMAGENET_STD
             )
-            loss = multi_label_loss(network(pixels), torch.from_numpy(targets[rows]))
+            loss = MultiLabel().loss(network(pixels), torch.from_numpy(targets[rows]))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -18,7 +18,7 @@ from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.variants import LOCAL, Variant, is_flair, variant
 from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
-from pfl_ext.tasks.metrics import BINNED, COLUMNS
+from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 Verdict = Literal["agrees", "above", "below", "not comparable", "not in the paper"]
 

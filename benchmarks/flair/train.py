@@ -31,11 +31,11 @@ from benchmarks.flair.users import SPLIT
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.label_sets import LabelSetView, SplitImages
-from pfl_ext.algorithms.fedir import weighted_objective
 from pfl_ext.algorithms.per_user import users_with
 from pfl_ext.data.federated_dataset import Partition, iid_partition
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.metrics import BINNED, COLUMNS
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 SOURCE = DataSource(
     path=Path("data/flair.hdf5"),
@@ -48,7 +48,7 @@ class Flair(Experiment[Config]):
     """FLAIR's side of a run: its labels, its users or the same images dealt at random, the paper's rows."""
 
     benchmark = FLAIR
-    headline = ("C-AP", "O-AP")
+    headline = MultiLabel.headline
     scores = ("loss", *COLUMNS, *BINNED.values(), "accuracy")  # accuracy is of binary tasks only
 
     def __init__(self, run: Run, file: DataFile) -> None:
@@ -71,8 +71,7 @@ class Flair(Experiment[Config]):
 
     def module(self) -> ImageClassifier:
         """A network with an output for each label."""
-        objective = weighted_objective(self.config.federated, "multi_label")
-        return build_model(self.config, len(self.task.label_names), self.run.weights, objective)
+        return build_model(self.config, len(self.task.label_names), self.run.weights, MultiLabel())
 
     def partition(self) -> Partition | None:
         """The images dealt at random, with ``data.partition: iid``."""

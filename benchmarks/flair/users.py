@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import Config
@@ -18,7 +17,6 @@ from benchmarks.reporting import plots
 from dataset.files import write_json
 from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import (
-    PER_USER,
     FloatArray,
     Personalisation,
     PersonalScores,
@@ -26,9 +24,10 @@ from pfl_ext.algorithms.per_user import (
     personalise,
     quantiles,
 )
-from pfl_ext.data.federated_dataset import LocalSampling
+from pfl_ext.data.federated_dataset import IntArray, LocalSampling
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.metrics import shown, summarise
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.multi_label_scores import PER_USER, MultiLabelScores, shown
 from pfl_ext.workers.distributed import is_main
 
 SPLIT = "test"
@@ -68,17 +67,21 @@ def _quantiles(values: dict[str, FloatArray]) -> Tree:
     return {name: quantiles(values[name]) for name in PER_USER}
 
 
+def _user_scores(scored: MultiLabelScores, offsets: IntArray) -> dict[str, FloatArray]:
+    return per_user_scores(MultiLabel(), scored.scores(), scored.targets(), offsets)
+
+
 def _personal_tree(config: Config, scores: PersonalScores) -> tuple[Tree, Tree]:
     """What goes into per_user.json, and its summary."""
     parts = {"before": scores.before, "after": scores.after}
-    scored = {when: per_user_scores(part, scores.targets, scores.offsets) for when, part in parts.items()}
+    scored = {when: _user_scores(part, scores.offsets) for when, part in parts.items()}
     change = {name: scored["after"][name] - scored["before"][name] for name in PER_USER}
     summary = {
         "config": dataclasses.asdict(config.personal),
         "users": len(scores.users),
         "images_trained_on": int(scores.trained_on.sum()),
         "images_scored": int(scores.offsets[-1]),
-        "all_images": {when: summarise(part, scores.targets) for when, part in parts.items()},
+        "all_images": {when: part.summary() for when, part in parts.items()},
         "quantiles": {**{when: _quantiles(scored[when]) for when in parts}, "change": _quantiles(change)},
         "share_of_users_better": {name: float(np.mean(change[name] > 0)) for name in ("C-AP", "O-AP")},
         "share_of_users_worse": {name: float(np.mean(change[name] < 0)) for name in ("C-AP", "O-AP")},
@@ -98,20 +101,17 @@ def write_users(
     config: Config,
     module: ImageClassifier,
     task: LabelSetView,
-    scores: npt.NDArray[np.float32],
-    targets: npt.NDArray[np.bool_],
+    scored: MultiLabelScores,
 ) -> Tree:
     """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summary for ``results.json``.
 
     All workers call this, and share the fine-tuning; the first writes.
 
-    ``scores`` and ``targets``: of the test split, ``[N, K]``.
-
     Raises:
         ValueError: when no user has as many images as ``personal.min_images``.
     """
     store = task.split(SPLIT)
-    values = per_user_scores(scores, targets, store.user_offsets)
+    values = _user_scores(scored, store.user_offsets)
     summary: Tree = {"users": len(store.user_ids), "quantiles": _quantiles(values)}
     whole: dict[str, Any] = {
         "split": SPLIT,

@@ -12,7 +12,7 @@ from benchmarks.core.config.sections import LocalPrivacySection
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, Config, parse
-from pfl_ext.tasks.metrics import BINNED, COLUMNS
+from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
 SCORES = dict.fromkeys(("val", "test"), (*COLUMNS, *BINNED.values()))
 """What the results of a run must hold to be reported."""

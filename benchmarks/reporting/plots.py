@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from dataset.files import write_bytes
-from pfl_ext.tasks.metrics import shown
+from pfl_ext.tasks.multi_label_scores import shown
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000"

@@ -18,7 +18,7 @@ from benchmarks.reporting.plots import save
 from benchmarks.reporting.tables import csv_table, markdown_table
 from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
-from pfl_ext.tasks.metrics import shown
+from pfl_ext.tasks.multi_label_scores import shown
 
 
 @dataclass(frozen=True)

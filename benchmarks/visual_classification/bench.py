@@ -27,6 +27,7 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.data.federated_dataset import ByteArray, IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
+from pfl_ext.tasks.single_label import SingleLabel
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Drawn:
 
     def module(self) -> ImageClassifier:
         """The network of the case's config."""
-        return build_model(self.run.config, self.case.classes, None, "single_label")
+        return build_model(self.run.config, self.case.classes, None, SingleLabel())
 
 
 def _compare(case: Case, rounds: int, opened: Callable[[Run], Trainable]) -> Tree:

@@ -31,6 +31,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.single_label import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.single_label import SingleLabel
 
 
 def protected_unit(task: SingleLabelView) -> ProtectedUnit:
@@ -49,7 +50,7 @@ class VisualClassification(Experiment[Config]):
     """This benchmark's side of a run: one class an image, a partition of the file, accuracy."""
 
     benchmark = VISION
-    headline = ("accuracy",)
+    headline = SingleLabel.headline
     scores = ("loss", "accuracy", "C-accuracy")
 
     def __init__(self, run: Run, file: DataFile) -> None:
@@ -83,7 +84,7 @@ class VisualClassification(Experiment[Config]):
 
     def module(self) -> ImageClassifier:
         """A network with an output for each class."""
-        return build_model(self.config, len(self.task.label_names), self.run.weights, "single_label")
+        return build_model(self.config, len(self.task.label_names), self.run.weights, SingleLabel())
 
     def protected(self) -> ProtectedUnit:
         """See `protected_unit`."""

@@ -1,6 +1,6 @@
 """How a model does on each user by itself, and after it was fine-tuned on part of that user's images.
 
-Shape letters: U users, N images, K labels, M images that are scored.
+Shape letters: U users, N images, K classes, M images that are scored.
 """
 
 from __future__ import annotations
@@ -8,52 +8,45 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
+from pfl.metrics import Metrics, MetricValue, StringMetricName
 
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray, LocalSampling, UserImages
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
-from pfl_ext.tasks.metrics import COLUMNS, average_precision, summarise
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work
 
 FloatArray = npt.NDArray[np.float64]
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-PRESENT = "C-AP-present"
-PER_USER = (*COLUMNS, PRESENT)
-"""The paper's eight columns on one user's images, and C-AP over the classes that the user has.
-
-A class that a user lacks counts 0 in the C columns, as in the paper's code; with few of the classes, a user's
-C-AP is low however good the model is. A class on *every* image of a user has AP 1 whatever the scores are:
-users with one image are told apart by O-AP alone.
-"""
+BEFORE, AFTER = StringMetricName("before"), StringMetricName("after")
 
 
 def per_user_scores(
-    scores: npt.NDArray[np.float32], targets: npt.NDArray[np.uint8 | np.bool_], offsets: IntArray
+    task: Task, predictions: npt.NDArray[Any], annotations: Any, offsets: IntArray
 ) -> dict[str, FloatArray]:
-    """`PER_USER`, percent, each ``[U]``; C-AP-present is NaN for a user without a label.
+    """The columns that a task has for one user, each ``[U]``.
 
     Args:
-        scores: probabilities ``[N, K]``, a user's rows contiguous.
-        targets: 0/1, ``[N, K]``.
+        task: whose predictions these are.
+        predictions: ``[N, ...]`` as `Task.scored` makes them, a user's rows contiguous.
+        annotations: ``[N, ...]`` as a store holds them.
         offsets: ``[U + 1]``: user u has the rows ``offsets[u]:offsets[u + 1]``, at least one.
     """
-    out = {name: np.full(len(offsets) - 1, np.nan) for name in PER_USER}
-    for user, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-        mine, truth = scores[start:stop], np.asarray(targets[start:stop], np.bool_)
-        columns = summarise(mine, truth)
-        for name in COLUMNS:
-            out[name][user] = columns[name]
-        present = truth.any(0)
-        if present.any():
-            out[PRESENT][user] = 100 * float(average_precision(mine[:, present], truth[:, present]).mean())
-    return out
+    users = [
+        task.user_columns(torch.from_numpy(predictions[start:stop]), annotations[start:stop])
+        for start, stop in itertools.pairwise(offsets.tolist())
+    ]
+    return {name: np.array([columns[name] for columns in users]) for name in users[0]}
 
 
 def quantiles(values: FloatArray) -> dict[str, float]:
@@ -91,14 +84,13 @@ class Personalisation:
 
 @dataclass(frozen=True)
 class PersonalScores:
-    """Scores ``[M, K]`` of the held-out images before and after each user's fine-tuning."""
+    """The task's statistics of the held-out images before and after each user's fine-tuning, over M rows."""
 
     users: Sequence[str]  # [U]
     offsets: IntArray  # [U + 1] into M
     trained_on: IntArray  # [U] images
-    before: npt.NDArray[np.float32]
-    after: npt.NDArray[np.float32]
-    targets: ByteArray
+    before: Any
+    after: Any
 
 
 def users_with(store: ImageStore, min_images: int) -> IntArray:
@@ -136,28 +128,30 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
     ]
     offsets = np.cumsum([0, *(len(held_out) for _, held_out in parts)]).astype(np.int64)
     firsts = store.user_offsets[chosen]
-    targets = store.targets(np.concatenate([first + part[1] for first, part in zip(firsts, parts)]))
-    scores = np.zeros(
-        (2, *targets.shape), np.float32
-    )  # before and after; each worker fills in its users' rows
+    num_rows, task = int(offsets[-1]), module.task
+    nobody = task.statistics(num_rows, np.empty(0, np.int64), [], [store.targets(np.empty(0, np.int64))])
+    before, after = nobody, nobody
     workers = get_ops().distributed
     mine = longest_first(sizes[chosen].astype(np.float64), workers.world_size)[workers.global_rank]
     begin_work(personalisation=how.split_seed, users=len(chosen))
     try:
         for place in sorted(mine):
             (train, held_out), first = parts[place], int(firsts[place])
-            rows = slice(int(offsets[place]), int(offsets[place + 1]))
-            images, _ = store.read(first + held_out)
-            scores[0, rows] = _predict(module, images, device)
+            rows = np.arange(offsets[place], offsets[place + 1])
+            images, annotations = store.read(first + held_out)
+            scored = partial(_statistics, module, num_rows, rows, images, annotations)
+            before = before + scored()
             _fine_tune(module, store.read(first + train), names[place], how, device)
-            scores[1, rows] = _predict(module, images, device)
+            after = after + scored()
             module.load_state_dict(start)
     finally:
         module.load_state_dict(start)
     if workers.world_size > 1:
-        workers.all_reduce([torch.from_numpy(scores)])  # exact: a row of one worker's plus zeros
+        scores = Metrics([(BEFORE, before), (AFTER, after)])
+        scores = ops.all_reduce_metrics(scores)
+        before, after = scores[BEFORE], scores[AFTER]
     trained_on = np.asarray([len(train) for train, _ in parts], np.int64)
-    return PersonalScores(names, offsets, trained_on, scores[0], scores[1], targets)
+    return PersonalScores(names, offsets, trained_on, before, after)
 
 
 def _fine_tune(
@@ -171,7 +165,8 @@ def _fine_tune(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable, lr=how.learning_rate)
     if how.max_grad_norm is not None:
         optimizer = PerVariableClippedSGD(trainable, lr=how.learning_rate, max_norm=how.max_grad_norm)
-    user = UserImages(*data, name, how.sampling, stream(how.split_seed, "personal training", name))
+    collate = module.task.collate
+    user = UserImages(*data, name, how.sampling, stream(how.split_seed, "personal training", name), collate)
     for _ in range(how.sampling.num_epochs):
         for batch in user.iter(how.sampling.batch_size):
             optimizer.zero_grad()
@@ -180,14 +175,21 @@ def _fine_tune(
 
 
 @torch.no_grad()
-def _predict(
-    module: ImageClassifier, images: ByteArray, device: torch.device, batch_size: int = 256
-) -> npt.NDArray[np.float32]:
-    parts = [
-        torch.sigmoid(module(torch.from_numpy(images[i : i + batch_size]).to(device)).float()).cpu().numpy()
-        for i in range(0, len(images), batch_size)
-    ]
-    return np.concatenate(parts)
+def _statistics(
+    module: ImageClassifier,
+    num_rows: int,
+    rows: IntArray,
+    images: ByteArray,
+    annotations: ByteArray,
+    batch_size: int = 256,
+) -> MetricValue:
+    """The task's statistics of one user's held-out images."""
+    device, predictions = module.mean.device, []
+    for i in range(0, len(images), batch_size):
+        pixels, targets = torch.from_numpy(images[i : i + batch_size]), annotations[i : i + batch_size]
+        outputs, compared = module.outputs(pixels.to(device), module.task.collate(targets).to(device))
+        predictions.append(module.task.scored(outputs.cpu(), compared.cpu())[1])
+    return module.task.statistics(num_rows, rows, predictions, [annotations])
 
 
 def shot_groups(train_counts: IntArray, few_below: int) -> dict[str, npt.NDArray[np.bool_]]:

@@ -9,7 +9,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from dataset.files import prefetched
 from pfl_ext.algorithms import fedvc
 from pfl_ext.data.schedule import UserCost, longest_first
-from pfl_ext.data.transforms import Crop, Flip, draw_boxes
+from pfl_ext.data.transforms import Crop, Flip, draw_crops
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -57,6 +57,10 @@ class ImageStore(Protocol):
 
 Reweighting = Callable[[ByteArray, ByteArray], npt.NDArray[np.float32]]
 """Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+
+
+Collate = Callable[[npt.NDArray[Any]], torch.Tensor]
+"""The targets of a batch from its annotations: `pfl_ext.tasks.task.Task.collate`."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,10 @@ class LocalSampling:
 
 
 class UserImages(Dataset):
-    """One user in one round: a pfl ``Dataset`` that yields (images, targets, boxes) batches.
+    """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
 
     pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
-    ``boxes`` ``[B, 6]`` says how each image is cropped and flipped; the device does it.
+    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it.
     """
 
     def __init__(
@@ -173,11 +177,12 @@ class UserImages(Dataset):
         user_id: str,
         sampling: LocalSampling,
         rng: np.random.Generator,
+        collate: Collate = torch.from_numpy,
     ) -> None:
         assert len(images) == len(targets)
         super().__init__(raw_data=(images, targets), user_id=user_id)
         self._epochs = iter(sampling.epochs(len(images), rng))
-        self._sampling, self._rng = sampling, rng
+        self._sampling, self._rng, self._collate = sampling, rng, collate
         self._aside = rng.bit_generator.jumped()  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
@@ -198,13 +203,13 @@ class UserImages(Dataset):
     def _batch(self, positions: IntArray, rng: np.random.Generator) -> Batch:
         images, targets = self.raw_data
         sampling = self._sampling
-        boxes = draw_boxes(
+        crops = draw_crops(
             rng, len(positions), images.shape[1], sampling.input_size, sampling.crop, sampling.flip
         )
         return (
             torch.from_numpy(images[positions]),
-            torch.from_numpy(targets[positions]).float(),
-            torch.from_numpy(boxes),
+            self._collate(targets[positions]),
+            torch.from_numpy(crops),
         )
 
 
@@ -236,7 +241,8 @@ class FederatedImageDataset(FederatedDataset):
     1 / cohort_size of them all comes less often than that); "proportional_replacement" from all, whose plain
     mean of updates is without bias, and who comes twice brings two samples. Users of one size make them
     "fixed" and "replacement".
-    ``reweight``: weights in the targets, as FedIR's.
+    ``reweight``: weights in the targets, as FedIR's. ``collate``: the task's, for annotations that are no
+    plain arrays.
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
     ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
     bits of each). Where it is None they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these
@@ -257,6 +263,7 @@ class FederatedImageDataset(FederatedDataset):
         partition: Partition | None = None,
         sampler: Sampler = "fixed",
         reweight: Reweighting | None = None,
+        collate: Collate = torch.from_numpy,
         prefetch: int = 4,
         threads: int = 1,
         cost: UserCost | None = None,
@@ -267,7 +274,7 @@ class FederatedImageDataset(FederatedDataset):
         self._cohort_seed = seed if cohort_seed is None else cohort_seed
         self.noise_seed = noise_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
-        self._reweight = reweight
+        self._reweight, self._collate = reweight, collate
         self._cost = UserCost() if cost is None else cost
         self._round = 0
         self._only: IntArray | None = None
@@ -340,7 +347,8 @@ class FederatedImageDataset(FederatedDataset):
         weighted: ByteArray | npt.NDArray[np.float32] = targets
         if self._reweight is not None:
             weighted = self._reweight(targets, self._store.targets(own))
-        return UserImages(images, weighted, self.partition.user_ids[user], self._sampling, rng)
+        user_id = self.partition.user_ids[user]
+        return UserImages(images, weighted, user_id, self._sampling, rng, self._collate)
 
     def members(self, cohort_size: int) -> list[Member]:
         """The round's cohort, the same on every worker."""
@@ -370,7 +378,8 @@ class FederatedImageDataset(FederatedDataset):
         datasets = prefetched(self.read, mine, ahead=self._prefetch, threads=self._threads)
         if (self._sampler == "poisson" or self._only is not None) and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
-            yield UserImages(*nobody, "nobody", self._sampling, stream(self._seed, "nobody")), 0
+            rng = stream(self._seed, "nobody")
+            yield UserImages(*nobody, "nobody", self._sampling, rng, self._collate), 0
         seed = self._seed if self.noise_seed is None else self.noise_seed
         for member, dataset in zip(mine, datasets):
             yield dataset, seed32(seed, "local noise", self._round, member.user, member.turn)

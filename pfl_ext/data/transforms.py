@@ -1,7 +1,7 @@
 """From stored uint8 images to a network's float input, on the device, for each image by itself.
 
-Random choices are made beforehand on the CPU (`draw_boxes`: a pure function of a generator) and travel with
-the images, so that they depend neither on the device nor on the batch; applying them (`augment`) draws
+Random choices are made beforehand on the CPU (`draw_crops`: a pure function of a generator) and travel with
+the images, so that they depend neither on the device nor on the batch; applying them (`cropped`) draws
 nothing and never waits for the device. One crop shared by a batch is the predecessors' defect 2.
 
 Shape letters: B images of a batch, H x W their stored size, S the side of the network's input.
@@ -33,14 +33,14 @@ PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixe
 FloatArray = npt.NDArray[np.float32]
 
 
-def draw_boxes(
+def draw_crops(
     rng: np.random.Generator, n: int, image_size: int, input_size: int, crop: Crop, flip: Flip
 ) -> FloatArray:
-    """Draw one box and two flips for each of ``n`` square images, independently.
+    """Draw one crop and two flips for each of ``n`` square images, independently.
 
     ``crop="crop"``: a random square of ``input_size`` pixels (the FLAIR paper; Keras RandomCrop).
     ``crop="padded"``: such a square of the image with a black border of an eighth of its side, as is usual
-    for CIFAR (He et al. 2016, Section 4.2; torchvision's RandomCrop with padding 4); boxes reach outside.
+    for CIFAR (He et al. 2016, Section 4.2; torchvision's RandomCrop with padding 4); crops reach outside.
     ``crop="resized"``: area 0.08-1 of the image and ratio 3/4-4/3, the distribution of torchvision's
     RandomResizedCrop with its ten tries and its fallback, the whole image (pfl-research's benchmark).
     ``flip="both"``: left-right and, independently, upside-down, each with probability 1/2.
@@ -64,13 +64,13 @@ def draw_boxes(
         height = width = np.full(n, input_size, np.int64)
     else:
         height, width = _resized_shapes(u[:, 4:], image_size)
-    boxes = np.zeros((n, 6), np.float32)
-    boxes[:, 0] = np.floor(u[:, 0] * (image_size + 2 * border - height + 1)) - border
-    boxes[:, 1] = np.floor(u[:, 1] * (image_size + 2 * border - width + 1)) - border
-    boxes[:, 2], boxes[:, 3] = height, width
-    boxes[:, 4] = (u[:, 2] < 0.5) & (flip != "none")
-    boxes[:, 5] = (u[:, 3] < 0.5) & (flip == "both")
-    return boxes
+    crops = np.zeros((n, 6), np.float32)
+    crops[:, 0] = np.floor(u[:, 0] * (image_size + 2 * border - height + 1)) - border
+    crops[:, 1] = np.floor(u[:, 1] * (image_size + 2 * border - width + 1)) - border
+    crops[:, 2], crops[:, 3] = height, width
+    crops[:, 4] = (u[:, 2] < 0.5) & (flip != "none")
+    crops[:, 5] = (u[:, 3] < 0.5) & (flip == "both")
+    return crops
 
 
 def _resized_shapes(
@@ -90,22 +90,22 @@ def _resized_shapes(
     )
 
 
-def augment(images: Tensor, boxes: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:
-    """Cut each image's box out, scale it to ``input_size`` and flip it.
+def cropped(images: Tensor, crops: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:
+    """Cut each image's crop out, scale it to ``input_size`` and flip it.
 
-    ``images`` uint8 ``[B, H, W, 3]`` and ``boxes`` ``[B, 6]`` (of `draw_boxes`) on one device; returns
-    float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every box is ``input_size``
-    pixels high and wide: then pixels are only gathered. Otherwise boxes are resized bilinearly with
-    antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at None, boxes are
-    looked at on the CPU, while on other devices, where a look would wait for them, everything goes the
-    general way, whose result for exact boxes is the same.
+    ``images`` uint8 ``[B, H, W, 3]`` and ``crops`` ``[B, 6]`` (of `draw_crops`) on one device; returns
+    float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every crop is
+    ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise crops are resized
+    bilinearly with antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at
+    None, crops are looked at on the CPU, while on other devices, where a look would wait for them, everything
+    goes the general way, whose result for exact crops is the same.
     """
     _check(images)
-    assert boxes.shape == (len(images), 6), "one box per image"
-    boxes = boxes.to(torch.float32)
+    assert crops.shape == (len(images), 6), "one crop per image"
+    crops = crops.to(torch.float32)
     if exact is None:
-        exact = boxes.device.type == "cpu" and bool((boxes[:, 2:4] == input_size).all())
-    return _gather(images, boxes, input_size) if exact else _resample(images, boxes, input_size)
+        exact = crops.device.type == "cpu" and bool((crops[:, 2:4] == input_size).all())
+    return _gather(images, crops, input_size) if exact else _resample(images, crops, input_size)
 
 
 def _check(images: Tensor) -> None:
@@ -114,9 +114,9 @@ def _check(images: Tensor) -> None:
     assert images.shape[3] == 3, "images are [B, H, W, 3]"
 
 
-def _gather(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
-    """`augment` for boxes of exactly the input's size: an index gather on uint8, then one conversion."""
-    top, left, _, _, flip_h, flip_v = boxes.to(torch.int64)[:, :, None].unbind(1)  # each [B, 1]
+def _gather(images: Tensor, crops: Tensor, input_size: int) -> Tensor:
+    """`cropped` for crops of exactly the input's size: an index gather on uint8, then one conversion."""
+    top, left, _, _, flip_h, flip_v = crops.to(torch.int64)[:, :, None].unbind(1)  # each [B, 1]
     steps = torch.arange(input_size, device=images.device)
     rows = top + torch.where(flip_v > 0, input_size - 1 - steps, steps)  # [B, S]
     columns = left + torch.where(flip_h > 0, input_size - 1 - steps, steps)
@@ -130,10 +130,10 @@ def _gather(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
     return pixels.permute(0, 3, 1, 2).to(torch.float32).div_(255)
 
 
-def _resample(images: Tensor, boxes: Tensor, input_size: int) -> Tensor:
-    """`augment` for any boxes: rows, then columns, each one batched product with per-image weights."""
+def _resample(images: Tensor, crops: Tensor, input_size: int) -> Tensor:
+    """`cropped` for any crops: rows, then columns, each one batched product with per-image weights."""
     b, h, w, _ = images.shape
-    top, left, height, width, flip_h, flip_v = boxes.unbind(1)
+    top, left, height, width, flip_h, flip_v = crops.unbind(1)
     weights_y = _triangle_weights(top, height, flip_v, h, input_size)
     weights_x = _triangle_weights(left, width, flip_h, w, input_size)
     with torch.autocast(images.device.type, enabled=False):
@@ -148,7 +148,7 @@ def _triangle_weights(start: Tensor, length: Tensor, flip: Tensor, size: int, ou
     """``[B, out, size]``: each output pixel as a weighted mean of the pixels of ``[start, start + length)``.
 
     The antialiased bilinear filter: a triangle about the output pixel's centre that reaches one output pixel
-    to each side, but at least one input pixel; cut off at the box and normalised (align_corners=False).
+    to each side, but at least one input pixel; cut off at the crop and normalised (align_corners=False).
     """
     start, length = start[:, None, None], length[:, None, None]
     steps = torch.arange(out, device=start.device, dtype=torch.float32)[:, None]
@@ -159,7 +159,7 @@ def _triangle_weights(start: Tensor, length: Tensor, flip: Tensor, size: int, ou
     inside = (pixels >= 0) & (pixels < length)
     weights = (1 - distance).clamp_(min=0) * inside
     total = weights.sum(-1, keepdim=True)
-    return weights / total.where(total > 0, 1.0)  # 0 where a padded box has no pixel
+    return weights / total.where(total > 0, 1.0)  # 0 where a padded crop has no pixel
 
 
 def resize(images: Tensor, input_size: int) -> Tensor:

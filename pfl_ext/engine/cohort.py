@@ -411,7 +411,7 @@ class CohortEngine:
         return self._settled(every)
 
     def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        return settled(batches, self._central.objective, self._layout.device)
+        return settled(batches, self._central.task, self._layout.device)
 
     def take_losses(self) -> tuple[float, int]:
         """The sum of the losses of all images since this was last asked for, and how many images they were.

@@ -3,8 +3,6 @@
 A graph is for one size of batch, so batches are padded to the next of a few sizes with images of weight zero,
 which changes nothing since no layer mixes images. Not run on a GPU yet: none was lent where this was written;
 its bookkeeping is tested on a CPU, with steps called instead of replayed.
-
-Letters: K labels.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ class StepGraphs:
     ``changed`` gives the vectors that a step writes to; recording leaves them as they were.
     """
 
-    def __init__(
-        self, device: torch.device, num_labels: int, changed: Callable[[], Sequence[Tensor]]
-    ) -> None:
-        self._device, self._num_labels, self._changed = device, num_labels, changed
+    def __init__(self, device: torch.device, changed: Callable[[], Sequence[Tensor]]) -> None:
+        self._device, self._changed = device, changed
         self._recorded: dict[tuple[int, bool, LocalTraining], _Recorded] = {}
         self._pool: Any = None
 
@@ -58,19 +54,15 @@ class StepGraphs:
             ours[:n].copy_(given, non_blocking=True)
         if n < len(held.images):
             held.shares[n:].zero_()
-            held.boxes[n:].copy_(held.boxes[:1].expand(len(held.boxes) - n, -1))  # any that lies in the image
+            held.crops[n:].copy_(held.crops[:1].expand(len(held.crops) - n, -1))  # any that lies in the image
         graph.replay()
 
     def prepared(self, step: Step, how: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
         """The recording for batches of ``size``, made now if there is none; any batch as a sample."""
         key = (size, first, how)
         if key not in self._recorded:
-            static = Batch(
-                sample.images[:1].to(self._device).repeat(size, 1, 1, 1),
-                torch.zeros(size, self._num_labels, device=self._device),
-                sample.boxes[:1].to(self._device).repeat(size, 1),
-                torch.zeros(size, device=self._device),
-            )
+            static = Batch(*(p[:1].to(self._device).repeat(size, *[1] * (p.ndim - 1)) for p in sample))
+            static.shares.zero_()
 
             def call() -> None:
                 step(how, first, static)

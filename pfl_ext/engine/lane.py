@@ -1,6 +1,6 @@
 """One place where users are trained one after another, with weights of its own: a CPU core, a GPU's stream.
 
-Letters: P parameters, V variables, B images of a batch, K labels.
+Letters: P parameters, V variables, B images of a batch.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Lane:
             parameter.data = view
         vector = layout.zeros(accumulate)
         self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], _no_losses(layout))
-        self.net = TapedNetwork(central.backbone, central.objective)
+        self.net = TapedNetwork(central.backbone)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs = StepGraphs(layout.device, central.num_labels, self._written) if on_gpu else None
+        self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
         self._sizes = sent(torch.tensor(layout.sizes), layout.device)
 
     def _written(self) -> list[Tensor]:
@@ -118,8 +118,8 @@ class Lane:
     ) -> list[Tensor]:
         with torch.enable_grad():
             with how.autocast(self.layout.device):
-                logits = module(batch.images, batch.boxes)
-            losses = module.objective.image_losses(logits, batch.targets)
+                outputs, targets = module.outputs(batch.images, batch.targets, batch.crops)
+            losses = module.task.image_losses(outputs, targets)
             loss = (losses * batch.shares).sum()
             if tally:
                 number = (batch.shares > 0).sum()

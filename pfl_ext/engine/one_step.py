@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -53,7 +54,7 @@ def train_one_step(
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
     device = model.mean.device
-    images, targets, boxes, shares = (
+    images, targets, crops, shares = (
         torch.cat([t.to(device, non_blocking=True) for t in parts]) for parts in zip(*batches)
     )
     sizes = [len(batch.images) for batch in batches]
@@ -63,9 +64,10 @@ def train_one_step(
     users = Users(tuple(starts), device)
     adding = _Adding(how, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
     at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
+    x, targets = model.prepare(images, targets, crops)
     losses = net.run(
-        model.prepare(images, boxes),
-        targets,
+        x,
+        partial(model.task.image_losses, targets=targets),
         users,
         shares,
         adding.add if at_once else adding.keep,

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from pfl_ext.engine.cpu.layers import GroupNorm, followed
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
-from pfl_ext.tasks.objectives import Objective
 
 
 @dataclass
@@ -171,8 +170,7 @@ KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, FrozenStatisticsBatchNorm2d)
 class TapedNetwork:
     """A copy of a classifier's backbone that shares its weights, with every trained layer on a tape."""
 
-    def __init__(self, backbone: nn.Module, objective: Objective) -> None:
-        self._objective = objective
+    def __init__(self, backbone: nn.Module) -> None:
         self.backbone = copy.deepcopy(backbone).requires_grad_(False)
         for mine, theirs in zip(_tensors(self.backbone), _tensors(backbone)):
             mine.data = theirs.data
@@ -196,7 +194,7 @@ class TapedNetwork:
     def run(
         self,
         x: Tensor,
-        targets: Tensor,
+        image_losses: Callable[[Tensor], Tensor],
         users: Users,
         shares: Tensor,
         on_gradient: Callable[[str, Gradient], None],
@@ -206,15 +204,15 @@ class TapedNetwork:
 
         Returns the losses ``[B]``.
 
-        ``x`` ``[B, 3, S, S]``; ``targets`` ``[B, K]`` and ``shares`` ``[B]`` float32, settled for each
-        user's batch by itself; ``loss_i`` is the objective's of image i.
+        ``x`` ``[B, 3, S, S]``; ``image_losses`` gives the losses ``[B]`` of the outputs, each from its own
+        image alone; ``shares`` ``[B]`` float32, settled for each user's batch by itself.
         """
         self.tape = Tape(users, on_gradient)
         try:
             with torch.enable_grad(), autocast:
-                logits = self.backbone(x)
+                outputs = self.backbone(x)
             with torch.enable_grad():
-                losses = self._objective.image_losses(logits, targets)
+                losses = image_losses(outputs)
                 total = (losses * shares).sum()
             torch.autograd.backward([total])
             return losses.detach()

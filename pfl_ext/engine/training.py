@@ -16,7 +16,7 @@ from torch import Tensor
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, clip_each
 from pfl_ext.algorithms.rules import Correction, Rule
 from pfl_ext.data.transfer import pinned
-from pfl_ext.tasks.objectives import Objective
+from pfl_ext.tasks.task import Task
 
 LocalClipping = Literal["none", "variable", "global"]
 
@@ -98,13 +98,13 @@ class Batch(NamedTuple):
     """The B images of one step."""
 
     images: Tensor  # uint8 [B, H, W, 3]
-    targets: Tensor  # [B, K], settled
-    boxes: Tensor  # [B, 6]
+    targets: Tensor  # [B, ...], settled
+    crops: Tensor  # [B, 6]
     shares: Tensor  # [B], of the loss
 
 
-def settled(batches: Iterable[Any], objective: Objective, device: torch.device) -> Iterator[Batch]:
-    """A user's batches, of images, targets and boxes, on the CPU, ready for the device to fetch."""
-    for images, targets, boxes in batches:
-        targets, shares = objective.settled(targets)
-        yield Batch(*(pinned(t, device) for t in (images, targets, boxes, shares)))
+def settled(batches: Iterable[Any], task: Task, device: torch.device) -> Iterator[Batch]:
+    """A user's batches, of images, targets and crops, on the CPU, ready for the device to fetch."""
+    for images, targets, crops in batches:
+        targets, shares = task.settled(targets)
+        yield Batch(*(pinned(t, device) for t in (images, targets, crops, shares)))

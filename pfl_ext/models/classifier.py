@@ -26,9 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
-from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, augment, normalise, resize
+from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise
 from pfl_ext.models.small import SMALL_MODELS
-from pfl_ext.tasks.objectives import ObjectiveName, objective_named
+from pfl_ext.tasks.task import Task
 
 Norm = Literal["group", "frozen_batch"]
 Init = Literal["paper", "torchvision"]
@@ -329,10 +329,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 class ImageClassifier(nn.Module):
-    """A backbone with its transform inside, on the device: uint8 images in, K logits out.
+    """A backbone with its transform inside, on the device: uint8 images in, a task's outputs out.
 
     It is what pfl's PyTorchModel trains: pfl calls ``loss(*batch)`` and ``metrics(*batch)`` on batches
-    (images, targets, boxes). Training and evaluation mode are the same thing; forward changes no state.
+    (images, targets, crops). Training and evaluation mode are the same thing; forward changes no state.
     """
 
     mean: Tensor
@@ -342,15 +342,15 @@ class ImageClassifier(nn.Module):
         self,
         backbone: nn.Module,
         *,
+        task: Task,
         input_size: int,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         exact_crops: bool | None = None,
-        objective: ObjectiveName = "multi_label",
     ):
-        """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.augment`; True where crop is "crop".
+        """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.cropped`; True where crop is "crop".
 
-        ``objective``: what the K outputs mean and which loss follows (`pfl_ext.tasks.objectives`).
+        ``task``: what the outputs mean, and which loss and score follow.
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
@@ -358,7 +358,7 @@ class ImageClassifier(nn.Module):
         self.backbone = backbone
         self.input_size = input_size
         self.exact_crops = exact_crops
-        self.objective = objective_named(objective)
+        self.task = task
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
 
@@ -369,16 +369,21 @@ class ImageClassifier(nn.Module):
         return head.out_features if isinstance(head, nn.Linear) else head.out_channels
 
     @torch.no_grad()
-    def prepare(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """The backbone's input ``[B, 3, S, S]``, float32, in the memory format of its weights.
+    def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The backbone's input ``[B, 3, S, S]`` and the targets that belong to it.
 
-        uint8 ``[B, H, W, 3]``, cut by ``boxes`` ``[B, 6]``, or wholly resized where there are none. Input and
-        weights of different formats cost a copy in every layer: a third of a step on a CPU.
+        Args:
+            images: uint8 ``[B, H, W, 3]``.
+            targets: of these images.
+            crops: ``[B, 6]``; None takes the whole images.
         """
-        if boxes is None:
-            pixels = resize(images, self.input_size)
-        else:
-            pixels = augment(images, boxes, self.input_size, exact=self.exact_crops)
+        pixels, targets = self.task.augment(images, targets, crops, self.input_size, self.exact_crops)
+        return self._normalised(pixels), targets
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        """In the memory format of the backbone's weights: another costs a copy in every layer, which is a
+        third of a step on a CPU.
+        """
         return normalise(pixels, self.mean, self.std).contiguous(memory_format=self.memory_format)
 
     @property
@@ -387,21 +392,28 @@ class ImageClassifier(nn.Module):
         weight = next((p for p in self.backbone.parameters() if p.ndim == 4), None)
         return torch.contiguous_format if weight is None else memory_format(weight)
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """Logits ``[B, K]`` of uint8 images ``[B, H, W, 3]``; without ``boxes``, the evaluation transform."""
-        return cast(Tensor, self.backbone(self.prepare(images, boxes)))
+    def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
+        """Outputs of uint8 images ``[B, H, W, 3]``; without ``crops``, the evaluation transform."""
+        with torch.no_grad():
+            x = self._normalised(self.task.pixels(images, crops, self.input_size, self.exact_crops))
+        return cast(Tensor, self.backbone(x))
 
-    def loss(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> Tensor:
-        """The objective's loss of a batch; ``targets`` ``[B, K]``."""
-        loss = self.objective.loss(self(images, boxes), targets)
+    def outputs(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The outputs of a batch and the targets to compare them with; arguments as `prepare`."""
+        x, targets = self.prepare(images, targets, crops)
+        return self.backbone(x), targets
+
+    def loss(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> Tensor:
+        """The task's loss of a batch."""
+        loss = self.task.loss(*self.outputs(images, targets, crops))
         if self.noted is not None:
             self.noted.append((loss.detach().clone(), len(images)))  # pfl adds to its loss in place
         return loss
 
     @torch.no_grad()
-    def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor | None = None) -> dict[str, MetricValue]:
+    def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
         """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
-        loss = self.objective.loss(self(images, boxes), targets)
+        loss = self.task.loss(*self.outputs(images, targets, crops))
         return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
 
 

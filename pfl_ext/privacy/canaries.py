@@ -51,6 +51,7 @@ from pfl_ext.privacy.bounds import BoolArray, FloatArray, Trials
 from pfl_ext.privacy.central import TALLY, PrivateMean, metric_name, private_mean
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import derive, stream
+from pfl_ext.tasks.multi_label import MultiLabel
 
 IntArray = npt.NDArray[np.int64]
 Path = Literal["synthetic", "loop", "engine"]
@@ -330,7 +331,11 @@ class Game:
         in_all = np.ones(self.others, bool)
         data.present = np.concatenate([self.joined | (self.sampler == "fixed"), in_all])
         network = ImageClassifier(
-            PixelNetwork(self.directions), input_size=store.side, mean=[128 / 255] * 3, std=[1.0] * 3
+            PixelNetwork(self.directions),
+            task=MultiLabel(),
+            input_size=store.side,
+            mean=[128 / 255] * 3,
+            std=[1.0] * 3,
         )
         engine = CohortEngine(network) if self.path == "engine" else SyntheticEngine(self)
         backend = CentrallyEvaluatedBackend(

@@ -1,4 +1,4 @@
-"""One fast pass over the sorted scores of every class, for all metrics of `pfl_ext.tasks.metrics`.
+"""One fast pass over the sorted scores of every class, for all metrics of `pfl_ext.tasks.multi_label_scores`.
 
 39,239 x 1,628 float32 scores, macro and micro: 2.5 s on two cores (EPYC, AVX-512) and 70 MB beside the
 scores themselves. NumPy only; nothing here knows pfl.

@@ -14,7 +14,7 @@ from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.flair import paper
 from benchmarks.flair.config import parse
 from benchmarks.flair.variants import FLAIR_IMAGES, FLAIR_USERS
-from pfl_ext.tasks.metrics import COLUMNS
+from pfl_ext.tasks.multi_label_scores import COLUMNS
 
 FLAIR = {"source": "https://huggingface.co/apple/flair", "content_sha256": "f1", "users": FLAIR_USERS,
          "images": FLAIR_IMAGES}  # fmt: skip

@@ -19,6 +19,7 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.card import card
 from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.stores import NumberedStore
@@ -59,7 +60,7 @@ def test_a_private_round_is_measured_beside_a_plain_one(
 
 
 def test_the_training_of_lanes_made_later_is_charged_too() -> None:
-    engine, clock = CohortEngine(ImageClassifier(small_backbone(), input_size=10)), Clock()
+    engine, clock = CohortEngine(ImageClassifier(small_backbone(), task=MultiLabel(), input_size=10)), Clock()
     how = LocalTraining(0.1, 1, 4, "none", 0.0, 0.0, None, weight_decay=0.1)
     engine.watch = clock
     first = engine.lanes[0]

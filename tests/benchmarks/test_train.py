@@ -25,7 +25,7 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import chosen
 from pfl_ext.engine.cpu.kernels import CpuKernels
-from pfl_ext.tasks.metrics import COLUMNS
+from pfl_ext.tasks.multi_label_scores import COLUMNS
 from tests.benchmarks.conftest import RESNET18, SMALL, Train
 
 MODEL = "model.safetensors"

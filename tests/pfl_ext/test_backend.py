@@ -23,7 +23,8 @@ from pfl_ext.algorithms.optimizers import make_server_optimizer
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
-from pfl_ext.tasks.metrics import MultiLabelScores
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.multi_label_scores import MultiLabelScores
 from tests.card import card
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.stores import NumberedStore
@@ -34,17 +35,22 @@ WHOLE = LocalSampling(num_epochs=1, batch_size=64, max_images=None, flip="none",
 class Linear(nn.Module):
     """Logits are linear in an image's mean colour."""
 
+    task = MultiLabel()
+
     def __init__(self, num_labels: int = 5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-1, 1, 3 * num_labels).reshape(num_labels, 3))
 
-    def forward(self, images: Tensor, boxes: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
         return images.float().mean((1, 2)) / 255 @ self.weight.T
 
-    def loss(self, images: Tensor, targets: Tensor, boxes: Tensor) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(self(images), targets)
+    def outputs(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self(images), targets
 
-    def metrics(self, images: Tensor, targets: Tensor, boxes: Tensor) -> dict[str, Any]:
+    def loss(self, images: Tensor, targets: Tensor, crops: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(self(images), targets.float())
+
+    def metrics(self, images: Tensor, targets: Tensor, crops: Tensor) -> dict[str, Any]:
         raise AssertionError("users are not scored")
 
 

@@ -32,7 +32,7 @@ from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.objectives import SingleLabel
+from pfl_ext.tasks.single_label import SingleLabel
 
 Array = npt.NDArray[np.float64]
 SIDE, CLASSES = 2, 3
@@ -52,8 +52,8 @@ BASE: Tree = {
 class SquaredError(SingleLabel):
     """``1/2 |z - t|^2`` of an image's outputs, with FedIR's weights where the targets have them."""
 
-    def image_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return 0.5 * (logits.float() - (targets > 0).float()).square().sum(1)
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 0.5 * (outputs.float() - (targets > 0).float()).square().sum(1)
 
 
 class Users:
@@ -85,11 +85,9 @@ def module() -> ImageClassifier:
         for parameter in backbone.parameters():
             values = torch.linspace(-1.5, 2.0, parameter.numel())
             parameter.copy_(values.view_as(parameter))
-    made = ImageClassifier(
-        backbone, input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True, objective="single_label"
+    return ImageClassifier(
+        backbone, task=SquaredError(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
     )
-    made.objective = SquaredError()
-    return made
 
 
 def run_of(tree: Tree, engine: str = "stock") -> AnyRun:
@@ -130,11 +128,11 @@ class Batch:
     v: Array
 
     @staticmethod
-    def of(images: Tensor, targets: Tensor, boxes: Tensor) -> Batch:
-        """As production hands them out: the boxes flip, as crops are of the whole image."""
+    def of(images: Tensor, targets: Tensor, crops: Tensor) -> Batch:
+        """As production hands them out: the crops flip, as crops are of the whole image."""
         pixels = images.double().numpy()
-        assert (boxes.numpy()[:, :4] == [0, 0, SIDE, SIDE]).all()
-        flipped = np.where(boxes.numpy()[:, 4, None, None, None] > 0, pixels[:, :, ::-1], pixels)
+        assert (crops.numpy()[:, :4] == [0, 0, SIDE, SIDE]).all()
+        flipped = np.where(crops.numpy()[:, 4, None, None, None] > 0, pixels[:, :, ::-1], pixels)
         x = flipped.transpose(0, 3, 1, 2).reshape(len(pixels), -1) / 255
         weights = targets.double().numpy()
         v = weights.max(1)
@@ -193,7 +191,7 @@ class Direct:
     def trajectory(self) -> Array:
         """``[rounds, P]``."""
         config, store = self.run.config, Users()
-        data = training_data(self.run, store, "single_label")
+        data = training_data(self.run, store, SquaredError())
         x, step = vector(module()), server(config)
         self.c = np.zeros_like(x)
         self.own = {user: np.zeros_like(x) for user in range(len(SIZES))}

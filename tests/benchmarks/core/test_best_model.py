@@ -16,6 +16,7 @@ from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import parse
 from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.tasks.multi_label import MultiLabel
 
 
 class Scores(MetricValue):
@@ -49,6 +50,7 @@ def best_of(scored: Sequence[tuple[float, float]], directory: Path, *argv: str) 
     run = parse(["--config=fl-r-17", "--runtime.progress=false", f"--run_dir={directory}", *argv])
     recorder = Recorder(RunDirectory(run, directory))
     module = torch.nn.Linear(1, 1, bias=False)
+    module.task = MultiLabel()  # type: ignore[assignment]
     model: Any = SimpleNamespace(pytorch_model=module)
     for step, (loss, c_ap) in enumerate(scored):
         with torch.no_grad():

@@ -17,6 +17,7 @@ from benchmarks.core.weights import is_torchvisions
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
 from benchmarks.visual_classification.config import VISION
+from pfl_ext.tasks.multi_label import MultiLabel
 
 SHIPPED = FLAIR.settings
 
@@ -345,7 +346,7 @@ def test_the_weights_files_content_belongs_to_the_config(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"other\.pth is not the file of the config"):
         parse([f"--config={path}", f"--weights={other}"])
     with pytest.raises(ValueError, match="give their file with --weights"):
-        build_model(parse([f"--config={path}"]).config, 17, None)
+        build_model(parse([f"--config={path}"]).config, 17, None, MultiLabel())
     with pytest.raises(ValueError, match=r"nowhere\.pth: no such file"):
         parse(["--config=fl-f-17", "--weights=nowhere.pth"])
     with pytest.raises(ValueError, match="--weights is for fine-tuning"):

@@ -21,8 +21,8 @@ from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
 from pfl_ext.algorithms.algorithm import names
-from pfl_ext.algorithms.fedir import weighted_objective
 from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.stores import NumberedStore
 
 SECTIONS = ("privacy", "local_privacy")
@@ -191,7 +191,7 @@ def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisyMean, "postprocess_server", watched)
-        module = build_model(run.config, 5, None, weighted_objective(run.config.federated, "multi_label"))
+        module = build_model(run.config, 5, None, MultiLabel())
         files = RunDirectory(run, directory)
         files.begin()
         train_federated(run, store, NumberedStore([2, 2]), module, Recorder(files))

@@ -26,7 +26,7 @@ from benchmarks.flair.table import tolerance
 from benchmarks.flair.variants import variant
 from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run
-from pfl_ext.tasks.metrics import COLUMNS, for_people, shown, summarise
+from pfl_ext.tasks.multi_label_scores import COLUMNS, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 
 

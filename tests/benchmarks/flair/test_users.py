@@ -20,6 +20,7 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import load
 from pfl_ext.models.classifier import build_backbone, probe_checksum
 from pfl_ext.randomness import torch_stream
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import RESNET18, SMALL, TINY, Train
 
 ROUND = ("--federated.num_rounds=1",)
@@ -76,7 +77,7 @@ def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
     assert results["start_probe"] != results["model_probe"]
     for seed, same in ((0, True), (1, False)):
         config = parse(["--config=fl-r-17", *SMALL, *RESNET18, f"--seed={seed}"]).config
-        assert (probe_checksum(build_model(config, 17, None)) == results["start_probe"]) == same
+        assert (probe_checksum(build_model(config, 17, None, MultiLabel())) == results["start_probe"]) == same
 
 
 def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(

@@ -15,6 +15,7 @@ import torch
 
 from pfl_ext.algorithms.fedir import ImportanceWeights
 from pfl_ext.data.federated_dataset import LocalSampling
+from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.workers.distributed import connected, current
 from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
 from tests.pfl_ext.engine.setting import LABELS, Setting
@@ -26,7 +27,7 @@ def cases() -> dict[str, Setting]:
     """What is tried, by name."""
     once = LocalSampling(1, 4, None, straddle=False, input_size=10)
     virtual = LocalSampling(1, 4, None, straddle=False, input_size=10, virtual_size=8)
-    target = ImportanceWeights([1 / LABELS] * LABELS, cap=5)
+    target = ImportanceWeights([1 / LABELS] * LABELS, SingleLabel(), cap=5)
     return {
         "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),
         "fednova-proximal": Setting(SIZES, once, nova=True, mu=0.3, rounds=2),
@@ -35,7 +36,7 @@ def cases() -> dict[str, Setting]:
             virtual,
             by_images=False,
             sampler="proportional_replacement",
-            objective="single_label",
+            task=SingleLabel(),
             store=NoisyOneHot(SIZES),
             reweight=target,
             rounds=2,

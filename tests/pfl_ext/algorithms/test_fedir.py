@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.algorithms.fedir import ImportanceWeights, Kind
+from pfl_ext.algorithms.fedir import ImportanceWeights
 from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
-from pfl_ext.tasks.objectives import OBJECTIVES
+from pfl_ext.tasks.multi_label import WeightedMultiLabel
+from pfl_ext.tasks.single_label import SingleLabel
+from pfl_ext.tasks.task import WeightedTask
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance
 from tests.pfl_ext.stores import NumberedStore
@@ -26,7 +28,7 @@ labels_of = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=50)
 def test_an_image_weighs_target_over_own_frequency(labels: list[int], mass: list[int], part: int) -> None:
     """Equation 3; q from all the user's images, also where only some of them take part."""
     own = np.eye(CLASSES, dtype=np.uint8)[labels]
-    weighted = ImportanceWeights.of_counts(mass, sum(mass))(own[:part], own)
+    weighted = ImportanceWeights.of_counts(mass, sum(mass), SingleLabel())(own[:part], own)
     for row, label in zip(weighted, labels):
         expected = (mass[label] / sum(mass)) / (labels.count(label) / len(labels))
         assert row[label] == pytest.approx(expected, rel=1e-6)
@@ -36,23 +38,23 @@ def test_an_image_weighs_target_over_own_frequency(labels: list[int], mass: list
 @given(labels_of, st.integers(1, 7))
 def test_a_user_like_the_target_has_weights_of_exactly_one(labels: list[int], times: int) -> None:
     own = np.eye(CLASSES, dtype=np.uint8)[labels]
-    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times)
+    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times, SingleLabel())
     assert np.array_equal(weights(own, own), own)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=30), st.integers(1, 7))
 def test_a_multi_label_user_like_the_target_has_weights_of_exactly_one(rows: Any, times: int) -> None:
     own = np.array(rows, np.uint8)
-    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times, kind="multi_label_weighted")
+    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times, WeightedMultiLabel())
     assert np.array_equal(weights(own, own), 2.0 * own - 1)
 
 
 def test_a_multi_label_image_is_weighted_label_by_label() -> None:
     own = np.array([[1, 0], [1, 1], [1, 0], [0, 0]], np.uint8)  # q = 3/4, 1/4
-    weights = ImportanceWeights([0.5, 0.5], kind="multi_label_weighted")
+    weights = ImportanceWeights([0.5, 0.5], WeightedMultiLabel())
     expected = [[2 / 3, -2 / 3], [2 / 3, 2], [2 / 3, -2 / 3], [-2, -2 / 3]]
     assert_close_as_vector(weights(own, own), np.array(expected), 8)
-    capped = ImportanceWeights([0.5, 0.5], kind="multi_label_weighted", cap=1.5)(own, own)
+    capped = ImportanceWeights([0.5, 0.5], WeightedMultiLabel(), cap=1.5)(own, own)
     np.testing.assert_allclose(np.abs(capped).max(0), [1.5, 1.5])
     assert np.array_equal(np.sign(capped), np.sign(expected))
 
@@ -60,29 +62,29 @@ def test_a_multi_label_image_is_weighted_label_by_label() -> None:
 def test_weighted_frequencies_are_the_targets() -> None:
     """What importance weights are for: under them the user's classes have the target's shares."""
     own = np.eye(CLASSES, dtype=np.uint8)[[0] * 17 + [1] * 5 + [2, 3]]
-    weights = ImportanceWeights([0.1, 0.2, 0.3, 0.4])(own, own)
+    weights = ImportanceWeights([0.1, 0.2, 0.3, 0.4], SingleLabel())(own, own)
     assert_close_as_vector(weights.sum(0) / weights.sum(), np.array([0.1, 0.2, 0.3, 0.4]), 2 * 24)
 
 
 def test_a_batch_of_one_class_is_unchanged() -> None:
     own = np.eye(CLASSES, dtype=np.uint8)[[1, 1, 1, 2]]
-    weighted = torch.from_numpy(ImportanceWeights([0.4, 0.3, 0.2, 0.1])(own[:3], own))
+    weighted = torch.from_numpy(ImportanceWeights([0.4, 0.3, 0.2, 0.1], SingleLabel())(own[:3], own))
     logits = torch.randn(3, CLASSES, generator=torch.Generator().manual_seed(0))
-    loss = OBJECTIVES["single_label"].loss
+    loss = SingleLabel().loss
     assert_close_as_vector(loss(logits, weighted), loss(logits, torch.from_numpy(own[:3]).float()), 50)
 
 
-@pytest.mark.parametrize("kind", ["single_label", "multi_label_weighted"])
-def test_the_data_set_hands_on_weighted_targets_and_the_same_images(kind: Kind) -> None:
+@pytest.mark.parametrize("task", [SingleLabel(), WeightedMultiLabel()])
+def test_the_data_set_hands_on_weighted_targets_and_the_same_images(task: WeightedTask) -> None:
     store, sampling = NumberedStore([9, 6]), LocalSampling(2, 4, 5, input_size=8)
-    weights = ImportanceWeights([0.3, 0.1, 0.1, 0.2, 0.3], kind=kind)
+    weights = ImportanceWeights([0.3, 0.1, 0.1, 0.2, 0.3], task)
     plain, weighted = (
         FederatedImageDataset(store, sampling, seed=2, reweight=w).user_dataset(0) for w in (None, weights)
     )
     own = store.targets(np.arange(9))
-    for (images, targets, boxes), (same, changed, also) in zip(plain.iter(4), weighted.iter(4)):
+    for (images, targets, crops), (same, changed, also) in zip(plain.iter(4), weighted.iter(4)):
         assert torch.equal(images, same)
-        assert torch.equal(boxes, also)
+        assert torch.equal(crops, also)
         np.testing.assert_array_equal(changed.numpy(), weights(targets.numpy(), own))
         assert not torch.equal(targets, changed)
 
@@ -90,14 +92,14 @@ def test_the_data_set_hands_on_weighted_targets_and_the_same_images(kind: Kind) 
 @pytest.mark.parametrize("engine", [False, True])
 def test_where_a_user_is_like_the_target_fedir_is_plain_to_the_bit(engine: bool) -> None:
     sizes = [9]
-    own = NoisyStore(sizes, "single_label").read(np.arange(9))[1] > 0
-    like = ImportanceWeights.of_counts(own.sum(0), 9)
+    own = NoisyStore(sizes, SingleLabel()).read(np.arange(9))[1] > 0
+    like = ImportanceWeights.of_counts(own.sum(0), 9, SingleLabel())
     one_hot = NoisyOneHot(sizes)
-    plain = Setting(sizes, objective="single_label", store=one_hot).run(engine)[0]
-    same = Setting(sizes, objective="single_label", store=one_hot, reweight=like).run(engine)[0]
+    plain = Setting(sizes, task=SingleLabel(), store=one_hot).run(engine)[0]
+    same = Setting(sizes, task=SingleLabel(), store=one_hot, reweight=like).run(engine)[0]
     assert all(torch.equal(plain[n], same[n]) for n in plain)
-    other = ImportanceWeights([0.6, 0.1, 0.1, 0.1, 0.1])
-    changed = Setting(sizes, objective="single_label", store=one_hot, reweight=other).run(engine)[0]
+    other = ImportanceWeights([0.6, 0.1, 0.1, 0.1, 0.1], SingleLabel())
+    changed = Setting(sizes, task=SingleLabel(), store=one_hot, reweight=other).run(engine)[0]
     assert distance(changed, plain) > 0.05
 
 
@@ -105,7 +107,7 @@ class NoisyOneHot(NoisyStore):
     """One label each, without weights."""
 
     def __init__(self, sizes: Any) -> None:
-        super().__init__(sizes, "single_label")
+        super().__init__(sizes, SingleLabel())
 
     def read(self, rows: Any) -> tuple[Any, Any]:
         images, targets = super().read(rows)
@@ -116,9 +118,9 @@ class NoisyOneHot(NoisyStore):
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.sampled_from([None, 7]))
 def test_the_engine_trains_reweighted_users_as_pfls_loop_does(sizes: list[int], virtual: int | None) -> None:
     sampling = LocalSampling(1, 4, None, straddle=False, input_size=10, virtual_size=virtual)
-    weights = ImportanceWeights([0.6, 0.1, 0.1, 0.1, 0.1], cap=3)
+    weights = ImportanceWeights([0.6, 0.1, 0.1, 0.1, 0.1], SingleLabel(), cap=3)
     setting = Setting(
-        sizes, sampling, objective="single_label", store=NoisyOneHot(sizes), reweight=weights, clipping="none"
+        sizes, sampling, task=SingleLabel(), store=NoisyOneHot(sizes), reweight=weights, clipping="none"
     )
     assert distance(setting.run(True)[0], setting.run(False)[0]) < 1e-5
 
@@ -134,11 +136,11 @@ def test_the_engine_trains_reweighted_users_as_pfls_loop_does(sizes: list[int], 
 )
 def test_what_is_no_distribution_is_refused(target: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ImportanceWeights(target, **options)
+        ImportanceWeights(target, SingleLabel(), **options)
 
 
 def test_a_class_that_the_target_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="has label 1, which in FedIR's target distribution none"):
-        ImportanceWeights([1.0, 0.0])(np.eye(2), np.eye(2))
+        ImportanceWeights([1.0, 0.0], SingleLabel())(np.eye(2), np.eye(2))
     with pytest.raises(ValueError, match="lacks label 0"):
-        ImportanceWeights([1.0, 0.5], kind="multi_label_weighted")(np.eye(2), np.eye(2))
+        ImportanceWeights([1.0, 0.5], WeightedMultiLabel())(np.eye(2), np.eye(2))

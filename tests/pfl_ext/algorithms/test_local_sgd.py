@@ -15,6 +15,7 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import TALLY, private_mean
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, small_backbone
 
@@ -49,7 +50,7 @@ def test_a_users_momentum_is_not_the_next_ones() -> None:
 
 def test_dead_taps_decay_too() -> None:
     """They have no gradient, but weight decay: the engine must not leave them out then."""
-    module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True)
+    module = ImageClassifier(small_backbone(), task=MultiLabel(), input_size=10, exact_crops=True)
     engine = CohortEngine(module, lanes=1)
     trimmed = {n.removesuffix(".weight") for n in engine._trimmed._sides}
     assert trimmed, "a network with dead taps is tried"

@@ -18,8 +18,8 @@ from pfl_ext.data.transforms import (
     IMAGENET_STD,
     Crop,
     FloatArray,
-    augment,
-    draw_boxes,
+    cropped,
+    draw_crops,
     normalise,
     resize,
 )
@@ -38,77 +38,77 @@ def made_images(n: int, size: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(rng(seed).integers(0, 256, (n, size, size, 3), np.uint8))
 
 
-def reference(image: Tensor, box: FloatArray, input_size: int) -> Tensor:
+def reference(image: Tensor, crop: FloatArray, input_size: int) -> Tensor:
     """One image [H, W, 3] through torchvision's functional crop, resize and flips, as floats."""
-    top, left, height, width = (int(v) for v in box[:4])
+    top, left, height, width = (int(v) for v in crop[:4])
     pixels = image.permute(2, 0, 1).float() / 255
     out = TF.resized_crop(pixels, top, left, height, width, [input_size, input_size], antialias=True)
-    out = TF.horizontal_flip(out) if box[4] else out
-    out = TF.vertical_flip(out) if box[5] else out
+    out = TF.horizontal_flip(out) if crop[4] else out
+    out = TF.vertical_flip(out) if crop[5] else out
     assert isinstance(out, Tensor)
     return out
 
 
 @pytest.mark.parametrize("crop", ["crop", "resized"])
 @pytest.mark.parametrize(("image_size", "input_size"), [(40, 32), (33, 17), (32, 32)])
-def test_augment_equals_torchvision_on_each_image_alone(crop: Crop, image_size: int, input_size: int) -> None:
-    images, boxes = made_images(24, image_size), draw_boxes(rng(1), 24, image_size, input_size, crop, "both")
-    out = augment(images, torch.from_numpy(boxes), input_size)
-    for image, box, result in zip(images, boxes, out):
-        assert_close_as_vector(result, reference(image, box, input_size), WEIGHTS)
+def test_a_crop_is_torchvisions_of_each_image_alone(crop: Crop, image_size: int, input_size: int) -> None:
+    images, crops = made_images(24, image_size), draw_crops(rng(1), 24, image_size, input_size, crop, "both")
+    out = cropped(images, torch.from_numpy(crops), input_size)
+    for image, row, result in zip(images, crops, out):
+        assert_close_as_vector(result, reference(image, row, input_size), WEIGHTS)
 
 
 def test_augment_enlarges_boxes_smaller_than_the_input_like_torchvision() -> None:
     images = made_images(3, 64)
-    boxes = np.array([[0, 0, 5, 9, 0, 0], [59, 3, 5, 61, 1, 1], [0, 0, 64, 1, 0, 1]], np.float32)
-    out = augment(images, torch.from_numpy(boxes), 32)
-    for image, box, result in zip(images, boxes, out):
-        assert_close_as_vector(result, reference(image, box, 32), WEIGHTS)
+    crops = np.array([[0, 0, 5, 9, 0, 0], [59, 3, 5, 61, 1, 1], [0, 0, 64, 1, 0, 1]], np.float32)
+    out = cropped(images, torch.from_numpy(crops), 32)
+    for image, row, result in zip(images, crops, out):
+        assert_close_as_vector(result, reference(image, row, 32), WEIGHTS)
 
 
 def test_identical_images_in_a_batch_get_distinct_crops_and_all_four_flips() -> None:
     images = made_images(1, 64).expand(64, -1, -1, -1)
-    boxes = draw_boxes(rng(), 64, 64, 24, "crop", "both")
-    out = augment(images, torch.from_numpy(boxes), 24)
+    crops = draw_crops(rng(), 64, 64, 24, "crop", "both")
+    out = cropped(images, torch.from_numpy(crops), 24)
     assert len({row.numpy().tobytes() for row in out}) >= 60
-    assert {(h, v) for h, v in boxes[:, 4:].tolist()} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(h, v) for h, v in crops[:, 4:].tolist()} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_an_image_is_augmented_the_same_in_any_batch() -> None:
-    images, boxes = made_images(6, 40), torch.from_numpy(draw_boxes(rng(), 6, 40, 32, "resized", "both"))
-    together = augment(images, boxes, 32)
+    images, crops = made_images(6, 40), torch.from_numpy(draw_crops(rng(), 6, 40, 32, "resized", "both"))
+    together = cropped(images, crops, 32)
     for i in range(6):
-        alone = augment(images[i : i + 1], boxes[i : i + 1], 32)[0]
+        alone = cropped(images[i : i + 1], crops[i : i + 1], 32)[0]
         assert_close_as_vector(alone, together[i], WEIGHTS)
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_both_ways_of_an_exact_crop_give_the_stored_pixels(exact: bool) -> None:
     images = made_images(16, 40)
-    boxes = torch.from_numpy(draw_boxes(rng(), 16, 40, 32, "crop", "both"))
-    out = augment(images, boxes, 32, exact=exact)
-    assert_close_as_vector(out, augment(images, boxes, 32), 8)
+    crops = torch.from_numpy(draw_crops(rng(), 16, 40, 32, "crop", "both"))
+    out = cropped(images, crops, 32, exact=exact)
+    assert_close_as_vector(out, cropped(images, crops, 32), 8)
     assert (out * 255 - (out * 255).round()).abs().max() < 1e-4, "pixels are not mixed"
 
 
 @pytest.mark.parametrize("exact", [True, False, None])
 def test_a_padded_crop_is_that_of_the_image_with_a_black_border(exact: bool | None) -> None:
-    images, boxes = made_images(60, 32), draw_boxes(rng(2), 60, 32, 32, "padded", "both")
-    out = augment(images, torch.from_numpy(boxes), 32, exact=exact)
-    for image, box, result in zip(images, boxes, out):
+    images, crops = made_images(60, 32), draw_crops(rng(2), 60, 32, 32, "padded", "both")
+    out = cropped(images, torch.from_numpy(crops), 32, exact=exact)
+    for image, row, result in zip(images, crops, out):
         bordered = torch.nn.functional.pad(image, (0, 0, 4, 4, 4, 4))
-        expected = reference(bordered, box + np.array([4, 4, 0, 0, 0, 0], np.float32), 32)
+        expected = reference(bordered, row + np.array([4, 4, 0, 0, 0, 0], np.float32), 32)
         assert_close_as_vector(result, expected, 8)
-    for corner in (boxes[:, 0], boxes[:, 1]):
+    for corner in (crops[:, 0], crops[:, 1]):
         assert set(corner.tolist()) == set(range(-4, 5)), "every position, edges included"
 
 
 def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_float32() -> None:
-    images, boxes = made_images(4, 40), torch.from_numpy(draw_boxes(rng(), 4, 40, 32, "crop", "both"))
-    resized = torch.from_numpy(draw_boxes(rng(), 4, 40, 32, "resized", "both"))
+    images, crops = made_images(4, 40), torch.from_numpy(draw_crops(rng(), 4, 40, 32, "crop", "both"))
+    resized = torch.from_numpy(draw_crops(rng(), 4, 40, 32, "resized", "both"))
     for out in (
-        augment(images, boxes, 32),
-        augment(images, resized, 32),
+        cropped(images, crops, 32),
+        cropped(images, resized, 32),
         resize(images, 32),
         resize(images, 40),
     ):
@@ -117,21 +117,21 @@ def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_flo
         assert 0 <= out.min() <= out.max() <= 1 + 1e-6
     for wrong in (images.float(), images.permute(0, 3, 1, 2)):
         with pytest.raises(AssertionError, match="images are"):
-            augment(wrong, boxes, 32)
+            cropped(wrong, crops, 32)
         with pytest.raises(AssertionError, match="images are"):
             resize(wrong, 32)
 
 
 def test_transforms_are_exact_under_autocast() -> None:
-    images, boxes = made_images(4, 40), torch.from_numpy(draw_boxes(rng(), 4, 40, 32, "resized", "both"))
+    images, crops = made_images(4, 40), torch.from_numpy(draw_crops(rng(), 4, 40, 32, "resized", "both"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(augment(images, boxes, 32), _without_autocast(images, boxes))
+        assert torch.equal(cropped(images, crops, 32), _without_autocast(images, crops))
         assert resize(images, 32).dtype == torch.float32
 
 
-def _without_autocast(images: Tensor, boxes: Tensor) -> Tensor:
+def _without_autocast(images: Tensor, crops: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        return augment(images, boxes, 32)
+        return cropped(images, crops, 32)
 
 
 @pytest.mark.parametrize(("image_size", "input_size"), [(40, 32), (32, 48), (32, 32)])
@@ -145,11 +145,11 @@ def test_resize_equals_torchvision(image_size: int, input_size: int) -> None:
 def test_nothing_waits_for_the_device(exact: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without data: any look at a value, which on a GPU would be a sync, raises."""
     monkeypatch.setattr("torch.autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
-    images, boxes = (
+    images, crops = (
         torch.empty(4, 40, 40, 3, dtype=torch.uint8, device="meta"),
         torch.empty(4, 6, device="meta"),
     )
-    out = normalise(augment(images, boxes, 32, exact=exact), IMAGENET_MEAN, IMAGENET_STD)
+    out = normalise(cropped(images, crops, 32, exact=exact), IMAGENET_MEAN, IMAGENET_STD)
     assert (out.shape, out.device.type) == ((4, 3, 32, 32), "meta")
     assert resize(images, 32).shape == (4, 3, 32, 32)
 
@@ -164,13 +164,13 @@ def test_normalise_equals_torchvision_with_constants_and_with_tensors() -> None:
 
 
 def test_crops_are_uniform_over_every_position_edges_included() -> None:
-    boxes = draw_boxes(rng(), 20_000, 12, 8, "crop", "both")
+    crops = draw_crops(rng(), 20_000, 12, 8, "crop", "both")
     for column in (0, 1):
-        values, counts = np.unique(boxes[:, column], return_counts=True)
+        values, counts = np.unique(crops[:, column], return_counts=True)
         assert values.tolist() == [0, 1, 2, 3, 4]
         assert np.abs(counts / 20_000 - 0.2).max() < 0.015
-    assert (boxes[:, 2:4] == 8).all()
-    assert np.abs(np.corrcoef(boxes[:, [0, 1, 4, 5]].T) - np.eye(4)).max() < 0.03, "draws are independent"
+    assert (crops[:, 2:4] == 8).all()
+    assert np.abs(np.corrcoef(crops[:, [0, 1, 4, 5]].T) - np.eye(4)).max() < 0.03, "draws are independent"
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_crops_are_uniform_over_every_position_edges_included() -> None:
 def test_flips_are_fair_and_only_where_asked_for(
     flip: Literal["none", "horizontal", "both"], expected: tuple[float, float]
 ) -> None:
-    boxes = draw_boxes(rng(), 20_000, 12, 8, "crop", flip)
-    assert boxes[:, 4:].mean(0) == pytest.approx(expected, abs=0.015)
+    crops = draw_crops(rng(), 20_000, 12, 8, "crop", flip)
+    assert crops[:, 4:].mean(0) == pytest.approx(expected, abs=0.015)
 
 
 def test_resized_boxes_have_torchvisions_distribution() -> None:
     n, size = 20_000, 64
-    boxes = draw_boxes(rng(), n, size, 32, "resized", "both")
-    top, left, height, width = boxes[:, :4].T
+    crops = draw_crops(rng(), n, size, 32, "resized", "both")
+    top, left, height, width = crops[:, :4].T
     assert ((top >= 0) & (left >= 0) & (top + height <= size) & (left + width <= size)).all()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -194,15 +194,15 @@ def test_resized_boxes_have_torchvisions_distribution() -> None:
         theirs = np.array(
             [RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(n)], np.float64
         )
-    for ours, other in ((boxes[:, :4], theirs), (boxes[:, 2:4].prod(1), theirs[:, 2:].prod(1))):
+    for ours, other in ((crops[:, :4], theirs), (crops[:, 2:4].prod(1), theirs[:, 2:].prod(1))):
         for q in (0.05, 0.25, 0.5, 0.75, 0.95):
             tolerance = 1.5 if ours.ndim == 2 else 60
             np.testing.assert_allclose(np.quantile(ours, q, 0), np.quantile(other, q, 0), atol=tolerance)
 
 
 def test_ratios_of_resized_boxes_are_uniform_on_a_logarithmic_scale() -> None:
-    boxes = draw_boxes(rng(), 20_000, 1000, 32, "resized", "none")
-    small = boxes[boxes[:, 2:4].prod(1) < 0.5e6]  # where every ratio fits
+    crops = draw_crops(rng(), 20_000, 1000, 32, "resized", "none")
+    small = crops[crops[:, 2:4].prod(1) < 0.5e6]  # where every ratio fits
     ratios = np.log(small[:, 3] / small[:, 2])
     assert ratios.mean() == pytest.approx(0, abs=0.008)
     assert ratios.std() == pytest.approx(2 * np.log(4 / 3) / np.sqrt(12), rel=0.02)
@@ -210,27 +210,27 @@ def test_ratios_of_resized_boxes_are_uniform_on_a_logarithmic_scale() -> None:
 
 def test_the_whole_image_is_the_fallback_where_no_try_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pfl_ext.data.transforms.RESIZED_SCALE", (4.0, 5.0))
-    boxes = draw_boxes(rng(), 5, 64, 32, "resized", "none")
-    assert (boxes == [0, 0, 64, 64, 0, 0]).all()
+    crops = draw_crops(rng(), 5, 64, 32, "resized", "none")
+    assert (crops == [0, 0, 64, 64, 0, 0]).all()
 
 
 @pytest.mark.parametrize("crop", ["crop", "padded", "resized"])
 def test_a_box_depends_on_the_generator_and_its_place_only(crop: Crop) -> None:
-    many = draw_boxes(rng(), 10, 64, 32, crop, "both")
-    assert np.array_equal(many[:4], draw_boxes(rng(), 4, 64, 32, crop, "both"))
-    assert not np.array_equal(many, draw_boxes(rng(1), 10, 64, 32, crop, "both"))
-    assert np.array_equal(many[:, 4], draw_boxes(rng(), 10, 64, 32, crop, "horizontal")[:, 4])
+    many = draw_crops(rng(), 10, 64, 32, crop, "both")
+    assert np.array_equal(many[:4], draw_crops(rng(), 4, 64, 32, crop, "both"))
+    assert not np.array_equal(many, draw_crops(rng(1), 10, 64, 32, crop, "both"))
+    assert np.array_equal(many[:, 4], draw_crops(rng(), 10, 64, 32, crop, "horizontal")[:, 4])
     assert many.dtype == np.float32
-    assert draw_boxes(rng(), 0, 64, 32, crop, "both").shape == (0, 6)
+    assert draw_crops(rng(), 0, 64, 32, crop, "both").shape == (0, 6)
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="input_size 65 is larger than the images"):
-        draw_boxes(rng(), 1, 64, 65, "crop", "none")
+        draw_crops(rng(), 1, 64, 65, "crop", "none")
     with pytest.raises(ValueError, match="crop must be one of crop, padded, resized"):
-        draw_boxes(rng(), 1, 64, 32, "random", "none")  # type: ignore[arg-type]
+        draw_crops(rng(), 1, 64, 32, "random", "none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="flip must be one of none, horizontal, both"):
-        draw_boxes(rng(), 1, 64, 32, "crop", "vertical")  # type: ignore[arg-type]
+        draw_crops(rng(), 1, 64, 32, "crop", "vertical")  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_boxes(rng(), 100, 1, 1, "resized", "both")
+        draw_crops(rng(), 100, 1, 1, "resized", "both")

@@ -33,7 +33,9 @@ from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifi
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
-from pfl_ext.tasks.objectives import ObjectiveName
+from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
+from pfl_ext.tasks.single_label import SingleLabel
+from pfl_ext.tasks.task import Task
 
 SIDE, LABELS = 12, 5
 BFLOAT16 = 2.0**-9, 3.0
@@ -41,12 +43,15 @@ BFLOAT16 = 2.0**-9, 3.0
 to it. The sums of its products are float32."""
 
 
-def targets_for(objective: ObjectiveName, n: int, draw: torch.Generator) -> Tensor:
-    """Targets ``[n, LABELS]`` of the kind that an objective takes, weighted where it takes weights."""
+TASKS = (MultiLabel(), SingleLabel(), WeightedMultiLabel())
+
+
+def targets_for(task: Task, n: int, draw: torch.Generator) -> Tensor:
+    """Targets ``[n, LABELS]`` of the kind that a task takes, weighted where it takes weights."""
     labels, weights = (torch.rand(n, LABELS, generator=draw) for _ in range(2))
-    if objective == "multi_label":
+    if type(task) is MultiLabel:
         return (labels < 0.4).float()
-    if objective == "single_label":
+    if isinstance(task, SingleLabel):
         return nn.functional.one_hot(labels.argmax(1), LABELS) * (weights + 0.1)
     return torch.where(labels < 0.4, 1.0, -1.0) * (weights + 0.1)
 
@@ -54,8 +59,8 @@ def targets_for(objective: ObjectiveName, n: int, draw: torch.Generator) -> Tens
 class NoisyStore:
     """Images and labels that are a function of the row."""
 
-    def __init__(self, sizes: Sequence[int], objective: ObjectiveName = "multi_label") -> None:
-        self.objective = objective
+    def __init__(self, sizes: Sequence[int], task: Task = TASKS[0]) -> None:
+        self.task = task
         self.user_ids = [f"user-{u}" for u in range(len(sizes))]
         self.user_offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
@@ -65,10 +70,10 @@ class NoisyStore:
         for i, row in enumerate(rows.tolist()):
             rng = np.random.default_rng(row)
             images[i] = rng.integers(0, 256, (SIDE, SIDE, 3))
-            if self.objective == "multi_label":
+            if type(self.task) is MultiLabel:
                 targets[i] = rng.random(LABELS) < 0.4
             else:
-                targets[i] = targets_for(self.objective, 1, torch.Generator().manual_seed(row))[0].numpy()
+                targets[i] = targets_for(self.task, 1, torch.Generator().manual_seed(row))[0].numpy()
         return images, targets
 
     def targets(self, rows: Any) -> Any:
@@ -158,7 +163,7 @@ class Setting:
     backbone: Callable[[], nn.Module] = small_backbone
     amp: torch.dtype | None = None
     rounds: int = 1
-    objective: ObjectiveName = "multi_label"
+    task: Task = TASKS[0]
     store: Any = None
     reweight: Any = None
     sampler: Any = "fixed"
@@ -175,7 +180,7 @@ class Setting:
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
         backbone = self.backbone() if self.inexact is None else in_float64(self.backbone(), *self.inexact)
-        module = ImageClassifier(backbone, input_size=10, exact_crops=True, objective=self.objective)
+        module = ImageClassifier(backbone, input_size=10, exact_crops=True, task=self.task)
         variable = self.clipping == "variable"
         more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
 
@@ -186,7 +191,7 @@ class Setting:
 
         model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), lr=1.0), amp_dtype=self.amp)
         data = FederatedImageDataset(
-            self.store or NoisyStore(self.sizes, self.objective),
+            self.store or NoisyStore(self.sizes, self.task),
             self.sampling,
             seed=3,
             sampler=self.sampler,

@@ -20,10 +20,12 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, metric_name, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
-from pfl_ext.tasks.objectives import OBJECTIVES, ObjectiveName
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.task import Task
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     LABELS,
+    TASKS,
     Setting,
     distance,
     norm,
@@ -53,7 +55,7 @@ SAMPLINGS = st.builds(
     mu=st.sampled_from([None, 0.3]),
     by_images=st.booleans(),
     lanes=st.integers(1, 3),
-    objective=st.sampled_from(list(OBJECTIVES)),
+    task=st.sampled_from(TASKS),
     momentum=st.sampled_from([0.0, 0.6]),
     weight_decay=st.sampled_from([0.0, 0.05]),
     nova=st.booleans(),
@@ -65,7 +67,7 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     mu: float | None,
     by_images: bool,
     lanes: int,
-    objective: ObjectiveName,
+    task: Task,
     momentum: float,
     weight_decay: float,
     nova: bool,
@@ -73,7 +75,7 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     how, bound = clipping
     rate = 0.05 if how == "none" else 0.2  # larger ones magnify rounding from step to step
     setting = Setting(sizes, sampling, how, bound, mu, learning_rate=rate, by_images=by_images)
-    setting.objective, setting.nova = objective, nova
+    setting.task, setting.nova = task, nova
     setting.momentum, setting.weight_decay = momentum, weight_decay
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
@@ -216,9 +218,11 @@ def tangled() -> nn.Module:
 
 def test_networks_that_cannot_be_taken_apart_are_trained_user_by_user() -> None:
     setting = Setting([1, 2, 9], backbone=tangled)
-    engine = CohortEngine(ImageClassifier(tangled(), input_size=10, exact_crops=True))
+    engine = CohortEngine(ImageClassifier(tangled(), task=MultiLabel(), input_size=10, exact_crops=True))
     assert not engine._fusable
-    assert CohortEngine(ImageClassifier(small_backbone(), input_size=10, exact_crops=True))._fusable
+    assert CohortEngine(
+        ImageClassifier(small_backbone(), task=MultiLabel(), input_size=10, exact_crops=True)
+    )._fusable
     assert distance(setting.run(True)[0], setting.run(False)[0]) <= rounding_of(setting)
 
 
@@ -287,7 +291,8 @@ def test_workers_with_less_memory_divide_their_own_groups_and_share_the_cohort_a
     """A worker whose memory is short must not take other users than the others expect it to."""
     cohort = [Member(u, 0, 2, 1, 4) for u in range(40)]
     engines = [
-        CohortEngine(ImageClassifier(small_backbone(), input_size=10, exact_crops=True)) for _ in range(2)
+        CohortEngine(ImageClassifier(small_backbone(), task=MultiLabel(), input_size=10, exact_crops=True))
+        for _ in range(2)
     ]
     how = LocalTraining(0.1, 2, 4, "none", 0.0, 0.0, None)
     engines[1]._max_images[how] = 4

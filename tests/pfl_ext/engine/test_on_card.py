@@ -12,6 +12,7 @@ from torch import nn
 import pfl_ext.engine.cohort as module
 from pfl_ext.engine.lane import Lane
 from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.card import DEVICE, OnCard, card, plain
 from tests.pfl_ext.engine.setting import BFLOAT16, Setting, distance, private, rounding_of
 
@@ -23,7 +24,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "momentum and decay": {"momentum": 0.9, "weight_decay": 0.01},
     "FedProx": {"mu": 0.1},
     "FedNova": {"nova": True},
-    "single label": {"objective": "single_label"},
+    "single label": {"task": SingleLabel()},
 }
 
 

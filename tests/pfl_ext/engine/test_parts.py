@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -23,9 +24,18 @@ from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, live_taps
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.privacy.mechanisms import Clipping
-from pfl_ext.tasks.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.task import Task
 from tests.closeness import assert_close_as_vector
-from tests.pfl_ext.engine.setting import LABELS, SIDE, in_float64, small_backbone, targets_for, without_noise
+from tests.pfl_ext.engine.setting import (
+    LABELS,
+    SIDE,
+    TASKS,
+    in_float64,
+    small_backbone,
+    targets_for,
+    without_noise,
+)
 
 HOW = LocalTraining(0.1, 2, 4, "variable", 0.5, 0.0, None)
 UNIT = 2.0**-24
@@ -51,12 +61,13 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
     users = Users((0, 1, 3, 6), torch.device("cpu"))
     weights = torch.tensor([1, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3])
     found: dict[str, Gradient] = {}
-    net = TapedNetwork(backbone, MULTI_LABEL)
-    net.run(images, targets, users, weights, found.__setitem__, contextlib.nullcontext())
+    losses = partial(MultiLabel().image_losses, targets=targets)
+    net = TapedNetwork(backbone)
+    net.run(images, losses, users, weights, found.__setitem__, contextlib.nullcontext())
     names = [name for name, _ in backbone.named_parameters()]
     own = [
         torch.autograd.grad(
-            MULTI_LABEL.loss(backbone(images[span]), targets[span]),
+            MultiLabel().loss(backbone(images[span]), targets[span]),
             list(backbone.parameters()),
         )
         for span in users.spans
@@ -83,10 +94,12 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
 def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     backbone = small_backbone()
     before = [p.detach().clone() for p in backbone.parameters()]
-    net = TapedNetwork(backbone, MULTI_LABEL)
+    net = TapedNetwork(backbone)
     x = torch.rand(2, 3, 10, 10)
     users, ones = Users((0, 2), x.device), torch.ones(2) / 2
-    net.run(x, torch.zeros(2, LABELS), users, ones, lambda *_: None, contextlib.nullcontext())
+    net.run(
+        x, lambda outputs: outputs.square().sum(1), users, ones, lambda *_: None, contextlib.nullcontext()
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters()))
     assert all(p.grad is None and p.requires_grad for p in backbone.parameters())
     with torch.no_grad():
@@ -167,8 +180,8 @@ def test_one_variable_that_is_not_finite_refuses_its_user_and_nobody_else(
         assert torch.equal(ours.views[name], total), name
 
 
-def lane_of(objective: ObjectiveName = "multi_label") -> tuple[Lane, ImageClassifier]:
-    module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, objective=objective)
+def lane_of(task: Task = TASKS[0]) -> tuple[Lane, ImageClassifier]:
+    module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, task=task)
     layout = Layout.of(module)
     return Lane(module, layout, layout.gather(module), torch.float32), module
 
@@ -177,7 +190,7 @@ def lane_batch() -> Batch:
     """Three images of one step."""
     draw = torch.Generator().manual_seed(5)
     images = torch.randint(0, 256, (3, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
-    settled, shares = MULTI_LABEL.settled(targets_for("multi_label", 3, draw))
+    settled, shares = TASKS[0].settled(targets_for(TASKS[0], 3, draw))
     return Batch(images, settled, torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(3, 1), shares)
 
 
@@ -211,18 +224,18 @@ def test_a_lane_refuses_a_user_with_one_variable_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize("size", range(1, 17))
 def test_padding_a_batch_changes_no_step(size: int) -> None:
-    objective: ObjectiveName = list(OBJECTIVES)[size % 3]
+    task: Task = TASKS[size % 3]
     draw = torch.Generator().manual_seed(size)
     images = torch.randint(0, 256, (size, SIDE, SIDE, 3), dtype=torch.uint8, generator=draw)
-    targets = targets_for(objective, size, draw)
-    boxes = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
-    (plain, module), (graphed, _) = lane_of(objective), lane_of(objective)
+    targets = targets_for(task, size, draw)
+    crops = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
+    (plain, module), (graphed, _) = lane_of(task), lane_of(task)
     how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
-    graphed._graphs = StepGraphs(torch.device("cpu"), LABELS, graphed._written)
+    graphed._graphs = StepGraphs(torch.device("cpu"), graphed._written)
 
     def first(n: int) -> Batch:
-        settled, shares = module.objective.settled(targets[:n])
-        return Batch(images[:n], settled, boxes[:n], shares)
+        settled, shares = task.settled(targets[:n])
+        return Batch(images[:n], settled, crops[:n], shares)
 
     batch, short = first(size), first(1)
     for lane in (plain, graphed):
@@ -248,10 +261,10 @@ def test_a_vector_holds_the_parameters_in_their_own_formats() -> None:
 
 
 def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ImageClassifier(resnet("group"), input_size=64, exact_crops=True)
+    module = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=64, exact_crops=True)
     kept = activation_bytes(module, HOW)
     assert 1e6 < kept < 1e7  # ResNet-18 at 64 pixels has some 2.5 MB of outputs; ReLUs work in place
-    big = ImageClassifier(resnet("group"), input_size=128, exact_crops=True)
+    big = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=128, exact_crops=True)
     assert activation_bytes(big, HOW) == pytest.approx(4 * kept, rel=0.2)
     assert 1 <= group_size(big, HOW, 1) <= group_size(module, HOW, 1)
     monkeypatch.setattr("pfl_ext.engine.memory.CPU_BYTES", kept)
@@ -276,7 +289,7 @@ def test_dead_taps_are_those_whose_weight_does_not_matter(
 
 
 def test_a_trimmed_network_is_the_same_with_a_third_of_the_weights() -> None:
-    central = ImageClassifier(in_float64(resnet("group")), input_size=32, exact_crops=True)
+    central = ImageClassifier(in_float64(resnet("group")), task=MultiLabel(), input_size=32, exact_crops=True)
     trimmed = Trimmed(central)
     trimmed.refresh()
     x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -293,7 +306,7 @@ def test_a_trimmed_network_is_the_same_with_a_third_of_the_weights() -> None:
     whole = trimmed.expand(ours)
     for name, gradient in theirs.items():
         assert_close_as_vector(whole[name], gradient, 3 * RESNET18)  # there, back, and a sum over positions
-    wide = ImageClassifier(resnet("group"), input_size=64, exact_crops=True)
+    wide = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=64, exact_crops=True)
     assert Trimmed(wide).model is wide, "at 64 pixels every tap is live"
 
 

@@ -19,6 +19,7 @@ from pfl_ext.engine.norms import squared_norm, squared_norms_of
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, norm, small_backbone, without_noise
 
 HOW = LocalTraining(1.0, 1, 16, "none", 0.0, 0.0, None)
@@ -170,11 +171,11 @@ class Twins:
 def undecided(setting: Setting) -> nn.Module:
     """A network that gives the first user's labels a half each: its twins' gradients are opposites."""
     network = small_backbone()
-    module = ImageClassifier(network, input_size=10, exact_crops=True)
+    module = ImageClassifier(network, task=MultiLabel(), input_size=10, exact_crops=True)
     data = FederatedImageDataset(setting.store, setting.sampling, seed=3)
-    (images, _, boxes), *_ = data.read(data.members(1)[0]).iter(4)
+    (images, _, crops), *_ = data.read(data.members(1)[0]).iter(4)
     with torch.no_grad():
-        network[-1].bias -= module(images, boxes)[0]
+        network[-1].bias -= module(images, crops)[0]
     return network
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from pfl_ext.data.transforms import draw_boxes
+from pfl_ext.data.transforms import draw_crops
 from pfl_ext.models.classifier import (
     FrozenStatisticsBatchNorm2d,
     ImageClassifier,
@@ -29,6 +29,7 @@ from pfl_ext.models.classifier import (
     head_of,
     probe_checksum,
 )
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 
 RESNET18 = 2 * 20 * 68
@@ -63,11 +64,11 @@ def build_torchvision(arch: str, generator: torch.Generator) -> nn.Module:
 
 
 def batch(n: int = 4, labels: int = 17, size: int = 40) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, targets and boxes as pfl hands them on."""
+    """Images, targets and crops as pfl hands them on."""
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.integers(0, 256, (n, size, size, 3), np.uint8))
     targets = torch.from_numpy(rng.integers(0, 2, (n, labels), np.uint8))
-    return images, targets, torch.from_numpy(draw_boxes(rng, n, size, 32, "crop", "both"))
+    return images, targets, torch.from_numpy(draw_crops(rng, n, size, 32, "crop", "both"))
 
 
 def digest(module: nn.Module) -> str:
@@ -149,7 +150,9 @@ def test_a_network_with_frozen_statistics_is_torchvisions_in_eval_mode_whatever_
 
 
 def test_no_running_statistic_ever_moves_and_every_parameter_does(weights_file: Path) -> None:
-    model = ImageClassifier(build(norm="frozen_batch", weights=weights_file), input_size=32).train()
+    model = ImageClassifier(
+        build(norm="frozen_batch", weights=weights_file), task=MultiLabel(), input_size=32
+    ).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -167,34 +170,34 @@ def test_no_running_statistic_ever_moves_and_every_parameter_does(weights_file: 
 @pytest.mark.parametrize("norm", ["group", "frozen_batch"])
 @pytest.mark.parametrize("arch", ["resnet18", *ARCHES])
 def test_every_arch_trains_in_both_norms_the_same_in_train_and_eval_mode(arch: str, norm: Norm) -> None:
-    model = ImageClassifier(build(arch, 3, norm), input_size=32).train()
+    model = ImageClassifier(build(arch, 3, norm), task=MultiLabel(), input_size=32).train()
     assert_no_live_batchnorm(model)
     kinds = {"group": nn.GroupNorm, "frozen_batch": FrozenStatisticsBatchNorm2d}
     reference = torchvision.models.get_model(arch, weights=None)
     live = [name for name, m in reference.named_modules() if isinstance(m, nn.BatchNorm2d)]
     assert [name for name, m in model.backbone.named_modules() if isinstance(m, kinds[norm])] == live
-    images, targets, boxes = batch(labels=3)
+    images, targets, crops = batch(labels=3)
     random_state = torch.get_rng_state()
-    logits = model(images, boxes)
+    logits = model(images, crops)
     assert logits.shape == (4, 3)
     assert model.num_labels == 3
-    torch.autograd.backward(model.loss(images, targets, boxes))
+    torch.autograd.backward(model.loss(images, targets, crops))
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert torch.equal(model.eval()(images, boxes), logits)
+    assert torch.equal(model.eval()(images, crops), logits)
     assert torch.equal(torch.get_rng_state(), random_state), "training draws from the global generator"
 
 
 def test_an_image_does_not_see_the_others_of_its_batch() -> None:
-    model = ImageClassifier(build(), input_size=32).train()
-    images, _, boxes = batch()
-    assert_close_as_vector(model(images, boxes)[1:2], model(images[1:2], boxes[1:2]), RESNET18)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32).train()
+    images, _, crops = batch()
+    assert_close_as_vector(model(images, crops)[1:2], model(images[1:2], crops[1:2]), RESNET18)
 
 
 def test_a_live_batchnorm_is_found() -> None:
     with pytest.raises(AssertionError, match=r"live BatchNorm at 1\.0"):
         assert_no_live_batchnorm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.BatchNorm2d(3))))
     with pytest.raises(AssertionError, match="live BatchNorm"):
-        ImageClassifier(nn.Sequential(nn.BatchNorm2d(3)), input_size=8)
+        ImageClassifier(nn.Sequential(nn.BatchNorm2d(3)), task=MultiLabel(), input_size=8)
 
 
 def test_group_counts_are_the_largest_divisor_up_to_the_number_asked_for() -> None:
@@ -289,7 +292,7 @@ def test_published_weights_give_the_published_features_and_a_new_head(
 
 @pytest.mark.parametrize("norm", ["group", "frozen_batch"])
 def test_a_saved_model_of_ours_is_a_weights_file(norm: Norm, tmp_path: Path) -> None:
-    model = ImageClassifier(build(norm=norm, seed=5), input_size=32)
+    model = ImageClassifier(build(norm=norm, seed=5), task=MultiLabel(), input_size=32)
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
     loaded = build(labels=3, norm=norm, weights=tmp_path / "model.safetensors")
     for name, tensor in model.backbone.state_dict().items():
@@ -422,16 +425,16 @@ def test_an_arch_without_published_weights_of_that_name_is_refused() -> None:
 
 
 def test_loss_is_binary_cross_entropy_meaned_over_images_and_labels() -> None:
-    model = ImageClassifier(build(), input_size=32)
-    images, targets, boxes = batch()
-    p = torch.sigmoid(model(images, boxes).double())
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
+    images, targets, crops = batch()
+    p = torch.sigmoid(model(images, crops).double())
     expected = -(targets * p.log() + (1 - targets.double()) * (1 - p).log()).mean()
-    assert model.loss(images, targets, boxes).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert model.loss(images, targets, boxes).requires_grad
+    assert model.loss(images, targets, crops).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert model.loss(images, targets, crops).requires_grad
 
 
 def test_metrics_add_up_over_batches_of_any_size() -> None:
-    model = ImageClassifier(build(), input_size=32)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
     images, targets, _ = batch(5)
     whole = model.metrics(images, targets)["loss"]
     parts = model.metrics(images[:2], targets[:2])["loss"] + model.metrics(images[2:], targets[2:])["loss"]
@@ -440,32 +443,35 @@ def test_metrics_add_up_over_batches_of_any_size() -> None:
         assert whole.overall_value == pytest.approx(same, rel=RESNET18 * 2.0**-24)
 
 
-def test_without_boxes_the_whole_image_is_seen_and_with_them_the_crop() -> None:
+def test_without_crops_the_whole_image_is_seen_and_with_them_a_part() -> None:
     model = ImageClassifier(
-        nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2)), input_size=32, mean=(0, 0, 0)
+        nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2)),
+        task=MultiLabel(),
+        input_size=32,
+        mean=(0, 0, 0),
     )
-    images, _, boxes = batch()
+    images, targets, crops = batch()
     whole = F.interpolate(images.permute(0, 3, 1, 2) / 255, (32, 32), mode="bilinear", antialias=True)
     std = torch.tensor((0.229, 0.224, 0.225))[:, None, None]
     assert_close_as_vector(model(images), model.backbone(whole / std), 2 * 56 + 8)  # sums of 3,072 terms
-    top, left = int(boxes[0, 0]), int(boxes[0, 1])
+    top, left = int(crops[0, 0]), int(crops[0, 1])
     cut = images[0, top : top + 32, left : left + 32].permute(2, 0, 1) / 255
-    cut = cut.flip([axis for axis, flag in ((2, boxes[0, 4]), (1, boxes[0, 5])) if flag])
-    assert_close_as_vector(model.prepare(images, boxes)[0], cut / std, 4)
+    cut = cut.flip([axis for axis, flag in ((2, crops[0, 4]), (1, crops[0, 5])) if flag])
+    assert_close_as_vector(model.prepare(images, targets, crops)[0][0], cut / std, 4)
 
 
 def test_the_saved_state_holds_the_network_and_nothing_else() -> None:
-    model = ImageClassifier(build(), input_size=32)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
     assert set(model.state_dict()) == {f"backbone.{name}" for name in model.backbone.state_dict()}
 
 
 def test_channels_last_changes_nothing_but_the_memory() -> None:
-    model = ImageClassifier(build(), input_size=32)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
     expected = model(*batch()[::2])
-    assert model.prepare(*batch()[::2]).is_contiguous()
+    assert model.prepare(*batch())[0].is_contiguous()
     last = model.to(memory_format=torch.channels_last)
     assert_close_as_vector(last(*batch()[::2]), expected, RESNET18)
-    assert last.prepare(*batch()[::2]).is_contiguous(memory_format=torch.channels_last)
+    assert last.prepare(*batch())[0].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_pfl_trains_the_classifier_by_its_own_bridge() -> None:
@@ -474,7 +480,7 @@ def test_pfl_trains_the_classifier_by_its_own_bridge() -> None:
     from pfl.internal.bridge.pytorch.sgd import PyTorchSGDBridge
     from pfl.model.pytorch import PyTorchModel
 
-    model = ImageClassifier(build(), input_size=32)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
     reference = copy.deepcopy(model)
     wrapped = PyTorchModel(model, torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=1.0))
     parameters = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=0.1, local_batch_size=4)
@@ -489,11 +495,11 @@ def test_pfl_trains_the_classifier_by_its_own_bridge() -> None:
 
 def test_the_probe_tells_models_apart_and_repeats_itself() -> None:
     def made(seed: int = 0, **changes: Any) -> str:
-        return probe_checksum(ImageClassifier(build(seed=seed), input_size=32, **changes))
+        return probe_checksum(ImageClassifier(build(seed=seed), task=MultiLabel(), input_size=32, **changes))
 
     assert made() == made()
     assert len({made(), made(seed=1), made(mean=(0.5, 0.5, 0.5))}) == 3
-    model = ImageClassifier(build(), input_size=32)
+    model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
     assert probe_checksum(model) == probe_checksum(model.train()) == made()
 
 

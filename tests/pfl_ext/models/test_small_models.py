@@ -12,6 +12,8 @@ from torch import nn
 
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone, head_of
+from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, small_backbone
 
 
@@ -33,7 +35,7 @@ def test_the_cifar_network_has_the_papers_layers(side: int, labels: int) -> None
     x = torch.rand(2, 3, side, side)
     assert net(x).shape == (2, labels)
     images = (x.permute(0, 2, 3, 1) * 255).byte()
-    model = ImageClassifier(net, input_size=side, objective="single_label")
+    model = ImageClassifier(net, input_size=side, task=SingleLabel())
     torch.autograd.backward(model.loss(images, torch.eye(labels)[:2]))
     assert all(p.grad is not None and p.grad.any() for p in net.parameters())
 
@@ -43,7 +45,7 @@ def test_the_cifar_network_has_as_many_parameters_as_it_says() -> None:
 
 
 def test_the_engine_takes_the_cifar_network_apart() -> None:
-    assert CohortEngine(ImageClassifier(build(), input_size=32, objective="single_label"))._fusable
+    assert CohortEngine(ImageClassifier(build(), input_size=32, task=SingleLabel()))._fusable
 
 
 @pytest.mark.parametrize("init", ["paper", "torchvision"])
@@ -102,7 +104,7 @@ def test_two_layers_are_trained_and_nothing_else() -> None:
         "classifier.1.1.weight",
         "classifier.1.1.bias",
     ]
-    engine = CohortEngine(ImageClassifier(net, input_size=32), lanes=1)
+    engine = CohortEngine(ImageClassifier(net, task=MultiLabel(), input_size=32), lanes=1)
     assert engine._fusable
     taped = [n for n, m in engine.lanes[0].net.backbone.named_modules() if hasattr(m, "tape_name")]
     assert taped == ["classifier.1.0", "classifier.1.1"], "gradients of frozen layers would be wasted"
@@ -123,7 +125,7 @@ def test_frozen_layers_stay_and_the_rest_is_trained_as_by_pfls_loop(clipping: st
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]
     assert set(ours) == {f"backbone.{n}" for n, p in partly_frozen().named_parameters() if p.requires_grad}
     assert distance(ours, theirs) < 1e-5
-    module = ImageClassifier(partly_frozen(), input_size=10)
+    module = ImageClassifier(partly_frozen(), task=MultiLabel(), input_size=10)
     engine = CohortEngine(module, lanes=1)
     assert engine._fusable
     assert any("7.weight" in name for name in engine._trimmed._sides), (

@@ -15,6 +15,7 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream, torch_stream
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.privacy.test_central import calibration
 from tests.pfl_ext.stores import ByteArray, IntArray, NumberedStore
 
@@ -34,7 +35,7 @@ class Photos(NumberedStore):
 def network() -> ImageClassifier:
     options: dict[str, Any] = {"norm": "group", "weights": None, "init": "paper", "groups": 32}
     backbone = build_backbone("resnet18", 5, generator=torch_stream(0, "network"), **options)
-    return ImageClassifier(backbone, input_size=16, exact_crops=True)
+    return ImageClassifier(backbone, task=MultiLabel(), input_size=16, exact_crops=True)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.tasks import metrics, ranking_device
+from pfl_ext.tasks import multi_label_scores, ranking_device
 from pfl_ext.tasks.ranking import Array, BoolArray, Ranking, rank
 from pfl_ext.tasks.ranking_device import rank_on
 
@@ -52,14 +52,14 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_ranks_where_pfl_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, targets = drawn(1, 50, 3, 100, 0.2)
-    expected = metrics.summarise(scores, targets)
+    expected = multi_label_scores.summarise(scores, targets)
     asked: list[torch.device] = []
 
     def watched(device: torch.device, *arrays: Array, overall: bool) -> Ranking:
         asked.append(device)
         return rank_on(CPU, *arrays, overall=overall)
 
-    monkeypatch.setattr(metrics, "get_default_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(metrics, "rank_on", watched)
-    assert metrics.summarise(scores, targets) == pytest.approx(expected, rel=1e-12)
+    monkeypatch.setattr(multi_label_scores, "get_default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(multi_label_scores, "rank_on", watched)
+    assert multi_label_scores.summarise(scores, targets) == pytest.approx(expected, rel=1e-12)
     assert asked == [torch.device("cuda")]

@@ -13,6 +13,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu import build, check
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.cpu.roundings import compiled
 from tests.pfl_ext.engine.setting import (
     Setting,
@@ -23,7 +24,7 @@ from tests.pfl_ext.engine.setting import (
 
 
 def engine() -> CohortEngine:
-    return CohortEngine(ImageClassifier(wide_backbone(), input_size=10), lanes=1)
+    return CohortEngine(ImageClassifier(wide_backbone(), task=MultiLabel(), input_size=10), lanes=1)
 
 
 @pytest.fixture

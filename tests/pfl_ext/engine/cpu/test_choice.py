@@ -32,6 +32,7 @@ from pfl_ext.engine.cpu.joining import Joined
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers, compilable
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.closeness import norm as norm_of
 from tests.pfl_ext.engine.cpu.roundings import KERNELS, compiled
@@ -219,7 +220,9 @@ def test_in_no_way_does_a_users_part_of_a_private_sum_exceed_the_bound(
 
 
 def engine(backbone: nn.Module | None = None, **options: Any) -> CohortEngine:
-    return CohortEngine(ImageClassifier(backbone or wide_backbone(), input_size=10), lanes=1, **options)
+    return CohortEngine(
+        ImageClassifier(backbone or wide_backbone(), task=MultiLabel(), input_size=10), lanes=1, **options
+    )
 
 
 @compiled

@@ -17,6 +17,7 @@ from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.cpu.roundings import (
     KERNELS,
     UNIT,
@@ -202,7 +203,7 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
         nn.Conv2d(3, 24, 3),
     )
     before = [type(layer) for layer in odd]
-    assert kernels_for(ImageClassifier(odd, input_size=10)) is None
+    assert kernels_for(ImageClassifier(odd, task=MultiLabel(), input_size=10)) is None
     CpuLayers(object(), FLOAT32).replaced(odd)  # type: ignore[arg-type]
     assert [type(layer) for layer in odd] == before
 

@@ -1,4 +1,4 @@
-"""Known answers of the three objectives, and that what an image contributes is its own alone."""
+"""Known answers of the three tasks, and that what an image contributes is its own alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pfl_ext.tasks.objectives import MULTI_LABEL, OBJECTIVES, ObjectiveName, objective_named
+from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
+from pfl_ext.tasks.single_label import SingleLabel
+from pfl_ext.tasks.task import Task
 from tests.closeness import assert_close_as_vector
-from tests.pfl_ext.engine.setting import LABELS, targets_for
+from tests.pfl_ext.engine.setting import LABELS, TASKS, targets_for
 
 
 def logits_of(n: int, draw: torch.Generator) -> Tensor:
@@ -33,35 +35,33 @@ def binary(x: float, present: bool) -> float:
 def test_single_label_is_the_self_normalised_mean_of_cross_entropies(n: int, seed: int) -> None:
     """Equation 4 of FedIR by hand."""
     draw = torch.Generator().manual_seed(seed)
-    logits, targets = logits_of(n, draw), targets_for("single_label", n, draw)
+    logits, targets = logits_of(n, draw), targets_for(SingleLabel(), n, draw)
     weights = [float(row.max()) for row in targets]
     losses = [cross_entropy(x, int(row.argmax())) for x, row in zip(logits, targets)]
     expected = sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
-    assert float(OBJECTIVES["single_label"].loss(logits, targets)) == pytest.approx(expected, rel=1e-5)
+    assert float(SingleLabel().loss(logits, targets)) == pytest.approx(expected, rel=1e-5)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_weighted_multi_label_normalises_every_label_by_itself(n: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
-    logits, targets = logits_of(n, draw), targets_for("multi_label_weighted", n, draw)
+    logits, targets = logits_of(n, draw), targets_for(WeightedMultiLabel(), n, draw)
     expected = 0.0
     for label in range(LABELS):
         column = targets[:, label].tolist()
         losses = [binary(float(x), t > 0) for x, t in zip(logits[:, label], column)]
         expected += sum(abs(t) * loss for t, loss in zip(column, losses)) / sum(map(abs, column)) / LABELS
-    assert float(OBJECTIVES["multi_label_weighted"].loss(logits, targets)) == pytest.approx(
-        expected, rel=1e-5
-    )
+    assert float(WeightedMultiLabel().loss(logits, targets)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["single_label", "multi_label_weighted"])
-def test_the_scale_of_weights_has_no_effect(name: ObjectiveName) -> None:
+@pytest.mark.parametrize("task", [SingleLabel(), WeightedMultiLabel()])
+def test_the_scale_of_weights_has_no_effect(task: Task) -> None:
     """In single-label batches one for all; in multi-label ones another for each label."""
     draw = torch.Generator().manual_seed(0)
-    logits, targets = logits_of(6, draw), targets_for(name, 6, draw)
-    scale = torch.full((LABELS,), 7.0) if name == "single_label" else torch.rand(LABELS) + 0.5
-    loss = OBJECTIVES[name].loss
+    logits, targets = logits_of(6, draw), targets_for(task, 6, draw)
+    scale = torch.full((LABELS,), 7.0) if isinstance(task, SingleLabel) else torch.rand(LABELS) + 0.5
+    loss = task.loss
     assert_close_as_vector(loss(logits, targets * scale), loss(logits, targets), 100)
     other = targets.clone()
     other[0] *= 5
@@ -70,30 +70,24 @@ def test_the_scale_of_weights_has_no_effect(name: ObjectiveName) -> None:
 
 def test_plain_targets_of_each_kind_give_the_plain_losses() -> None:
     draw = torch.Generator().manual_seed(1)
-    logits, present = logits_of(7, draw), targets_for("multi_label", 7, draw)
-    signed = OBJECTIVES["multi_label_weighted"].loss(logits, 2 * present - 1)
-    assert_close_as_vector(signed, MULTI_LABEL.loss(logits, present), 100)
+    logits, present = logits_of(7, draw), targets_for(MultiLabel(), 7, draw)
+    signed = WeightedMultiLabel().loss(logits, 2 * present - 1)
+    assert_close_as_vector(signed, MultiLabel().loss(logits, present), 100)
     labels = logits.flip(0).argmax(1)
     one_hot = torch.nn.functional.one_hot(labels, LABELS)
     expected = torch.nn.functional.cross_entropy(logits, labels)
-    assert_close_as_vector(OBJECTIVES["single_label"].loss(logits, one_hot), expected, 100)
+    assert_close_as_vector(SingleLabel().loss(logits, one_hot), expected, 100)
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_once_settled_an_image_has_its_loss_whatever_stands_beside_it(name: ObjectiveName) -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_once_settled_an_image_has_its_loss_whatever_stands_beside_it(task: Task) -> None:
     """What lets users share a pass: the batch's loss is a sum over images, each from its own row."""
     draw = torch.Generator().manual_seed(2)
-    logits, targets = logits_of(5, draw), targets_for(name, 5, draw)
-    objective = objective_named(name)
-    settled, shares = objective.settled(targets)
-    losses = objective.image_losses(logits, settled)
-    one_by_one = [objective.image_losses(logits[i : i + 1], settled[i : i + 1])[0] for i in range(5)]
+    logits, targets = logits_of(5, draw), targets_for(task, 5, draw)
+    settled, shares = task.settled(targets)
+    losses = task.image_losses(logits, settled)
+    one_by_one = [task.image_losses(logits[i : i + 1], settled[i : i + 1])[0] for i in range(5)]
     assert_close_as_vector(torch.stack(one_by_one), losses, 50)
-    assert_close_as_vector((losses * shares).sum(), objective.loss(logits, targets), 50)
+    assert_close_as_vector((losses * shares).sum(), task.loss(logits, targets), 50)
     assert losses.dtype == torch.float32
     assert float(shares.sum()) == pytest.approx(1)
-
-
-def test_an_unknown_objective_is_refused() -> None:
-    with pytest.raises(ValueError, match="objective must be one of multi_label, single_label"):
-        objective_named("softmax")

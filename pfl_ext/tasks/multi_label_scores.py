@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from pfl.internal.ops.pytorch_ops import get_default_device
-from pfl.metrics import MetricValue, Weighted
+from pfl.metrics import MetricValue
 
 from pfl_ext.tasks.ranking import (
     NUM_THRESHOLDS,
@@ -38,6 +38,7 @@ from pfl_ext.tasks.ranking import (
     ratio,
 )
 from pfl_ext.tasks.ranking_device import rank_on
+from pfl_ext.tasks.task import FLOAT32_EXACT
 
 COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 """The columns of Table 1 in the FLAIR paper, in its order."""
@@ -46,9 +47,6 @@ EXACT = {"C-AP": "C-AP exact", "O-AP": "O-AP exact"}
 BINNED = {"C-AP": "C-AP-binned200", "O-AP": "O-AP-binned200"}
 """Two kinds of AP. In what people read, a column of `COLUMNS` is the published one, of 200 thresholds. Among
 the keys of `summarise`, ``C-AP`` is the exact one and ``C-AP-binned200`` the published one."""
-
-FLOAT32_EXACT = 1 << 24
-"""Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
 
 
 def _ranked(scores: Array, targets: BoolArray, *, overall: bool) -> Ranking:
@@ -127,17 +125,24 @@ def f1(precision: Any, recall: Any) -> float:
     return float(ratio(2 * precision * recall, precision + recall))
 
 
-def binary_cross_entropy(logits: npt.ArrayLike, targets: npt.ArrayLike) -> Weighted:
-    """Binary cross-entropy in nats, mean over classes, summed over the batch's images; weight = B.
+PRESENT = "C-AP-present"
+PER_USER = (*COLUMNS, PRESENT)
+"""The eight columns on one user's images, and C-AP over the classes that the user has.
 
-    Computed from logits ``[B, K]`` so that saturated scores stay finite; sums over batches and workers give
-    the mean over all images and classes.
-    """
-    x, t = np.asarray(logits, np.float64), np.asarray(targets)
-    if x.ndim != 2 or x.shape != t.shape:
-        raise ValueError(f"logits {x.shape} and targets {t.shape} must have one shape [B, K]")
-    losses = np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x)))
-    return Weighted(losses.sum() / max(x.shape[1], 1), len(x))
+A class that a user lacks counts 0 in the C columns, as in the paper's code; with few of the classes, a user's
+C-AP is low however good the model is. A class on *every* image of a user has AP 1 whatever the scores are:
+users with one image differ in O-AP alone.
+"""
+
+
+def user_columns(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]:
+    """`PER_USER` in percent, from one user's ``[n, K]``; C-AP-present is NaN for a user without a label."""
+    values, truth = np.asarray(scores), as_bool(targets)
+    summary = summarise(values, truth)
+    present, ap = truth.any(0), np.nan
+    if present.any():
+        ap = 100 * float(average_precision(values[:, present], truth[:, present]).mean())
+    return {**{name: summary[name] for name in COLUMNS}, PRESENT: ap}
 
 
 class BinnedCounts(MetricValue):

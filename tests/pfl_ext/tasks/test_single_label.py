@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from pfl_ext import evaluation
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.tasks.accuracy import ClassCounts
-from pfl_ext.tasks.objectives import ObjectiveName
+from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
+from pfl_ext.tasks.single_label import ClassCounts, SingleLabel
+from pfl_ext.tasks.task import Task
 from tests.pfl_ext.stores import NumberedStore
 
 CLASSES = 5
@@ -82,15 +83,15 @@ class Colours(nn.Module):
         return out
 
 
-def classifier(objective: ObjectiveName) -> tuple[ImageClassifier, PyTorchModel]:
-    module = ImageClassifier(Colours(), input_size=8, objective=objective)
+def classifier(task: Task) -> tuple[ImageClassifier, PyTorchModel]:
+    module = ImageClassifier(Colours(), input_size=8, task=task)
     return module, PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
 def test_a_single_label_split_is_scored_by_cross_entropy_and_accuracy(batch_size: int) -> None:
     store = NumberedStore([7, 6])
-    module, model = classifier("single_label")
+    module, model = classifier(SingleLabel())
     metrics = CentralEvaluation(store, batch_size=batch_size)(model)
     images, targets = (torch.from_numpy(part) for part in store.read(np.arange(13)))
     logits = module(images)
@@ -104,14 +105,14 @@ def test_a_single_label_split_is_scored_by_cross_entropy_and_accuracy(batch_size
 
 def test_weighted_training_is_scored_as_plain_multi_label() -> None:
     store = NumberedStore([7, 6])
-    plain = CentralEvaluation(store, batch_size=4)(classifier("multi_label")[1])
-    weighted = CentralEvaluation(store, batch_size=4)(classifier("multi_label_weighted")[1])
+    plain = CentralEvaluation(store, batch_size=4)(classifier(MultiLabel())[1])
+    weighted = CentralEvaluation(store, batch_size=4)(classifier(WeightedMultiLabel())[1])
     assert weighted[SCORES] == plain[SCORES]
     assert weighted[LOSS].overall_value == plain[LOSS].overall_value
 
 
 def test_a_diverged_single_label_model_is_reported() -> None:
-    module, model = classifier("single_label")
+    module, model = classifier(SingleLabel())
     with torch.no_grad():
         next(module.parameters())[2] = float("nan")
     with pytest.raises(ValueError, match="13 of 13 scores are NaN"):
@@ -120,7 +121,7 @@ def test_a_diverged_single_label_model_is_reported() -> None:
 
 def test_workers_count_disjoint_shares_even_empty_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     store = NumberedStore([2, 1])
-    _, model = classifier("single_label")
+    _, model = classifier(SingleLabel())
     alone = CentralEvaluation(store)(model)
     monkeypatch.setattr("pfl.internal.ops.all_reduce_metrics", lambda metrics: metrics)
     total: Any = None

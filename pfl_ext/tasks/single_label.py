@@ -1,21 +1,72 @@
-"""Accuracy of a single-label classifier as counts that add up over batches and workers.
+"""One label of K for each image: single-label classification.
 
-Shape letters: B images of a batch, K classes.
+Shape letters: B images of a batch, n images that are scored, K classes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.nn.functional as F
 from pfl.metrics import MetricValue
+from torch import Tensor
 
-from pfl_ext.tasks.metrics import FLOAT32_EXACT
 from pfl_ext.tasks.ranking import diverged
+from pfl_ext.tasks.task import FLOAT32_EXACT, FloatArray, IntArray, WeightedTask
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
 UNKNOWN = -1
 """As a prediction: of an image whose logits are not numbers."""
+
+
+class SingleLabel(WeightedTask):
+    """Softmax cross-entropy: ``sum_b w_b l_b / sum_b w_b`` (equation 4 of FedIR: Hsu, Qi, Brown 2020).
+
+    Row b of the targets has ``w_b > 0`` at its class and 0 elsewhere; one-hot rows give the plain mean. The
+    score is accuracy.
+    """
+
+    headline = ("accuracy",)
+
+    def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets as they are; the shares are the weights over their sum."""
+        weights = targets.float().amax(1)
+        return targets, weights / weights.sum()
+
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``-log softmax`` at the class, ``[B]``, without the weight, from logits and targets ``[B, K]``."""
+        return F.cross_entropy(outputs.float(), targets.argmax(1), reduction="none")
+
+    def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross-entropies, and the likeliest classes ``[B]`` int64, `UNKNOWN` where a logit is NaN."""
+        losses = self.image_losses(outputs, targets).double()
+        return losses, torch.where(outputs.isnan().any(1), UNKNOWN, outputs.argmax(1))
+
+    def statistics(
+        self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
+    ) -> ClassCounts:
+        """Counts by class."""
+        guesses = torch.cat(list(predictions)).cpu().numpy() if predictions else np.empty(0, np.int64)
+        return ClassCounts.from_batch(guesses, np.concatenate(annotations))
+
+    def summarise(self, statistics: ClassCounts) -> dict[str, float]:
+        """Percent: ``accuracy``, and ``C-accuracy``, the mean over the classes that have images."""
+        return statistics.summary()
+
+    def check_target(self, label_shares: FloatArray) -> None:
+        """Also refuse shares that do not sum to 1, since the classes exclude each other."""
+        super().check_target(label_shares)
+        if abs(label_shares.sum() - 1) > 1e-6:
+            raise ValueError(
+                f"FedIR's target distribution sums to {label_shares.sum():g}: give shares that sum to 1"
+            )
+
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+        """The weight at the class of each image, 0 elsewhere."""
+        return (annotations * weights).astype(np.float32)
 
 
 class ClassCounts(MetricValue):
@@ -45,8 +96,8 @@ class ClassCounts(MetricValue):
         if (labels != 1).any():
             first = int(np.flatnonzero(labels != 1)[0])
             raise ValueError(
-                f"image {first} of a batch has {labels[first]} labels: objective single_label needs exactly "
-                "one for every image; choose multi_label, or data with one"
+                f"image {first} of a batch has {labels[first]} labels: the single-label task needs exactly "
+                "one for each image; choose the multi-label task, or data with one"
             )
         truth, num_classes = marks.argmax(1), marks.shape[1]
         right = np.bincount(truth[guesses == truth], minlength=num_classes)

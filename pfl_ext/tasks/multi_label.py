@@ -1,0 +1,104 @@
+"""Several labels for each image, each of which is present or not: multi-label classification.
+
+Shape letters: B images of a batch, n images that are scored, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pfl_ext.tasks import multi_label_scores as scores
+from pfl_ext.tasks.multi_label_scores import MultiLabelScores
+from pfl_ext.tasks.task import FloatArray, IntArray, Task, WeightedTask
+
+
+class MultiLabel(Task):
+    """Binary cross-entropy of labels that are present (1) or not (0), the mean over images and labels.
+
+    The score is average precision, exact and of 200 thresholds (`pfl_ext.tasks.multi_label_scores`).
+    """
+
+    headline = ("C-AP", "O-AP")
+
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[B]``, the mean over labels, from logits and targets ``[B, K]``."""
+        losses = F.binary_cross_entropy_with_logits(outputs.float(), targets.float(), reduction="none")
+        return losses.mean(1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over all B x K at once."""
+        return F.binary_cross_entropy_with_logits(outputs.float(), targets.float())
+
+    def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The binary cross-entropies, and the labels' probabilities ``[B, K]`` float32."""
+        logits = outputs.float()
+        losses = F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
+        return losses.double().mean(1), torch.sigmoid(logits)
+
+    def statistics(
+        self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
+    ) -> MultiLabelScores:
+        """The scored rows themselves, from which every column is exact."""
+        truth = np.concatenate(annotations)
+        probabilities = torch.cat(list(predictions)).cpu().numpy() if predictions else np.empty(truth.shape)
+        return MultiLabelScores.from_batch(num_rows, rows, probabilities, truth)
+
+    def summarise(self, statistics: MultiLabelScores) -> dict[str, float]:
+        """The columns of `pfl_ext.tasks.multi_label_scores.summarise`, in percent."""
+        return statistics.summary()
+
+    def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
+        """The columns `pfl_ext.tasks.multi_label_scores.PER_USER`."""
+        return scores.user_columns(predictions.cpu().numpy(), annotations)
+
+    def shown(self, column: str) -> str:
+        """As `pfl_ext.tasks.multi_label_scores.shown`."""
+        return scores.shown(column)
+
+    def reweighted(self) -> WeightedTask:
+        """`WeightedMultiLabel`."""
+        return WeightedMultiLabel()
+
+
+class WeightedMultiLabel(WeightedTask, MultiLabel):
+    """Binary cross-entropy with a weight for each image and label, self-normalised label by label.
+
+    ``(1/K) sum_c [sum_b w_bc l_bc / sum_b w_bc]``: equation 4 of FedIR (Hsu, Qi, Brown 2020) for each label
+    as a task of its own. This is our form, the paper has single labels only. The targets' sign says whether a
+    label is present and their size is ``w_bc > 0``; so plain targets are +1 and -1, and give the plain
+    multi-label loss. It is scored as `MultiLabel`, from annotations of 0 and 1.
+    """
+
+    def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets with the weights of each label scaled to a mean of 1 over the batch; equal shares."""
+        targets = targets.float()
+        return targets / targets.abs().mean(0), super().settled(targets)[1]
+
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[B]``, the mean over labels of weight times binary cross-entropy; target 0 has no loss."""
+        losses = F.binary_cross_entropy_with_logits(outputs.float(), (targets > 0).float(), reduction="none")
+        return (losses * targets.abs()).mean(1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The shares of the settled targets, as in every task but the plain one."""
+        return Task.loss(self, outputs, targets)
+
+    def event_shares(self, label_shares: FloatArray) -> FloatArray:
+        """Each label is a task of two events: ``[2 K]``, first that it is present, then that it is not."""
+        return np.concatenate([label_shares, 1 - label_shares])
+
+    def event(self, number: int, num_labels: int) -> tuple[str, int]:
+        """An image has or lacks a label."""
+        return ("has", number) if number < num_labels else ("lacks", number - num_labels)
+
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+        """The weight of a present label, and minus the weight of an absent one."""
+        present, absent = np.split(weights, 2)
+        return np.where(annotations != 0, present, -absent).astype(np.float32)

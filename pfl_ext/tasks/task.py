@@ -1,0 +1,167 @@
+"""What is learnt: how annotations become a loss and a score. Each task is one file in this package.
+
+A task turns the annotations of a batch into targets. `Task.settled` then gives targets and shares such that
+the loss of the batch is ``sum_b shares_b image_losses_b``. What couples the images of a batch, as a
+self-normalised importance weight does, is computed there, from the targets alone. After that each image
+stands for itself, so that images of many users can go through a network together (`pfl_ext.engine`).
+
+Shape letters: B images of a batch, n images that are scored, N images of an evaluation set, H x W their
+stored size, S the side of the network's input, K labels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.metrics import MetricValue
+from torch import Tensor
+
+from pfl_ext.data.transforms import cropped, resize
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+FLOAT32_EXACT = 1 << 24
+"""Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
+
+
+class Task(ABC):
+    """The loss and the score of a network's outputs, for annotations of one kind.
+
+    Outputs and targets are tensors whose first axis is the batch; the other axes are the task's own.
+    Everything outside this package uses a task through these methods alone.
+    """
+
+    headline: tuple[str, ...]
+    """The columns of `summarise` by which models are judged, the first above all."""
+
+    def collate(self, annotations: Any) -> Tensor:
+        """The targets of a batch, on the CPU, from annotations as a store holds them."""
+        return torch.from_numpy(annotations)
+
+    def pixels(self, images: Tensor, crops: Tensor | None, input_size: int, exact: bool | None) -> Tensor:
+        """The network's input before normalisation, float32 ``[B, 3, S, S]`` in 0..1. Nothing is drawn here.
+
+        Args:
+            images: uint8 ``[B, H, W, 3]``.
+            crops: ``[B, 6]`` as `pfl_ext.data.transforms.draw_crops` draws them, or None for the whole image.
+            input_size: S in pixels.
+            exact: see `pfl_ext.data.transforms.cropped`.
+        """
+        if crops is None:
+            return resize(images, input_size)
+        return cropped(images, crops, input_size, exact=exact)
+
+    def augment(
+        self, images: Tensor, targets: Tensor, crops: Tensor | None, input_size: int, exact: bool | None
+    ) -> tuple[Tensor, Tensor]:
+        """`pixels`, and the targets that belong to them; in training the targets are settled already.
+
+        Here targets have no place in the image and stay as they are. A task whose targets have one applies
+        the same crops and flips to them, with `pfl_ext.data.transforms.cropped_together` for each image.
+        """
+        return self.pixels(images, crops, input_size, exact), targets
+
+    def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets as `image_losses` wants them, and each image's share of the batch's loss, ``[B]``.
+
+        Each value must depend on the batch's targets as annotations only, and not on where a crop moves them.
+        """
+        n = len(targets)
+        return targets, torch.full((n,), 1 / n if n else 0.0, device=targets.device)
+
+    @abstractmethod
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each image, ``[B]`` float32, from its own outputs and settled targets alone."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch, float32, from targets that are not settled yet."""
+        targets, shares = self.settled(targets)
+        return (self.image_losses(outputs, targets) * shares).sum()
+
+    @abstractmethod
+    def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What evaluation keeps of a batch, on the device.
+
+        Args:
+            outputs: of the network.
+            targets: as `collate` gives them.
+
+        Returns:
+            Each image's loss, ``[B]`` float64, and what `statistics` needs of the outputs, ``[B, ...]``.
+        """
+
+    @abstractmethod
+    def statistics(
+        self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
+    ) -> MetricValue:
+        """The score of some images as a statistic that adds up over batches and workers.
+
+        Args:
+            num_rows: N.
+            rows: ``[n]``, the position of each image in the evaluation set.
+            predictions: of `scored`, for consecutive batches of these images; empty if there are no images.
+            annotations: those of the same batches, as a store holds them; at least one array, of no images
+                if there are none.
+        """
+
+    @abstractmethod
+    def summarise(self, statistics: Any) -> dict[str, float]:
+        """The columns by name, from statistics that were added up.
+
+        Raises:
+            ValueError: when the outputs were not numbers.
+        """
+
+    def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
+        """The columns of one user's images. NaN where a column has no meaning for this user."""
+        rows = np.arange(len(annotations), dtype=np.int64)
+        return self.summarise(self.statistics(len(rows), rows, [predictions], [annotations]))
+
+    def shown(self, column: str) -> str:
+        """What people read for a column of `summarise`."""
+        return column
+
+    def reweighted(self) -> WeightedTask:
+        """This task with targets that carry importance weights.
+
+        Raises:
+            ValueError: when the task has no such form.
+        """
+        raise ValueError(f"{type(self).__name__} has no form with importance weights: set reweight to none")
+
+
+class WeightedTask(Task):
+    """A task whose targets carry importance weights, for annotations ``[K]``: 1 where an image has the label.
+
+    An image's labels consist of events, each of which has a probability and so a weight.
+    """
+
+    def reweighted(self) -> WeightedTask:
+        """The task itself."""
+        return self
+
+    def event_shares(self, label_shares: FloatArray) -> FloatArray:
+        """The share of images in which each event happens, from the share with each label, ``[K]``."""
+        return label_shares
+
+    def event(self, number: int, num_labels: int) -> tuple[str, int]:
+        """An event as a verb and a label: an image has label 3."""
+        return "has", number
+
+    def check_target(self, label_shares: FloatArray) -> None:
+        """Refuse what cannot be the share of images with each label.
+
+        Raises:
+            ValueError: in one line.
+        """
+        if label_shares.ndim != 1 or not ((label_shares >= 0) & (label_shares <= 1)).all():
+            raise ValueError("FedIR's target distribution must be one share in 0..1 for each label")
+
+    @abstractmethod
+    def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
+        """Targets ``[n, K]`` that carry the weights of the events that happened in each image."""
