@@ -62,7 +62,7 @@ class Task(ABC):
         """`pixels`, and the targets that belong to them; in training the targets are settled already.
 
         Here targets have no place in the image and stay as they are. A task whose targets have one applies
-        the same crops and flips to them, with `pfl_ext.data.transforms.cropped_together` for each image.
+        the same crops and flips to them, with `pfl_ext.data.joint_crops`.
         """
         return self.pixels(images, crops, input_size, exact), targets
 

@@ -1,0 +1,61 @@
+"""One image's crop and flips for everything that belongs to it, by torchvision's v2 functions.
+
+Image, mask and boxes are torchvision's tv_tensors, whose type says how each one moves. Nothing is drawn here:
+crops are those of `pfl_ext.data.transforms.draw_crops`, so a task with masks or boxes sees the crops that a
+task of labels sees.
+
+Shape letters: H x W an image's stored size, S the side of the network's input, n boxes of one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchvision.transforms.v2.functional as TF
+from torch import Tensor
+from torchvision.tv_tensors import Mask, TVTensor
+
+
+def cropped_together(
+    parts: Sequence[TVTensor], crop: Sequence[float] | Tensor, input_size: int, *, outside: int = 0
+) -> list[Any]:
+    """Cut one crop out of each part of an image, scale it to ``input_size`` and flip it.
+
+    An image is resized bilinearly with antialiasing and a mask by the nearest pixel. Boxes are cut off at the
+    crop, so a box that lies outside it has no area and is the task's to drop.
+
+    Args:
+        parts: `Image` ``[3, H, W]``, `Mask` ``[..., H, W]`` and `BoundingBoxes` ``[n, 4]`` of one image.
+        crop: one row of `pfl_ext.data.transforms.draw_crops`, on the CPU: reading it must wait for nothing.
+        input_size: S in pixels.
+        outside: the mask's class where a padded crop reaches outside the image, which itself is black there.
+
+    Returns:
+        The same parts, of height and width S.
+    """
+    top, left, height, width, flip_h, flip_v = (int(value) for value in crop)
+    moved = []
+    for part in parts:
+        rows, columns = TF.get_size(part)
+        border = max(0, -top, -left, top + height - rows, left + width - columns)
+        if border:
+            part = TF.pad(part, [border], fill=outside if isinstance(part, Mask) else 0)
+        size = [input_size, input_size]
+        part = TF.resized_crop(part, top + border, left + border, height, width, size, antialias=True)
+        part = TF.horizontal_flip(part) if flip_h else part
+        moved.append(TF.vertical_flip(part) if flip_v else part)
+    return moved
+
+
+def masks_cropped(masks: Tensor, crops: Tensor, input_size: int, *, outside: int = 0) -> Tensor:
+    """`cropped_together` for a batch of masks ``[B, H, W]``: ``[B, S, S]`` of the same type.
+
+    ``crops`` ``[B, 6]``. torchvision's functions take one crop for a whole batch, so this is a loop.
+    """
+    rows = crops.cpu().tolist()
+    parts = [
+        cropped_together([Mask(mask)], row, input_size, outside=outside) for mask, row in zip(masks, rows)
+    ]
+    return torch.stack([part.as_subclass(Tensor) for (part,) in parts])

@@ -1,0 +1,86 @@
+"""Equal crops move an image, its mask and its boxes alike, and the image as the batched path does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
+
+from pfl_ext.data.joint_crops import cropped_together, masks_cropped
+from pfl_ext.data.transforms import Crop, cropped, draw_crops
+from tests.closeness import assert_close_as_vector
+from tests.pfl_ext.data.test_transforms import WEIGHTS, made_images, rng
+
+SIZE = 40
+
+
+def as_image(image: Tensor) -> Image:
+    return Image(image.permute(2, 0, 1).float() / 255)
+
+
+@pytest.mark.parametrize("crop", ["crop", "padded", "resized"])
+def test_an_image_is_cropped_as_by_the_batched_path(crop: Crop) -> None:
+    images, crops = made_images(12, SIZE), torch.from_numpy(draw_crops(rng(3), 12, SIZE, 32, crop, "both"))
+    batched = cropped(images, crops, 32)
+    for image, row, expected in zip(images, crops, batched):
+        (alone,) = cropped_together([as_image(image)], row, 32)
+        assert_close_as_vector(alone.as_subclass(Tensor), expected, WEIGHTS)
+
+
+@pytest.mark.parametrize("crop", ["crop", "padded"])
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 999))
+def test_a_mask_keeps_its_pixels_under_crop_and_flips(crop: Crop, seed: int) -> None:
+    """A mask that says of each pixel what the image shows there still does after the same crop."""
+    images = made_images(3, SIZE, seed)
+    masks = images[..., 0].long()
+    crops = torch.from_numpy(draw_crops(rng(seed), 3, SIZE, 32, crop, "both"))
+    pixels = (cropped(images, crops, 32)[:, 0] * 255).round().long()
+    moved = masks_cropped(masks, crops, 32, outside=300)
+    inside = moved != 300
+    assert moved.dtype == masks.dtype
+    assert torch.equal(moved[inside], pixels[inside])
+    assert not pixels[~inside].any()
+    assert bool(inside.all()) == (crop == "crop" or bool(_within(crops).all()))
+
+
+def _within(crops: Tensor) -> Tensor:
+    return (crops[:, :2] >= 0).all(1) & ((crops[:, :2] + crops[:, 2:4]) <= SIZE).all(1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 9999), crop=st.sampled_from(["crop", "padded", "resized"]))
+def test_a_box_stays_around_its_object(seed: int, crop: Crop) -> None:
+    """After crop and flips, the box of a rectangle is the box of the rectangle's pixels in the mask."""
+    draw = np.random.default_rng(seed)
+    x, y = np.sort(draw.integers(0, SIZE, (2, 2)), axis=1)
+    mask = torch.zeros(SIZE, SIZE, dtype=torch.uint8)
+    mask[y[0] : y[1] + 1, x[0] : x[1] + 1] = 1
+    corners = [[int(x[0]), int(y[0]), int(x[1]) + 1, int(y[1]) + 1]]
+    canvas = (SIZE, SIZE)
+    box = BoundingBoxes(torch.tensor(corners).float(), format=BoundingBoxFormat.XYXY, canvas_size=canvas)  # type: ignore[call-overload]
+    row = draw_crops(draw, 1, SIZE, 32, crop, "both")[0]
+    moved, around = cropped_together([Mask(mask), box], torch.from_numpy(row), 32)
+    assert around.canvas_size == (32, 32)
+    left, top, right, bottom = around.as_subclass(Tensor)[0].tolist()
+    found = moved.as_subclass(Tensor).nonzero()
+    if not len(found):
+        scale = 32 / row[2:4].min()
+        assert right - left < scale or bottom - top < scale  # less than a pixel of the crop is left
+        return
+    (first_row, first_column), (last_row, last_column) = found.min(0).values, found.max(0).values + 1
+    expected = torch.tensor([first_column, first_row, last_column, last_row]).float()
+    assert (torch.tensor([left, top, right, bottom]) - expected).abs().max() <= 1  # the nearest pixel's half
+
+
+def test_two_flips_are_none() -> None:
+    mask = Mask(torch.arange(SIZE * SIZE).view(SIZE, SIZE))
+    whole = [0.0, 0.0, SIZE, SIZE]
+    (once,) = cropped_together([mask], [*whole, 1, 1], SIZE)
+    assert torch.equal(once.as_subclass(Tensor), mask.as_subclass(Tensor).flip(0, 1))
+    (twice,) = cropped_together([once], [*whole, 1, 1], SIZE)
+    assert torch.equal(twice.as_subclass(Tensor), mask.as_subclass(Tensor))
