@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -38,4 +39,30 @@ def test_imports_go_one_way(root: str) -> None:
         if not any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[root])
     ]
     assert len(files) > 10
+    assert wrong == []
+
+
+BENCHMARKS_WORDS = ("flair", "landmarks", "inaturalist", "paper")
+KNOWN = {"paper_bug"}
+"""A value of ``privacy.noise`` that the config.yaml of existing runs holds."""
+
+
+def names(file: Path) -> set[str]:
+    """The identifiers of a file, and its strings that are choices of words, as ``Literal`` has them."""
+    found = {file.stem}
+    for node in ast.walk(ast.parse(file.read_text())):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            found.add(str(getattr(node, field, "")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value if re.fullmatch(r"\w+", node.value) else "")
+    return found
+
+
+def test_no_identifier_of_pfl_ext_holds_a_benchmarks_name() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in (ROOT / "pfl_ext").rglob("*.py")
+        for name in names(file) - KNOWN
+        if any(word in name.lower() for word in BENCHMARKS_WORDS)
+    ]
     assert wrong == []

@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
     except Unavailable as reason:
         raise ValueError(f"there is nothing to measure: {reason}") from reason
     draw = torch.Generator().manual_seed(0)
-    theirs = build_backbone("resnet18", LABELS, norm="group", weights=None, init="paper", generator=draw)
+    theirs = build_backbone("resnet18", LABELS, norm="group", weights=None, init="keras", generator=draw)
     row = BY_PROCESSOR["AVX512-FP16"] if kernels.has_halves else FLOAT32
     ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")

@@ -65,7 +65,7 @@ def round_of(arch: str, pixels: int, sizes: Sequence[int], options: dict[str, bo
     whole = options.get("whole", False)
     draw = torch.Generator().manual_seed(0)
     backbone = build_backbone(
-        arch, LABELS, norm="group", weights=None, init="paper", generator=draw, input_size=pixels
+        arch, LABELS, norm="group", weights=None, init="keras", generator=draw, input_size=pixels
     )
     sampling = LocalSampling(num_epochs=2, batch_size=16, input_size=pixels)
     data = FederatedImageDataset(RandomImages(sizes, pixels), sampling, seed=0)

@@ -140,7 +140,7 @@ def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, t
         num_labels,
         norm="frozen_batch" if config.model.pretrained else "group",
         weights=(weights or "imagenet") if config.model.pretrained else None,
-        init=config.model.init,
+        init="keras" if config.model.init == "paper" else config.model.init,
         generator=torch_stream(config.seed, "model initialisation"),
         groups=config.model.groups,
         input_size=config.model.input_size,

@@ -134,7 +134,7 @@ def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None
     for arch in {config.model.arch for config in configs if config.model.pretrained}:
         try:
             build_backbone(
-                arch, 1, norm="frozen_batch", weights="imagenet", init="paper", generator=torch.Generator()
+                arch, 1, norm="frozen_batch", weights="imagenet", init="keras", generator=torch.Generator()
             )
         except ValueError as fault:
             return str(fault)

@@ -31,7 +31,7 @@ from pfl_ext.models.small import SMALL_MODELS
 from pfl_ext.tasks.task import Task
 
 Norm = Literal["group", "frozen_batch"]
-Init = Literal["paper", "torchvision"]
+Init = Literal["keras", "torchvision"]
 Trained = Literal["all", "two_layers"]
 
 IMAGENET = "imagenet"
@@ -86,8 +86,8 @@ def build_backbone(
       one of `pfl_ext.models.small`, which are made for one ``input_size``.
     * ``norm``: "group" replaces each BatchNorm2d of C channels by GroupNorm with eps 1e-5 and the largest
       divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
-    * ``init``: "paper": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
-      (Keras' he_normal and glorot_uniform; FLAIR's code). "torchvision": torchvision's own.
+    * ``init``: "keras": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
+      (Keras' he_normal and glorot_uniform). "torchvision": torchvision's own.
     * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture, be it
       torchvision's or a run's ``model.safetensors``. The head is always new.
     * ``bottleneck``: units of a linear layer put between the features and the head; Hsu et al. 2020 have 64
@@ -116,8 +116,8 @@ def build_backbone(
         backbone = _untrained(arch, num_labels, input_size)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
-    if init == "paper":
-        _initialise_as_paper(backbone, generator)
+    if init == "keras":
+        _initialise_as_keras(backbone, generator)
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, norm, groups))
     _replace(backbone, (nn.modules.dropout._DropoutNd, StochasticDepth), lambda _: nn.Identity())
     assert_no_live_batchnorm(backbone)
@@ -141,7 +141,7 @@ def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
     known = [*zoo.list_models(module=zoo), *SMALL_MODELS]
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)
-        hint = f"did you mean {near[0]}?" if near else "resnet18 is the paper's"
+        hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
         raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
     return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels))
 
@@ -155,8 +155,8 @@ def _insert_bottleneck(
         raise ValueError(f"{arch} ends in a convolution, before which there is no bottleneck; leave it out")
     with _DrawFrom(generator):
         both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
-    if init == "paper":
-        _initialise_as_paper(both, generator)
+    if init == "keras":
+        _initialise_as_keras(both, generator)
     backbone.set_submodule(name, both)
 
 
@@ -184,7 +184,7 @@ class _DrawFrom(TorchFunctionMode):
 
 
 @torch.no_grad()
-def _initialise_as_paper(backbone: nn.Module, generator: torch.Generator) -> None:
+def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> None:
     """Keras' he_normal for convolutions, glorot_uniform for linear layers, zero biases, norms 1 and 0."""
     for module in backbone.modules():
         if isinstance(module, nn.Conv2d):

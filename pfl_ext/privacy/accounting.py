@@ -14,8 +14,8 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from pfl_ext.privacy.epsilon import (
+    COMPUTE_NOISE_ORDERS,
     LEAST_DELTA,
-    PAPER_ORDERS,
     RELATIONS,
     Accountant,
     PrivacyProfile,
@@ -268,7 +268,7 @@ class PrivacyConfig:
         if self.noise == "paper_bug":
             bug: dict[str, Any] = {"rounds": -(-rounds * population // cohort), "sampler": "poisson"}
             start *= math.sqrt(population / cohort)
-            return search(start, accountant="rdp", orders=PAPER_ORDERS, **bug)
+            return search(start, accountant="rdp", orders=COMPUTE_NOISE_ORDERS, **bug)
         if self.sampler == "fixed":
             start = search((2 if self.accountant == "pld" else 3) * start, coarse=True)
         return search(start)

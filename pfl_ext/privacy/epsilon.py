@@ -44,7 +44,7 @@ Sampler = Literal["poisson", "fixed", "cyclic"]
 
 STEP = 1e-3  # noise multipliers are whole multiples of this, rounded up
 NO_GUARANTEE_BELOW = 0.1  # noise multiplier under which epsilon (then over 100) is given as infinite
-PAPER_ORDERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512)
+COMPUTE_NOISE_ORDERS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5, *range(5, 64), 128, 256, 512)
 """RDP orders of tensorflow_privacy's compute_noise, with which the paper's code calibrates."""
 GRID = 7e-3  # PLD's grid is this over sqrt(T): it then overstates epsilon by about T grid^2 = 5e-5, or less
 RELATIONS = {

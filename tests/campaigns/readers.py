@@ -132,7 +132,7 @@ def read_jpeg(path: Path) -> object:
 def read_weights(path: Path) -> object:
     """A weights file of a small network."""
     generator = torch.Generator().manual_seed(0)
-    build_backbone("squeezenet1_1", 3, norm="group", init="paper", weights=path, generator=generator)
+    build_backbone("squeezenet1_1", 3, norm="group", init="keras", weights=path, generator=generator)
     return None
 
 
@@ -280,7 +280,7 @@ def targets(folder: Path) -> list[Target]:
     checkpoint.save(folder / "c.safetensors", {"a": torch.arange(20.0), "b": torch.ones(3, 2)}, {"step": 3})
     generator = torch.Generator()
     network = build_backbone(
-        "squeezenet1_1", 3, norm="group", init="paper", weights=None, generator=generator
+        "squeezenet1_1", 3, norm="group", init="keras", weights=None, generator=generator
     )
     torch.save(network.state_dict(), folder / "w.pth")
     save_file(network.state_dict(), folder / "w.safetensors")

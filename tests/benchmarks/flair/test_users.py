@@ -99,7 +99,7 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     trained, drawn = load(path)[0], load(tmp_path / "random.safetensors")[0]
     assert not torch.equal(trained["bn1.running_mean"], drawn["bn1.running_mean"])
     build_backbone(
-        "resnet18", 5, norm="frozen_batch", weights=path, init="paper", generator=torch_stream(0, "x")
+        "resnet18", 5, norm="frozen_batch", weights=path, init="keras", generator=torch_stream(0, "x")
     )
     directory = tmp_path / "run"
     argv = ["--config=fl-f-17", f"--data_path={mini_file}", f"--weights={path}", f"--run_dir={directory}"]

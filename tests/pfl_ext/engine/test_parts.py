@@ -45,7 +45,7 @@ RESNET18 = 2 * 20 * 68
 
 def resnet(norm: str) -> nn.Module:
     weights = torch.Generator().manual_seed(1)
-    return build_backbone("resnet18", LABELS, norm=norm, weights=None, init="paper", generator=weights)  # type: ignore[arg-type]
+    return build_backbone("resnet18", LABELS, norm=norm, weights=None, init="keras", generator=weights)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("norm, side", [("group", 32), ("frozen_batch", 64)])

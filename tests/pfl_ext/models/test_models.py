@@ -44,7 +44,7 @@ def build(
     labels: int = 17,
     norm: Norm = "group",
     weights: str | Path | None = None,
-    init: Init = "paper",
+    init: Init = "keras",
     seed: int = 0,
     groups: int = 32,
 ) -> nn.Module:
@@ -225,7 +225,7 @@ def test_resnet18_has_the_papers_number_of_parameters(labels: int, millions: flo
 # Initialisation
 
 
-@pytest.mark.parametrize("init", ["paper", "torchvision"])
+@pytest.mark.parametrize("init", ["keras", "torchvision"])
 @pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v2", "squeezenet1_1"])
 def test_initialisation_is_a_function_of_its_generator_alone(arch: str, init: Init) -> None:
     random_state = torch.get_rng_state()

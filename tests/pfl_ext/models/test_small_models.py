@@ -18,7 +18,7 @@ from tests.pfl_ext.engine.setting import LABELS, Setting, distance, small_backbo
 
 
 def build(arch: str = "cifar_cnn", labels: int = 10, seed: int = 0, **options: Any) -> nn.Module:
-    options = {"norm": "group", "weights": None, "init": "paper", "input_size": 32, **options}
+    options = {"norm": "group", "weights": None, "init": "keras", "input_size": 32, **options}
     return build_backbone(arch, labels, generator=torch.Generator().manual_seed(seed), **options)
 
 
@@ -48,7 +48,7 @@ def test_the_engine_takes_the_cifar_network_apart() -> None:
     assert CohortEngine(ImageClassifier(build(), input_size=32, task=SingleLabel()))._fusable
 
 
-@pytest.mark.parametrize("init", ["paper", "torchvision"])
+@pytest.mark.parametrize("init", ["keras", "torchvision"])
 def test_the_cifar_network_is_a_function_of_its_generator(init: str) -> None:
     torch.manual_seed(1)
     one = build(init=init, seed=3).state_dict()

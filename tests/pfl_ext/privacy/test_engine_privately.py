@@ -33,7 +33,7 @@ class Photos(NumberedStore):
 
 @pytest.fixture(scope="module")
 def network() -> ImageClassifier:
-    options: dict[str, Any] = {"norm": "group", "weights": None, "init": "paper", "groups": 32}
+    options: dict[str, Any] = {"norm": "group", "weights": None, "init": "keras", "groups": 32}
     backbone = build_backbone("resnet18", 5, generator=torch_stream(0, "network"), **options)
     return ImageClassifier(backbone, task=MultiLabel(), input_size=16, exact_crops=True)
 

@@ -242,7 +242,7 @@ def test_what_is_recorded_names_each_kind_of_layer_and_its_numbers(monkeypatch: 
         10,
         norm="group",
         weights=None,
-        init="paper",
+        init="keras",
         generator=torch.Generator().manual_seed(0),
         input_size=32,
     )

@@ -97,7 +97,7 @@ def test_a_convolution_of_few_channels_is_torchs(
 
 def resnet(norm: str) -> nn.Module:
     draw = torch.Generator().manual_seed(5)
-    return build_backbone("resnet18", 17, norm=norm, weights=None, init="paper", generator=draw)  # type: ignore[arg-type]
+    return build_backbone("resnet18", 17, norm=norm, weights=None, init="keras", generator=draw)  # type: ignore[arg-type]
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor, margin: float = 0.0) -> None:
