@@ -362,12 +362,6 @@ class ImageClassifier(nn.Module):
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
 
-    @property
-    def num_labels(self) -> int:
-        """K."""
-        head = head_of(self.backbone)[1]
-        return head.out_features if isinstance(head, nn.Linear) else head.out_channels
-
     @torch.no_grad()
     def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The backbone's input ``[B, 3, S, S]`` and the targets that belong to it.
