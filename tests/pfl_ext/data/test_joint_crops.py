@@ -62,7 +62,7 @@ def test_a_box_stays_around_its_object(seed: int, crop: Crop) -> None:
     mask[y[0] : y[1] + 1, x[0] : x[1] + 1] = 1
     corners = [[int(x[0]), int(y[0]), int(x[1]) + 1, int(y[1]) + 1]]
     canvas = (SIZE, SIZE)
-    box = BoundingBoxes(torch.tensor(corners).float(), format=BoundingBoxFormat.XYXY, canvas_size=canvas)  # type: ignore[call-overload]
+    box = BoundingBoxes(torch.tensor(corners).float(), format=BoundingBoxFormat.XYXY, canvas_size=canvas)
     row = draw_crops(draw, 1, SIZE, 32, crop, "both")[0]
     moved, around = cropped_together([Mask(mask), box], torch.from_numpy(row), 32)
     assert around.canvas_size == (32, 32)
