@@ -32,9 +32,7 @@ def class_scores(
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     users: Tree = {}
     if config.evaluation.per_user or config.personal.num_epochs:
-        users["per_user"] = write_users(
-            directory, config, model.pytorch_model, task, scores.scores(), scores.targets()
-        )
+        users["per_user"] = write_users(directory, config, model.pytorch_model, task, scores)
     counts = task.split("train").label_counts()
     return {
         "per_class_ap": per_class,
