@@ -82,7 +82,7 @@ GOSSIP = ("--federated.algorithm=gossip", "--federated.options.mixing=0.125")
 def expected(tree: dict[str, Any]) -> Any:
     """``[rounds, P]``: gossip in float64, from each user's steps by the equations."""
     run = run_of(tree)
-    config, data, direct = run.config, training_data(run, Users(), "single_label"), Direct(run)
+    config, data, direct = run.config, training_data(run, Users(), quadratics.SquaredError()), Direct(run)
     start = vector(quadratics.module())
     direct.c, direct.own = (
         np.zeros_like(start),
