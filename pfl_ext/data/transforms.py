@@ -93,6 +93,9 @@ def _resized_shapes(
 def cropped(images: Tensor, crops: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:
     """Cut each image's crop out, scale it to ``input_size`` and flip it.
 
+    torchvision's functions take one crop for a whole batch; here each image has a crop of its own, in one
+    pass. `pfl_ext.data.joint_crops` applies the same crops one by one, with an image's mask and boxes.
+
     ``images`` uint8 ``[B, H, W, 3]`` and ``crops`` ``[B, 6]`` (of `draw_crops`) on one device; returns
     float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every crop is
     ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise crops are resized
