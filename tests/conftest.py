@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
+
 torch.set_num_threads(1)
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
@@ -61,8 +63,8 @@ def function_of(nodeid: str) -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of the child processes that have ended."""
-    return sum(os.times()[:4])
+    """CPU time of this process, of its server (`warm`), and of the ended child processes of both."""
+    return sum(os.times()[:4]) + warm.cpu_seconds()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

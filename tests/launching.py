@@ -1,4 +1,4 @@
-"""Start real workers, by the real launchers."""
+"""Start real workers, by the real launchers, in processes that have torch imported already (`tests.warm`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 
@@ -23,26 +25,31 @@ needs_horovod = pytest.mark.skipif(
 LAUNCHERS = ["torchrun", pytest.param("horovod", marks=needs_horovod)]
 
 
-def command(launcher: str, workers: int, *words: str) -> list[str]:
-    """What starts ``python words...`` as so many workers on this machine."""
+def command(launcher: str, workers: int, module: str, *words: str) -> list[str]:
+    """What starts ``python -m module words...`` as so many workers on this machine; with `environment`."""
     if launcher == "torchrun":
-        return [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={workers}",
-            *words,
-        ]
-    return [str(BIN / "horovodrun"), "--gloo", "-np", str(workers), sys.executable, *words]
+        launch = warmly("torch.distributed.run", "--standalone", f"--nproc_per_node={workers}")
+        return [*launch, *warmly(module, *words)[1:]]
+    launch = warmly("horovod.runner.launch", "--gloo", "-np", str(workers))
+    return [*launch, *warmly(module, *words)]
 
 
-def environment(**more: str) -> dict[str, str]:
+def warmly(module: str, *words: str) -> list[str]:
+    """``python -m module words...`` without the seconds of its imports; with `environment`."""
+    return [sys.executable, warm.__file__, module, *words]
+
+
+def fresh_environment(**more: str) -> dict[str, str]:
     """Without what pytest or an outer launcher left; one thread a worker; with some ``more`` variables."""
     own = ("PYTEST_", "HOROVOD_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PFL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     return {**kept, **paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """`fresh_environment`, with the server of `warmly`, which is started if there is none."""
+    return {**fresh_environment(**more), warm.SERVER: warm.server(tuple(fresh_environment().items()))}
 
 
 def start(words: Sequence[str], **more: str) -> subprocess.Popen[str]:

@@ -81,7 +81,7 @@ class Job:
         self._dead, self._log, self.pids = folder / "dead", folder / "log.txt", list[int]()
         self._dead.unlink(missing_ok=True)
         (folder / "traps.json").write_text(json.dumps({rank: vars(trap) for rank, trap in traps.items()}))
-        words = ("-m", "tests.campaigns.kill_workers", "--worker", str(folder), *argv)
+        words = ("tests.campaigns.kill_workers", "--worker", str(folder), *argv)
         with self._log.open("w") as output:
             self._process = subprocess.Popen(
                 command("torchrun", WORKERS, *words),

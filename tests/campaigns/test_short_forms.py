@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
+from tests.launching import run, warmly
 
 
 def campaign(name: str, *argv: str) -> str:
     """What a campaign says; it must end well."""
-    command = [sys.executable, "-m", f"tests.campaigns.{name}", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run(warmly(f"tests.campaigns.{name}", *argv))
 
 
 def test_killed_runs_equal_the_run_never_killed() -> None:

@@ -21,21 +21,21 @@ from dataset.cli import run as run_command
 from pfl_ext import checkpoint
 from pfl_ext.checkpoint import MODEL
 from tests.benchmarks.conftest import Train
-from tests.benchmarks.core.worker_runs import RUNS, SMALL
+from tests.benchmarks.core.worker_runs import ROUNDS, RUNS, SMALL
 from tests.benchmarks.test_train import error_line, lines
 from tests.launching import LAUNCHERS, command, environment, run
 
 Job = tuple[Path, str]
 TIMEOUT_S = 8.0
 TOLERANCE = {"fl": 1e-6, "pfl": 1e-6, "fl32": 1e-4, "fast": 1e-6}
-"""Of parameters after ten rounds. With float64 sums they agree to the bit; the fast engine groups a cohort's
-users in the same way whoever trains them."""
+"""Bounds for parameters after the last round. With float64 sums they agree to the bit; the fast engine groups a
+cohort's users in the same way whoever trains them."""
 
 
 def start_runs(launcher: str, workers: int, data: Path, directory: Path) -> Job:
     """All `RUNS` by so many workers; where, and what was printed."""
     directory.mkdir()
-    words = ("-m", "tests.benchmarks.core.worker_runs", str(data), str(directory))
+    words = ("tests.benchmarks.core.worker_runs", str(data), str(directory))
     return directory, run(command(launcher, workers, *words))
 
 
@@ -71,7 +71,7 @@ def notes(directory: Path, name: str, workers: int) -> list[Any]:
 def test_any_number_of_workers_computes_the_same(
     launcher: str, workers: int, alone: Job, mini_file: Path, tmp_path: Path
 ) -> None:
-    """Cohorts, crops and noise to the bit, parameters after ten rounds within `TOLERANCE`."""
+    """Cohorts, crops and noise to the bit, parameters after the last round within `TOLERANCE`."""
     first, _ = alone
     if (launcher, workers) == ("torchrun", 1):
         directory, output = alone
@@ -94,13 +94,13 @@ def test_any_number_of_workers_computes_the_same(
                 )
                 if "val" in expected:
                     assert got["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-3)
-    assert len(notes(directory, "pfl", 1)[0]["noise"]) == 10
+    assert len(notes(directory, "pfl", 1)[0]["noise"]) == ROUNDS
     if directory != first:
         assert notes(directory, "secret", 1)[0]["noise"] != notes(first, "secret", 1)[0]["noise"]
     assert output.count("run directory:") == len(RUNS), "one worker prints, once"
     if workers > 1:
         assert output.count("process ") == workers, "the map of workers and devices"
-        assert all(len(line["worker_seconds"]) == workers for line in lines(directory / "fl")[:10])
+        assert all(len(line["worker_seconds"]) == workers for line in lines(directory / "fl")[:ROUNDS])
 
 
 class Running:
@@ -110,7 +110,7 @@ class Running:
         self._log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command(launcher, 2, "-m", "benchmarks.flair.train", *words),
+                command(launcher, 2, "benchmarks.flair.train", *words),
                 env=environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -179,11 +179,11 @@ def test_a_lost_worker_ends_the_job_and_the_run_is_taken_up_again(
         time.sleep(0.1)
     assert not any(map(alive, pids)), "a worker outlives its job"
     _, state = checkpoint.load(last)
-    assert 1 <= state["step"] < 10, "the job ended before the signal came"
+    assert 1 <= state["step"] < ROUNDS, "the job ended before the signal came"
     words = [*SMALL, *RUNS["fl"], f"--data_path={mini_file}", f"--run_dir={tmp_path / 'run'}"]
     assert run_command(main, words) == 0
     assert distance(alone[0] / "fl", tmp_path / "run") < 1e-6
-    assert [line["round"] for line in lines(tmp_path / "run")] == list(range(11))
+    assert [line["round"] for line in lines(tmp_path / "run")] == list(range(ROUNDS + 1))
 
 
 def test_what_several_workers_cannot_do_is_refused(

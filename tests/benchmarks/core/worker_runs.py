@@ -29,15 +29,16 @@ from pfl_ext.data import federated_dataset
 from pfl_ext.privacy import banded, mechanisms
 from pfl_ext.workers.distributed import connected, current
 
+ROUNDS = 6
 SMALL = (
     "--data.image_size=20",
     "--model.input_size=16",
     "--model.arch=shufflenet_v2_x0_5",
     "--model.groups=4",
     "--local.learning_rate=0.05",
-    "--federated.num_rounds=10",
+    f"--federated.num_rounds={ROUNDS}",
     "--federated.cohort_size=5",
-    "--evaluation.every_rounds=5",
+    "--evaluation.every_rounds=3",
     "--runtime.checkpoint_every=1",
     "--runtime.keep_checkpoints=true",
     "--runtime.progress=false",
@@ -51,6 +52,7 @@ PRIVATE = (
     "--privacy.delta=0.01",
     "--privacy.noise_cohort_size=10",
     "--privacy.indicator_std_fraction=0.5",
+    "--privacy.accountant=rdp",
 )
 RUNS = {
     "fl": ("--config=fl-r-17",),

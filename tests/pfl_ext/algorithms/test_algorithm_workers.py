@@ -18,7 +18,7 @@ from tests.pfl_ext.engine.setting import distance
 def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each of two workers handed to its server."""
     directory = tmp_path_factory.mktemp("workers")
-    run(command("torchrun", 2, "-m", "tests.pfl_ext.algorithms.algorithm_worker", str(directory)))
+    run(command("torchrun", 2, "tests.pfl_ext.algorithms.algorithm_worker", str(directory)))
     return directory
 
 

@@ -155,7 +155,7 @@ def test_a_defect_is_convicted_by_canaries_that_the_engine_trains() -> None:
 def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Release]]:
     """What each of two workers hands to its model, by game."""
     out = tmp_path_factory.mktemp("audit")
-    words = command("torchrun", 2, "tests/pfl_ext/privacy/audit_worker.py", str(out))
+    words = command("torchrun", 2, "tests.pfl_ext.privacy.audit_worker", str(out))
     launch(words, PFL_PYTORCH_DEVICE="cpu")
 
     def read(name: str, rank: int) -> Release:

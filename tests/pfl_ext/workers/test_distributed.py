@@ -29,16 +29,16 @@ from pfl_ext.workers.distributed import (
 from pfl_ext.workers.launch import Launch, find_launch, place
 from pfl_ext.workers.watchdog import Watchdog
 from tests.closeness import assert_close_as_vector
-from tests.launching import LAUNCHERS, ROOT, command, environment, finish, run, start
+from tests.launching import LAUNCHERS, ROOT, command, finish, fresh_environment, run, start, warmly
 
-SCRIPT = ("-m", "tests.pfl_ext.workers.collectives")
+SCRIPT = "tests.pfl_ext.workers.collectives"
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 HOROVODRUN = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sums_words_and_agreement_between_three_workers(launcher: str) -> None:
-    assert "ALL WELL with 3 workers" in run(command(launcher, 3, *SCRIPT, "3"))
+    assert "ALL WELL with 3 workers" in run(command(launcher, 3, SCRIPT, "3"))
 
 
 def free_port(host: str) -> int:
@@ -57,8 +57,8 @@ def test_two_machines_meet_by_the_documented_torchrun_command() -> None:
         "--rdzv_id=flair",
         f"--rdzv_endpoint={endpoint}",
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", *words]
-    machines = [start([*launch, f"--local_addr={host}", *SCRIPT, "2"]) for host in ("127.0.0.2", "127.0.0.3")]
+    launch, script = warmly("torch.distributed.run", *words), warmly(SCRIPT, "2")[1:]
+    machines = [start([*launch, f"--local_addr={host}", *script]) for host in ("127.0.0.2", "127.0.0.3")]
     outputs = [finish(machine) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert "".join(outputs).count("ALL WELL with 2 workers") == 1
@@ -66,8 +66,14 @@ def test_two_machines_meet_by_the_documented_torchrun_command() -> None:
 
 def test_under_torchrun_pfl_does_not_connect_by_itself() -> None:
     """With torchrun's variables and nobody to meet, pfl's own context would wait for ever at import."""
-    lonely = {**environment(), "TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    lonely = fresh_environment(
+        TORCHELASTIC_RUN_ID="x",
+        RANK="1",
+        WORLD_SIZE="2",
+        LOCAL_RANK="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
     script = (
         "import os, pfl_ext; from pfl.internal.ops import pytorch_ops as o; "
         "assert o.distributed.world_size == 1 and os.environ['TORCHELASTIC_RUN_ID'] == 'x'"

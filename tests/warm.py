@@ -1,0 +1,239 @@
+"""Run a module in a new process that has torch and the training code imported already.
+
+A fresh interpreter spends five seconds of CPU time on these imports, more than most runs of the tests. Here
+one server imports them once and forks for each command (`server`). The client is what a test or a launcher
+starts in place of ``python -m MODULE WORDS...``:
+
+    python tests/warm.py MODULE WORDS...
+
+It hands its environment, directory and streams to the new process, passes signals on to it, and ends as it
+ends: with the same exit code, or by the same signal. If the client is killed, the process is killed. The
+process runs with the client's variables; only what Python itself reads at its start, such as the seed of
+string hashes, is the server's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+SERVER = "WARM_SERVER"
+"""The environment variable that holds the server's address."""
+MODULES = (
+    "benchmarks.flair.train",
+    "benchmarks.visual_classification.train",
+    "torch.distributed.run",
+    "horovod.torch",
+    "horovod.runner.launch",
+)
+"""What the server imports; a module that is not installed is left out."""
+PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+LOST_SERVER = 70
+STATUS_BYTES, LENGTH_BYTES = 2, 4
+
+
+class Request(NamedTuple):
+    """What a client asks for."""
+
+    module: str
+    words: list[str]
+    directory: str
+    environment: dict[str, str]
+
+
+def client(module: str, *words: str) -> int:
+    """Have a module run by the server; its exit code, unless a signal ended it."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[SERVER])
+        for number in PASSED_ON:
+            signal.signal(number, lambda sent, _: connection.sendall(bytes([sent])))
+        text = json.dumps(Request(module, list(words), str(Path.cwd()), dict(os.environ))).encode()
+        socket.send_fds(connection, [len(text).to_bytes(LENGTH_BYTES, "big")], [0, 1, 2])
+        connection.sendall(text)
+        answer = connection.recv(STATUS_BYTES, socket.MSG_WAITALL)
+    code = int.from_bytes(answer, "big", signed=True) if answer else LOST_SERVER
+    if code < 0:
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+class Forks:
+    """The server's processes: one for each client that waits."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self._selector = listener, selectors.DefaultSelector()
+        self._clients: dict[int, tuple[int, socket.socket]] = {}
+        self._selector.register(listener, selectors.EVENT_READ, self._fork)
+        self._selector.register(0, selectors.EVENT_READ, self._leave)
+
+    def serve(self) -> Request:
+        """Fork until the standard input ends; returns in each new process, with what it shall run."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj in self._selector.get_map():
+                    request: Request | None = key.data()
+                    if request is not None:
+                        return request
+
+    def _fork(self) -> Request | None:
+        connection, _ = self._listener.accept()
+        head, streams, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 3)
+        content = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        process = os.fork()
+        if process == 0:
+            os.setsid()
+            for descriptor, stream in enumerate(streams):
+                os.dup2(stream, descriptor)
+        for stream in streams:
+            os.close(stream)
+        if process == 0:
+            connection.close()
+            self._forget_all()
+            return Request(*json.loads(content))
+        ended = os.pidfd_open(process)
+        self._clients[ended] = process, connection
+        self._selector.register(ended, selectors.EVENT_READ, functools.partial(self._answer, ended))
+        self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._signal, ended))
+        return None
+
+    def _signal(self, ended: int) -> None:
+        """Pass a signal on; a client that is gone takes its process with it."""
+        process, connection = self._clients[ended]
+        try:
+            sent = connection.recv(1)
+        except ConnectionError:
+            sent = b""
+        os.kill(process, sent[0] if sent else signal.SIGKILL)
+        if not sent:
+            self._selector.unregister(connection)
+
+    def _answer(self, ended: int) -> None:
+        process, connection = self._clients.pop(ended)
+        self._selector.unregister(ended)
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with connection, contextlib.suppress(ConnectionError):  # the client may have been killed
+            connection.sendall(code.to_bytes(STATUS_BYTES, "big", signed=True))
+        os.close(ended)
+
+    def _leave(self) -> None:
+        for process, _ in self._clients.values():
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        os._exit(0)
+
+    def _forget_all(self) -> None:
+        """In a new process: close what belongs to the server."""
+        for ended, (_, connection) in self._clients.items():
+            os.close(ended)
+            connection.close()
+        self._selector.close()
+        self._listener.close()
+
+
+def serve(address: str) -> None:
+    """Be the server until the standard input ends."""
+    import numpy
+
+    for module in MODULES:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as missing:
+            if str(missing.name).split(".")[0] != module.split(".")[0]:
+                raise
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        os.write(1, b"ready\n")
+        gc.freeze()  # a collection in a new process would copy all that the processes share
+        request = Forks(listener).serve()
+    os.chdir(request.directory)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    numpy.random.seed()  # noqa: NPY002  each new interpreter has another state, too
+    sys.argv = [request.module, *request.words]
+    sys.modules.pop(request.module, None)  # it runs as __main__
+    code = 0
+    try:
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # clearing the modules away, as at the end of an interpreter, takes over a second
+
+
+STARTED: list[int] = []
+"""The process id of the server that this process started."""
+
+
+@functools.cache
+def server(environment: tuple[tuple[str, str], ...]) -> str:
+    """Start the server with these variables, or find the one of an outer process.
+
+    Returns:
+        Its address. A server that was started here ends with this process.
+    """
+    if SERVER in os.environ:
+        return os.environ[SERVER]
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    address = str(Path(folder.name) / "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm", "--serve", address],
+        cwd=Path(__file__).parent.parent,
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n", "the server could not import the training code"
+
+    def stop() -> None:
+        process.communicate()
+        folder.cleanup()
+
+    atexit.register(stop)
+    STARTED.append(process.pid)
+    return address
+
+
+def cpu_seconds() -> float:
+    """CPU time of the server that this process started, and of its processes that have ended."""
+    if not STARTED:
+        return 0.0
+    ticks = Path(f"/proc/{STARTED[0]}/stat").read_text().rpartition(")")[2].split()[11:15]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
+    else:
+        sys.exit(client(*sys.argv[1:]))
