@@ -25,13 +25,21 @@ needs_horovod = pytest.mark.skipif(
 LAUNCHERS = ["torchrun", pytest.param("horovod", marks=needs_horovod)]
 
 
-def command(launcher: str, workers: int, module: str, *words: str) -> list[str]:
-    """What starts ``python -m module words...`` as so many workers on this machine; with `environment`."""
+def command(launcher: str, workers: int, module: str, *words: str, fresh: bool = False) -> list[str]:
+    """What starts ``python -m module words...`` as so many workers on this machine; with `environment`.
+
+    Args:
+        launcher: of `LAUNCHERS`.
+        workers: how many.
+        module: what each of them runs.
+        words: its arguments.
+        fresh: each worker is an interpreter of its own, for what depends on how pfl is imported.
+    """
+    worker = [sys.executable, "-m", module, *words] if fresh else warmly(module, *words)
     if launcher == "torchrun":
         launch = warmly("torch.distributed.run", "--standalone", f"--nproc_per_node={workers}")
-        return [*launch, *warmly(module, *words)[1:]]
-    launch = warmly("horovod.runner.launch", "--gloo", "-np", str(workers))
-    return [*launch, *warmly(module, *words)]
+        return [*launch, *worker[1:]]
+    return [*warmly("horovod.runner.launch", "--gloo", "-np", str(workers)), *worker]
 
 
 def warmly(module: str, *words: str) -> list[str]:

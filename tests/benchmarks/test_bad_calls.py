@@ -6,7 +6,6 @@ the end in the same directory.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from dataset.flair.mini import write_mini
 from tests.bad_calls import check_refused
 from tests.benchmarks.conftest import TINY
 from tests.launching import run as launch
+from tests.launching import warmly
 
 MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "flair": flair.main,
@@ -170,7 +170,7 @@ def test_the_corrected_calls_work_where_the_bad_ones_were_made(
 
 @pytest.mark.parametrize("words", ["--model.arch=resnet19", "--local.batch_sise=3"])
 def test_the_line_is_the_last_where_screen_and_errors_go_to_one_place(place: Path, words: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.flair.train", f"--data_path={place / 'good.hdf5'}", words]
+    command = warmly("benchmarks.flair.train", f"--data_path={place / 'good.hdf5'}", words)
     command += [f"--run_dir={place / 'other'}", "--model.input_size=16", "--data.image_size=20"]
     assert launch(command, code=2).splitlines()[-1].startswith("error: ")
     assert not (place / "other").exists()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
-from tests.launching import run, warmly
+from tests.launching import environment, warmly
 
 
 def campaign(name: str, *argv: str) -> str:
     """What a campaign says; it must end well."""
-    return run(warmly(f"tests.campaigns.{name}", *argv))
+    command = warmly(f"tests.campaigns.{name}", *argv)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_killed_runs_equal_the_run_never_killed() -> None:
