@@ -21,7 +21,8 @@ import torch
 from benchmarks.core.facts import commit, hardware
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
@@ -67,7 +68,7 @@ def round_of(arch: str, pixels: int, sizes: Sequence[int], options: dict[str, bo
     backbone = build_backbone(
         arch, LABELS, norm="group", weights=None, init="keras", generator=draw, input_size=pixels
     )
-    sampling = LocalSampling(num_epochs=2, batch_size=16, input_size=pixels)
+    sampling = LocalSampling(num_epochs=2, batch_size=16, straddle=True, flip="both", input_size=pixels)
     data = FederatedImageDataset(RandomImages(sizes, pixels), sampling, seed=0)
     left = {name: value for name, value in options.items() if name != "whole"}
     model = ImageClassifier(backbone, task=MultiLabel(), input_size=pixels)

@@ -13,7 +13,7 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
-from pfl_ext.algorithms.optimizers import clip_each, make_server_optimizer
+from pfl_ext.algorithms.optimizers import clip_each
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.engine.cpu.choice import described
@@ -41,17 +41,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     computed = described(module.backbone, amp)
     if is_main():
         print(f"training is computed in {computed}")
-    central = run.config.centralised
-    optimizer = make_server_optimizer(
-        [p for p in module.parameters() if p.requires_grad],
-        name=central.optimizer,
-        learning_rate=central.learning_rate,
-        beta1=central.beta1,
-        beta2=central.beta2,
-        epsilon=central.epsilon,
-        adam_form="keras",
-        momentum=central.momentum,
-    )
+    optimizer = run.config.centralised.build(p for p in module.parameters() if p.requires_grad)
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
 
 

@@ -23,7 +23,7 @@ from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
-from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Task
 
@@ -130,23 +130,7 @@ class Experiment(ABC, Generic[C]):
 
 def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, task: Task) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
-    if weights is None and config.model.weights_sha256 is not None:
-        raise ValueError(
-            f"the config asks for weights with SHA-256 {config.model.weights_sha256}: give their file with "
-            "--weights"
-        )
-    backbone = build_backbone(
-        config.model.arch,
-        num_labels,
-        norm="frozen_batch" if config.model.pretrained else "group",
-        weights=(weights or "imagenet") if config.model.pretrained else None,
-        init="keras" if config.model.init == "paper" else config.model.init,
-        generator=torch_stream(config.seed, "model initialisation"),
-        groups=config.model.groups,
-        input_size=config.model.input_size,
-        bottleneck=config.model.bottleneck,
-        train=config.model.trained,
-    )
+    backbone = config.model.build(num_labels, torch_stream(config.seed, "model initialisation"), weights)
     exact = config.augment.crop != "resized"
     task = weighted_task(config.federated, task)
     return ImageClassifier(backbone, task=task, input_size=config.model.input_size, exact_crops=exact)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
@@ -23,11 +22,9 @@ from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import Means, Setup, refuse
 from pfl_ext.algorithms.fedir import importance_weights
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD, make_server_optimizer, server_learning_rate
 from pfl_ext.data.federated_dataset import (
     FederatedImageDataset,
     ImageStore,
-    LocalSampling,
     Partition,
     Sampler,
 )
@@ -36,23 +33,6 @@ from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
-
-
-def local_sampling(config: TrainingConfig) -> LocalSampling:
-    """How a user's images become batches."""
-    local, augment = config.local, config.augment
-    return LocalSampling(
-        num_epochs=local.num_epochs,
-        batch_size=local.batch_size,
-        max_images=local.max_images,
-        cap=local.cap,
-        straddle=local.straddle,
-        reshuffle=local.reshuffle,
-        crop=augment.crop,
-        flip=augment.flip,
-        input_size=config.model.input_size,
-        virtual_size=local.virtual_size,
-    )
 
 
 def sampler(config: TrainingConfig) -> Sampler:
@@ -79,7 +59,7 @@ def training_data(
     config, runtime = run.config, run.runtime
     return FederatedImageDataset(
         store,
-        local_sampling(config),
+        config.sampling,
         seed=config.seed,
         cohort_seed=secret.cohort_seed if secret is not None and config.privacy is not None else None,
         noise_seed=None if secret is None else secret.noise_seed,
@@ -94,26 +74,11 @@ def training_data(
 
 def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     """The network with its local and its server optimiser and the server's schedule."""
-    config, server = run.config, run.config.server
-    clip = config.local.max_grad_norm if config.local.clip_by == "variable" else None
-
-    def local_optimizer(parameters: Any, lr: float) -> torch.optim.Optimizer:
-        kind = torch.optim.SGD if clip is None else partial(PerVariableClippedSGD, max_norm=clip)
-        local = config.local
-        return kind(parameters, lr=lr, momentum=local.momentum, weight_decay=local.weight_decay)
-
-    optimizer = make_server_optimizer(
-        [p for p in module.parameters() if p.requires_grad],
-        name=server.optimizer,
-        learning_rate=server.learning_rate,
-        beta1=server.beta1,
-        beta2=server.beta2,
-        epsilon=server.epsilon,
-        adam_form=server.adam_form,
-        momentum=server.momentum,
-    )
+    config = run.config
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = config.server.build(trained, config.server.adam_form)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    return PyTorchModel(module, local_optimizer, optimizer, amp_dtype=precision)
+    return PyTorchModel(module, config.local.optimizer, optimizer, amp_dtype=precision)
 
 
 def setup(
@@ -142,17 +107,9 @@ def means(
     mechanism: Postprocessor | None = None,
 ) -> Means:
     """What the run's algorithm trains with; ``mechanism``: of a private run."""
-    config, local, server = run.config, run.config.local, run.config.server
+    config, local = run.config, run.config.local
     accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images and mechanism is None else WeightByUser()
-    rate = partial(
-        server_learning_rate,
-        schedule=server.schedule,
-        learning_rate=server.learning_rate,
-        final_learning_rate=server.final_learning_rate,
-        warmup_rounds=server.warmup_rounds,
-        num_rounds=config.federated.num_rounds,
-    )
     return Means(
         **vars(chosen),
         model=pfl_model(run, chosen.module),
@@ -160,10 +117,10 @@ def means(
             local_num_epochs=local.num_epochs,
             local_learning_rate=config.local_learning_rate,
             local_batch_size=local.batch_size,
-            local_max_grad_norm=local.max_grad_norm if local.clip_by == "global" else None,
+            local_max_grad_norm=local.global_max_grad_norm,
         ),
         score=score,
-        server_rate=rate,
+        server_rate=partial(config.server.rate, num_rounds=config.federated.num_rounds),
         seed=config.seed,
         postprocessors=[weighting] if mechanism is None else [weighting, mechanism],
         engine=cohort_engine(run, chosen.module, accumulate),

@@ -1,6 +1,6 @@
 """FLAIR's config: every constant that affects a result is a field. See `benchmarks.core.config`.
 
-The defaults are the paper's protocol as ml-flair implements it; the recipe ``pfl`` is pfl-research's.
+`PROTOCOL` is the paper's, as ml-flair implements it; the recipe ``pfl`` is pfl-research's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.checks import check_training
 from benchmarks.core.config.effects import Idle, idle_in_training
-from benchmarks.core.config.sections import REPETITION, STRICT, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
+from pfl_ext.configs import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -26,21 +27,21 @@ class DataConfig(ImageConfig):
     """Which task is learnt from which images."""
 
     taxonomy: Literal["labels", "fine_grained_labels"] = "labels"
-    """17 coarse labels, or 1,628 fine-grained ones."""
+    """Labels to learn: 17 coarse ones, or 1,628 fine-grained ones."""
     binary_label: str | None = None
-    """Learn this one label, of either taxonomy, as a binary task."""
+    """Name of the one label, of either taxonomy, to learn as a binary task; none: all labels."""
     partition: Literal["user", "iid"] = "user"
-    """Real users, or the same images dealt at random to as many users of the mean size."""
+    """Owners of the images: real users, or as many users of the mean size who get them at random."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ScoringConfig(EvaluationConfig):
-    """What FLAIR scores at the end besides."""
+    """When the model is scored on val, by what the best one is chosen, and what is scored at the end."""
 
     per_user: bool = field(default=False, metadata=REPETITION)
-    """At the end, score each test user by itself as well (FLAIR paper, Figure 5): per_user.json."""
+    """Score each test user alone at the end (FLAIR paper, Figure 5), in per_user.json."""
     few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
-    """Classes with fewer training images than this are reported apart as few-shot (FLAIR paper, 6.1)."""
+    """Training images below which a class is reported apart as few-shot (FLAIR paper, 6.1)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,15 +49,19 @@ class PersonalConfig:
     """Local fine-tuning of the final model on part of each test user's images, scored on the others."""
 
     num_epochs: NonNegativeInt = 0
-    """0: none."""
+    """Passes over a test user's images; 0: no fine-tuning."""
     learning_rate: PositiveFloat = 0.01
+    """Factor of a step, without unit."""
     batch_size: PositiveInt = 16
+    """Images of a step."""
     max_grad_norm: PositiveFloat | None = 10.0
+    """Greatest L2 norm of each variable's gradient; none: no limit."""
     train_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of a user's images to fine-tune on; the others are scored."""
     min_images: Annotated[int, Field(ge=2)] = 4
-    """Users with fewer are left out."""
+    """Images below which a user is left out."""
     split_seed: NonNegativeInt = 0
-    """Not the run's seed: every run is to be scored on the same images."""
+    """Seed of the split, apart from the run's, so that every run is scored on the same images."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -71,6 +76,39 @@ class Config(TrainingConfig):
 
 
 Run = benchmark.Run[Config]
+
+PROTOCOL: Tree = {
+    "data": {"image_size": 256},
+    "model": {"arch": "resnet18", "input_size": 224, "init": "paper"},
+    "augment": {"flip": "both"},
+    "local": {
+        "learning_rate": 0.1,
+        "num_epochs": 2,
+        "batch_size": 16,
+        "max_images": 512,
+        "straddle": True,
+        "max_grad_norm": 10.0,
+        "clip_by": "variable",
+    },
+    "server": {
+        "optimizer": "adam",
+        "learning_rate": 0.1,
+        "epsilon": 0.01,
+        "adam_form": "keras",
+        "warmup_rounds": 30,
+        "final_learning_rate": 0.02,
+    },
+    "federated": {"num_rounds": 5000, "cohort_size": 200},
+    "centralised": {
+        "optimizer": "adam",
+        "learning_rate": 5e-4,
+        "epsilon": 1e-7,
+        "num_epochs": 100,
+        "batch_size": 512,
+        "max_grad_norm": 10.0,
+    },
+}
+"""The paper's runs (5.1, A) as ml-flair implements them; warm-up and its end are pfl-research's."""
 
 RECIPES: Mapping[str, Tree] = {
     "paper": {},
@@ -113,7 +151,7 @@ def check(config: Config) -> None:
         )
 
 
-FLAIR = Benchmark(Config, Path(__file__).parent / "configs", "fl-r-17", RECIPES, check=check, idle=idle)
+FLAIR = Benchmark(Config, Path(__file__).parent / "configs", "fl-r-17", RECIPES, PROTOCOL, check, idle)
 
 
 def parse(argv: Sequence[str]) -> Run:

@@ -24,7 +24,8 @@ from pfl_ext.algorithms.per_user import (
     personalise,
     quantiles,
 )
-from pfl_ext.data.federated_dataset import IntArray, LocalSampling
+from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import PER_USER, MultiLabelScores, shown
@@ -36,15 +37,8 @@ SPLIT = "test"
 def personalisation(config: Config) -> Personalisation:
     """The `personal` section, with the augmentation of training."""
     personal = config.personal
-    sampling = LocalSampling(
-        num_epochs=personal.num_epochs,
-        batch_size=personal.batch_size,
-        max_images=None,
-        straddle=False,
-        crop=config.augment.crop,
-        flip=config.augment.flip,
-        input_size=config.model.input_size,
-    )
+    batches = BatchConfig(num_epochs=personal.num_epochs, batch_size=personal.batch_size)
+    sampling = LocalSampling.of(batches, config.augment, config.model.input_size)
     return Personalisation(
         sampling,
         personal.learning_rate,

@@ -24,7 +24,6 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
-from benchmarks.core.config.sections import STRICT
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.run_directory import config_differences
 from benchmarks.core.tracking import flat
@@ -32,6 +31,7 @@ from benchmarks.reporting.tables import markdown_table
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
 from benchmarks.sweep.report import Row, parallel_coordinates, table, write_tables
 from benchmarks.sweep.space import Sweep, command_words
+from pfl_ext.configs import STRICT
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
 optuna.logging.set_verbosity(optuna.logging.WARNING)

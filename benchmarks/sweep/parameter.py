@@ -10,7 +10,7 @@ from typing import Any, Literal
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core.config.sections import STRICT
+from pfl_ext.configs import STRICT
 
 Distribution = Literal[
     "constant", "categorical", "categorical_w_probabilities", "int_uniform", "uniform", "q_uniform",

@@ -22,10 +22,10 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.building import build
-from benchmarks.core.config.sections import STRICT
 from benchmarks.core.config.trees import Tree, read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.sweep.parameter import Parameter
+from pfl_ext.configs import STRICT
 from pfl_ext.randomness import seed32
 
 SWEEPS = {path.stem: path for path in sorted(Path(__file__).parents[1].glob("*/sweeps/*.yaml"))}

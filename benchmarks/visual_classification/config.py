@@ -16,8 +16,9 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.checks import check_training
-from benchmarks.core.config.sections import STRICT, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree, merge
+from pfl_ext.configs import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -25,18 +26,17 @@ class DataConfig(ImageConfig):
     """Which images, and whose they are."""
 
     dataset: str = "cifar10"
-    """Where no ``--data_path`` is given, the file is ``data/<dataset>.hdf5``."""
+    """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's partitions, as ``alpha-0.10``; None: the users that the file is grouped by."""
+    """One of the file's partitions, as alpha-0.10; none: the users that the file is grouped by."""
     taxonomy: str = "labels"
-    """Images with one label of this taxonomy take part; ``fine_grained_labels``, where a file has them."""
+    """Labels to learn, of images that have one; fine_grained_labels, where a file has them."""
     scored: Literal["test", "val"] = "test"
-    """What is followed over the rounds: test, as in the paper, which then chooses nothing and is called
-    ``tracked``; or val, for choosing a model or hyperparameters."""
+    """Split that is scored over the rounds: test, which then chooses nothing, or val, which may choose."""
     val_share: float = 0.1
-    """With ``scored: val``, on a file without a val split: the share of each user's training images that
-    become one. It is the same for all seeds."""
+    """Share of each user's training images that become val where the file has none, for all seeds alike."""
     image_size: int = 32
+    """Side to which images are brought when read, in pixels."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -44,13 +44,14 @@ class Config(TrainingConfig):
     """All that decides a run's numbers."""
 
     setting: str = "cifar10-fedavgm"
+    """Row of the paper's tables that this run is compared with."""
     data: DataConfig = field(default_factory=DataConfig)
 
 
 Run = benchmark.Run[Config]
 
 PROTOCOL: Tree = {
-    "model": {"arch": "cifar_cnn", "input_size": 32},
+    "model": {"arch": "cifar_cnn", "input_size": 32, "init": "paper"},
     "augment": {"flip": "horizontal"},
     "local": {
         "learning_rate": 0.01,
@@ -59,21 +60,32 @@ PROTOCOL: Tree = {
         "max_images": None,
         "straddle": False,
         "max_grad_norm": None,
+        "clip_by": "variable",
         "weight_decay": 4e-4,
     },
-    "server": {"optimizer": "sgd", "learning_rate": 1.0},
+    "server": {
+        "optimizer": "sgd",
+        "learning_rate": 1.0,
+        "epsilon": 0.01,
+        "adam_form": "keras",
+        "warmup_rounds": 30,
+        "final_learning_rate": 0.02,
+    },
     "federated": {"num_rounds": 10_000, "cohort_size": 10},
     "centralised": {
         "optimizer": "sgd",
         "learning_rate": 0.01,
+        "epsilon": 1e-7,
         "momentum": 0.9,
+        "num_epochs": 100,
         "weight_decay": 4e-4,
         "batch_size": 64,
         "max_grad_norm": None,
     },
     "evaluation": {"every_rounds": 50, "best_by": "last"},
 }
-"""The paper's CIFAR runs (6.5, A.1); augmentation and how often accuracy is taken are our choice."""
+"""The paper's CIFAR runs (6.5, A.1). Augmentation, initialisation, how often accuracy is taken and what the
+optimisers other than sgd start from are our choice, FLAIR's where it has one."""
 INATURALIST: Tree = {
     "data": {"dataset": "inaturalist", "image_size": 331},
     "model": {"arch": "mobilenet_v2", "input_size": 299, "pretrained": True},

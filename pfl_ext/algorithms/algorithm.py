@@ -21,17 +21,15 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 
 State = TypeVar("State")
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-"""For dataclasses of options: no other keys, and no numbers that are none."""
 Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
 """What an algorithm may have to refuse: private training of either kind; pfl's postprocessors other than
 a weighting; several workers; users who come twice in a cohort; users drawn in proportion to their images."""

@@ -19,18 +19,19 @@ import numpy.typing as npt
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 
+from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.tasks.task import Task, WeightedTask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ImportanceOptions:
     """The options of FedIR, which goes with any algorithm of pfl's loop."""
 
     reweight: Literal["none", "fedir"] = "none"
-    """fedir: weight of class k for user u: p(k) / q_u(k), of all images over the user's (Hsu et al., 5.2)."""
+    """Weight of class k for user u; fedir: its share of all images over that of u's (Hsu et al., 5.2)."""
     max_importance: PositiveFloat | None = None
-    """Greatest weight that FedIR gives; None: any."""
+    """Greatest weight that FedIR gives; none: any."""
 
 
 class ImportanceWeights:

@@ -19,9 +19,10 @@ from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, register
+from pfl_ext.algorithms.algorithm import Refusals, Setup, register
 from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.algorithms.rules import ProximalRule
+from pfl_ext.configs import STRICT
 
 DEFAULT_MU = 0.01
 
@@ -31,7 +32,7 @@ class ProximalOptions:
     """The options of FedProx, and of FedNova, which can have a proximal term too."""
 
     mu: NonNegativeFloat | None = None
-    """Weight of the proximal term of FedProx (where it is not given: 0.01) and FedNova (0)."""
+    """Weight of the proximal term of FedProx (none: 0.01) and FedNova (none: 0), without unit."""
 
 
 @register("fedprox")

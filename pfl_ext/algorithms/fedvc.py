@@ -19,15 +19,17 @@ import numpy.typing as npt
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from pfl_ext.configs import STRICT
+
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class VirtualOptions:
     """The option of FedVC besides the sampling of cohorts."""
 
     virtual_size: PositiveInt | None = None
-    """FedVC (Hsu et al. 2020, 5.3): so many images of each user, drawn in each round; None: all it has."""
+    """Images drawn from each user in a round, whatever it has (FedVC, Hsu et al. 2020, 5.3); none: all."""
 
     def check_virtual(self, by_images: bool) -> None:
         """Refuse a weighting of users by their images, which are as many for all.

@@ -8,14 +8,105 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from pfl_ext.configs import STRICT, Fraction
+
 AdamForm = Literal["keras", "torch"]
-ServerOptimizer = Literal["adam", "yogi", "adagrad", "sgd"]
-Schedule = Literal["constant", "warmup_linear"]
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """An optimiser with one learning rate for all parameters."""
+
+    optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "sgd"
+    """Kind of step: `FedOpt`'s by name, or plain gradient descent with momentum."""
+    learning_rate: PositiveFloat = 1.0
+    """Factor of a step, without unit."""
+    beta1: Fraction = 0.9
+    """Share of the first moment that a step keeps (all but sgd)."""
+    beta2: Fraction = 0.999
+    """Share of the second moment that a step keeps (adam and yogi)."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment, in the unit of a gradient (all but sgd)."""
+    momentum: Fraction = 0.0
+    """Share of the last step's direction that a step keeps (sgd)."""
+
+    def build(self, params: Iterable[nn.Parameter], adam_form: AdamForm = "keras") -> torch.optim.Optimizer:
+        """The optimiser; sgd is ``v <- momentum v + g``, ``x <- x - lr v``, the others are `FedOpt`."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(params, lr=self.learning_rate, momentum=self.momentum)
+        return FedOpt(params, self, adam_form)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerConfig(OptimizerConfig):
+    """What the server does with the mean update of a round."""
+
+    adam_form: AdamForm = "torch"
+    """Where adam adds epsilon: to the moment as it is (keras), or to the corrected one (torch)."""
+    schedule: Literal["constant", "warmup_linear"] = "constant"
+    """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
+    warmup_rounds: NonNegativeInt = 0
+    """Rounds until warmup_linear reaches `learning_rate`."""
+    final_learning_rate: NonNegativeFloat = 0.0
+    """The learning rate of warmup_linear after the last round."""
+
+    def rate(self, round: int, num_rounds: int) -> float:
+        """The learning rate in round 0, 1, ...; a pure function, so a resumed run needs no scheduler.
+
+        "warmup_linear" (pfl-research's benchmark): from 0 in round 0 straight up to ``learning_rate`` in
+        round ``warmup_rounds``, then straight down to ``final_learning_rate`` in round ``num_rounds`` and
+        after it.
+
+        Raises:
+            ValueError: when the run ends before the warm-up does.
+        """
+        assert round >= 0
+        if self.schedule == "constant":
+            return self.learning_rate
+        if self.warmup_rounds >= num_rounds:
+            raise ValueError(
+                f"server.warmup_rounds is {self.warmup_rounds}, not below federated.num_rounds = "
+                f"{num_rounds}: lower it"
+            )
+        if round < self.warmup_rounds:
+            return self.learning_rate * round / self.warmup_rounds
+        left = max(0.0, 1 - (round - self.warmup_rounds) / (num_rounds - self.warmup_rounds))
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalSGDConfig:
+    """Gradient descent on one user's images."""
+
+    learning_rate: PositiveFloat = 0.1
+    """Factor of a user's step, without unit."""
+    max_grad_norm: PositiveFloat | None = None
+    """Greatest L2 norm of a gradient, above which it is scaled down to it; none: no limit."""
+    clip_by: Literal["variable", "global"] = "global"
+    """What `max_grad_norm` limits: each variable's gradient by itself, or all of them together."""
+    momentum: Fraction = 0.0
+    """Share of the last step's direction that a step keeps; it starts from nothing in every round."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Multiple of the parameters that is added to their gradient, after clipping each variable."""
+
+    def optimizer(self, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """A new optimiser at this learning rate; clipping all gradients together is left to the caller."""
+        by_variable = self.max_grad_norm if self.clip_by == "variable" else None
+        if by_variable is None:
+            return torch.optim.SGD(params, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        return PerVariableClippedSGD(params, lr, by_variable, self.momentum, self.weight_decay)
+
+    @property
+    def global_max_grad_norm(self) -> float | None:
+        """What all gradients together are clipped to."""
+        return self.max_grad_norm if self.clip_by == "global" else None
 
 
 class PerVariableClippedSGD(torch.optim.SGD):
@@ -79,30 +170,11 @@ class FedOpt(torch.optim.Optimizer):
     The state of a parameter is three tensors: ``exp_avg``, ``exp_avg_sq`` and ``step`` (float32 on the CPU).
     """
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        *,
-        name: Literal["adam", "yogi", "adagrad"],
-        lr: float,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 0.01,
-        adam_form: AdamForm = "keras",
-    ):
-        if name not in ("adam", "yogi", "adagrad"):
-            raise ValueError(f"the adaptive server optimiser must be adam, yogi or adagrad, not {name!r}")
-        if adam_form not in get_args(AdamForm):
-            raise ValueError(f"adam_form must be keras or torch, not {adam_form!r}")
-        if not lr >= 0:
-            raise ValueError(f"the server's learning_rate is {lr} and must not be negative")
-        for key, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{key} is {beta} and must lie in 0 <= {key} < 1")
-        if not epsilon > 0:
-            raise ValueError(f"epsilon is {epsilon} and must be positive")
-        self.name, self.adam_form = name, adam_form
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "epsilon": epsilon})
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm):
+        assert config.optimizer != "sgd"
+        self.name, self.adam_form = config.optimizer, adam_form
+        defaults = {"lr": config.learning_rate, "beta1": config.beta1}
+        super().__init__(params, {**defaults, "beta2": config.beta2, "epsilon": config.epsilon})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -137,69 +209,3 @@ class FedOpt(torch.optim.Optimizer):
             if self.adam_form == "keras":
                 rate, root = rate * root, 1.0
         x.addcdiv_(m, (v.sqrt() / root).add_(epsilon), value=-rate)
-
-
-def make_server_optimizer(
-    params: Iterable[nn.Parameter],
-    *,
-    name: ServerOptimizer,
-    learning_rate: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    epsilon: float = 0.01,
-    adam_form: AdamForm = "keras",
-    momentum: float = 0.0,
-) -> torch.optim.Optimizer:
-    """The central optimiser by name; defaults are the paper's.
-
-    "sgd" is ``v <- momentum v + g``, ``x <- x - lr v`` and reads nothing but ``momentum``; the others are
-    `FedOpt` and do not read ``momentum``. Raises ValueError naming the key of a value out of range.
-    """
-    if name not in get_args(ServerOptimizer):
-        raise ValueError(f"optimizer must be one of {', '.join(get_args(ServerOptimizer))}, not {name!r}")
-    if name != "sgd":
-        return FedOpt(
-            params,
-            name=name,
-            lr=learning_rate,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-            adam_form=adam_form,
-        )
-    if not learning_rate >= 0:
-        raise ValueError(f"the server's learning_rate is {learning_rate} and must not be negative")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum} and must lie in 0 <= momentum < 1")
-    return torch.optim.SGD(params, lr=learning_rate, momentum=momentum)
-
-
-def server_learning_rate(
-    round: int,
-    *,
-    schedule: Schedule,
-    learning_rate: float,
-    final_learning_rate: float,
-    warmup_rounds: int,
-    num_rounds: int,
-) -> float:
-    """The server's learning rate in round 0, 1, ...; a pure function, so a resumed run needs no scheduler.
-
-    "constant" (the paper): ``learning_rate``. "warmup_linear" (pfl-research's benchmark: 30 warm-up rounds,
-    0.1 to 0.02): from 0 in round 0 straight up to ``learning_rate`` in round ``warmup_rounds``, then straight
-    down to ``final_learning_rate`` in round ``num_rounds`` and after it.
-    """
-    assert round >= 0
-    if schedule == "constant":
-        return learning_rate
-    if schedule != "warmup_linear":
-        raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, not {schedule!r}")
-    if not 0 <= warmup_rounds < num_rounds:
-        raise ValueError(
-            f"warmup_rounds is {warmup_rounds} and must be at least 0 and less than the {num_rounds} rounds "
-            "of the run; lower it, or use schedule: constant"
-        )
-    if round < warmup_rounds:
-        return learning_rate * round / warmup_rounds
-    left = max(0.0, 1 - (round - warmup_rounds) / (num_rounds - warmup_rounds))
-    return final_learning_rate + (learning_rate - final_learning_rate) * left

@@ -47,12 +47,13 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.algorithm import STRICT, Refusals, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Refusals, Setup, Traffic, register
 from pfl_ext.algorithms.fednova import coefficient_sum
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
 from pfl_ext.algorithms.rules import Correction as Correction
 from pfl_ext.algorithms.rules import Rule
 from pfl_ext.algorithms.user_vectors import UserVectors
+from pfl_ext.configs import STRICT
 
 CHANGE = "pfl_ext.algorithms.scaffold/"
 """Before the name of a variable: the key of ``c_i+ - c_i`` in a user's statistics."""
@@ -68,17 +69,19 @@ ONLY_WEIGHTED = (
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ScaffoldOptions:
-    """The options of SCAFFOLD."""
+    """The options of SCAFFOLD (Karimireddy et al. 2020).
+
+    Option I takes one more pass over a user's images. The correction after the step, which momentum and
+    clipping do not see, is NIID-Bench's. A run whose users need more disk than `max_state_gb` is refused;
+    copies that the last two checkpoints name are kept besides.
+    """
 
     scaffold_option: Option | None = None
-    """How a user's control variate is renewed (Karimireddy et al. 2020): I, by the gradient of all its
-    images at the server's model, in one more pass; II, by the mean gradient of its steps. None: II."""
+    """A user's new control variate: I, its gradient at the server's model; II, of its steps; none: II."""
     scaffold_correction: Correction | None = None
-    """Where SCAFFOLD's correction is added: to the gradient, before clipping, weight decay and momentum, or
-    after each step of the optimiser (NIID-Bench). None: gradient, the paper's equation."""
+    """Place of SCAFFOLD's correction: in the gradient, before clipping, or after the step; none: gradient."""
     max_state_gb: PositiveFloat = 16.0
-    """SCAFFOLD keeps a copy of the model for every user that has taken part, on disk; where these need more
-    than this, it refuses to start. Copies that the last two checkpoints name are kept besides."""
+    """Most disk, in GB, for SCAFFOLD's copy of the model for every user that has taken part."""
 
 
 @dataclass(frozen=True)

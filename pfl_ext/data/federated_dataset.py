@@ -20,8 +20,9 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import prefetched
 from pfl_ext.algorithms import fedvc
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import UserCost, longest_first
-from pfl_ext.data.transforms import Crop, Flip, draw_crops
+from pfl_ext.data.transforms import draw_crops
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -99,68 +100,6 @@ def iid_partition(store: ImageStore, seed: int) -> Partition:
     offsets = (np.arange(num_users + 1, dtype=np.int64) * num_images) // num_users
     rows = stream(seed, "iid partition").permutation(num_images)
     return Partition([f"iid-{u:06d}" for u in range(num_users)], rows, offsets)
-
-
-@dataclass(frozen=True)
-class LocalSampling:
-    """How the images of one user become the batches of its local training in one round.
-
-    ``max_images``: users with more take part with this many (FLAIR paper, Section 5.1: 512), chosen anew
-    each round (``cap="random"``) or always the first (``"first"``, as pfl-research).
-    ``straddle``: batches run across the end of an epoch as in ml-flair's ``repeat(2).batch(16)``, so a
-    user with n <= B / 2 images makes one step of 2n, not two of n. ``reshuffle``: a new order each epoch.
-    ``virtual_size``: FedVC's in the place of ``max_images``, see `pfl_ext.algorithms.fedvc.take`.
-    """
-
-    num_epochs: int = 2
-    batch_size: int = 16
-    max_images: int | None = 512
-    cap: Literal["random", "first"] = "random"
-    straddle: bool = True
-    reshuffle: bool = True
-    crop: Crop = "crop"
-    flip: Flip = "both"
-    input_size: int = 224
-    virtual_size: int | None = None
-
-    def take(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
-        """The rows that take part, in the store's order; where all do, nothing is drawn."""
-        if self.virtual_size is not None:
-            return fedvc.take(rows, self.virtual_size, rng)
-        if self.max_images is None or len(rows) <= self.max_images:
-            return rows
-        if self.cap == "first":
-            return rows[: self.max_images]
-        return rows[np.sort(rng.choice(len(rows), self.max_images, replace=False))]
-
-    def epochs(self, n: int, rng: np.random.Generator) -> list[list[IntArray]]:
-        """Per epoch, the batches of positions 0..n-1; with ``straddle`` all stand in the first epoch."""
-        first = rng.permutation(n)
-        orders = [first] + [
-            rng.permutation(n) if self.reshuffle else first for _ in range(self.num_epochs - 1)
-        ]
-        if self.straddle:
-            orders = [np.concatenate(orders)] + [first[:0]] * (self.num_epochs - 1)
-        size = self.batch_size
-        return [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
-
-    def taking_part(self, sizes: IntArray) -> IntArray:
-        """How many images users with so many train on."""
-        sizes = np.asarray(sizes)
-        if self.virtual_size is not None:
-            return fedvc.taking_part(sizes, self.virtual_size)
-        return sizes if self.max_images is None else np.minimum(sizes, self.max_images)
-
-    def num_steps(self, sizes: IntArray) -> IntArray:
-        """Local steps of users with so many images."""
-        n = self.taking_part(sizes)
-        if self.straddle:
-            return -(-n * self.num_epochs // self.batch_size)
-        return self.num_epochs * -(-n // self.batch_size)
-
-    def image_passes(self, sizes: IntArray) -> IntArray:
-        """Images trained on, over all epochs, by users with so many."""
-        return self.taking_part(sizes) * self.num_epochs
 
 
 class UserImages(Dataset):

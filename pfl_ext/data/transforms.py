@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
 from torch import Tensor
+
+from pfl_ext.configs import STRICT
 
 Crop = Literal["crop", "padded", "resized"]
 Flip = Literal["none", "horizontal", "both"]
@@ -31,6 +34,16 @@ RESIZED_TRIES = 10
 PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixels for CIFAR's 32
 
 FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, config=STRICT)
+class AugmentConfig:
+    """How a training image is changed at random, each time that it is used."""
+
+    crop: Crop = "crop"
+    """A square of model.input_size; padded: of the image with a border; resized: any part, scaled to it."""
+    flip: Flip = "none"
+    """Mirrored left to right with probability 1/2; both: and upside down with probability 1/2."""
 
 
 def draw_crops(

@@ -13,6 +13,9 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from pfl_ext.configs import STRICT
 from pfl_ext.privacy.epsilon import (
     COMPUTE_NOISE_ORDERS,
     LEAST_DELTA,
@@ -127,47 +130,55 @@ NOTES = {
 """What the figures of `System.to_json` mean."""
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=STRICT)
 class PrivacyConfig:
     """What private training promises and how; the defaults are the paper's (flair.md A4, A6).
 
-    :raises ValueError: when a value makes no sense, naming its key.
+    A noise cohort larger than the cohort (the paper's: 5,000) gives the mean the little noise of a large
+    cohort at the cost of a small one. The run itself is less private, and both epsilons are reported. A noise
+    population does so for data with too few users, as a few hundred cannot hide each other at useful noise.
+
+    A band of b takes back in each round some of the noise that the last b - 1 rounds added (banded matrix
+    factorisation, `pfl_ext.privacy.banded`). It needs at least b rounds between two participations of a user.
+
+    The noise ``paper_bug`` is that of code which passes rounds as epochs: 53.49 where 18.68 by the same RDP
+    would do, so epsilon 0.6 instead of 2.
+
+    The noise on the share of unclipped users is, on their count, `indicator_std_fraction` times the noise
+    cohort. Part of the budget goes to it, so it has a minimum.
+
+    Raises:
+        ValueError: when a value makes no sense, naming its key.
     """
 
     epsilon: float = 2.0
     """Budget of the whole run, of the system with the noise cohort; never exceeded."""
     delta: float | None = None
-    """None: N^-1.1."""
+    """Probability that the budget may be exceeded; none: N^-1.1 for a population of N."""
     noise_cohort_size: int | None = None
-    """C_lg: train ``cohort_size`` users a round with the noise on their *mean* that so many would get. This
-    simulates a large cohort cheaply; the run itself is less private, and both epsilons are reported. None:
-    no simulation. The paper: 5,000."""
+    """Users in a round whose noise on the mean is simulated, at least cohort_size; none: no simulation."""
     noise_population: int | None = None
-    """Users of the system whose noise is simulated, where the data has too few (a few hundred cannot hide
-    each other at any useful noise). None: the data's own."""
+    """Users of the system whose noise is simulated; none: as many as the data has."""
     mechanism: Mechanism = "adaptive"
-    """Clip at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
+    """Clipping at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
     clipping: Literal["flat", "per_layer"] = "flat"
-    """Bound the whole update's norm, or each of L layers' at bound / sqrt(L), so the whole's as well."""
+    """What the bound limits: the whole update, or each of L layers at bound / sqrt(L)."""
     clipping_bound: float = 0.1
-    """L2 norm; where the adaptive bound starts."""
+    """L2 norm to which updates are clipped; where the adaptive bound starts."""
     quantile: float = 0.1
-    """Adaptive: the fraction of updates that should stay unclipped."""
+    """Share of updates that should stay unclipped (adaptive)."""
     clip_step: float = 0.2
-    """Adaptive: size of the geometric step."""
+    """Rate at which the bound is multiplied, on a logarithmic scale (adaptive)."""
     indicator_std_fraction: float = 0.05
-    """Adaptive: standard deviation of the noise on the fraction of unclipped users (on their count: times
-    the noise cohort). Part of the budget goes to it, so it has a minimum."""
+    """Standard deviation of the noise on the share of unclipped users; it costs budget (adaptive)."""
     accountant: Accountant = "pld"
+    """Arithmetic of epsilon: privacy loss distributions, or Renyi differential privacy."""
     sampler: Sampler = "poisson"
-    """How cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
+    """Way that cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
     band: int = 1
-    """Above 1: noise in which each round takes back some of what the last ``band - 1`` added, so that less of
-    it adds up over the rounds (banded matrix factorisation, `pfl_ext.privacy.banded`). Needs the cyclic
-    sampler and at least so many rounds between two participations of a user."""
+    """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
     noise: Literal["calibrated", "paper_bug"] = "calibrated"
-    """``paper_bug``: the noise of the paper's code, which passes rounds as epochs (53.49 where 18.68 by the
-    same RDP would do, so epsilon 0.6 instead of 2). Only to reproduce its table."""
+    """Amount of noise: what the budget needs, or that of the FLAIR paper's code, to reproduce its table."""
 
     def __post_init__(self) -> None:
         refuse_unsound(self.sampler, self.band)

@@ -42,7 +42,8 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from pfl_ext.backend import CentrallyEvaluatedBackend
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling, Member
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine, CohortSum, Task
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Calibration

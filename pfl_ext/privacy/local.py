@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -31,8 +30,10 @@ from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.compute_parameters import AnalyticGM_robust
 from pfl.privacy.laplace_mechanism import LaplaceMechanism
 from pfl.stats import MappedVectorStatistics
+from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from pfl_ext.configs import STRICT
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.privacy.mechanisms import (
     BOUND_RANGE,
@@ -112,21 +113,24 @@ class FlatLaplaceMechanism(LaplaceMechanism):
         return with_noise(statistics, noise, scale, scale * noise_std, name_formatting_fn)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=STRICT)
 class LocalPrivacyConfig:
     """What every user's update is protected by before it leaves the device.
 
-    :raises ValueError: when a value makes no sense, naming its key.
+    Laplace noise needs no delta; participations are composed at `delta` with either noise.
+
+    Raises:
+        ValueError: when a value makes no sense, naming its key.
     """
 
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
+    """Distribution of the noise on every update."""
     clipping_bound: float = 0.1
-    """L2 norm for gaussian, L1 norm for laplace."""
+    """Norm to which updates are clipped: L2 for gaussian, L1 for laplace."""
     epsilon: float = 8.0
-    """Of one participation."""
+    """Budget of one participation of a user."""
     delta: float = 1e-6
-    """Of one participation of gaussian; laplace needs none. Also the one at which participations are
-    composed, of either."""
+    """Probability that the budget may be exceeded, of one participation (gaussian) and of all of them."""
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= LARGEST_EPSILON:

@@ -13,7 +13,7 @@ from benchmarks.bench.rounds import Clock
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.cli import run as run_command
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
@@ -22,6 +22,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.card import card
 from tests.pfl_ext.engine.setting import small_backbone
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
 TINY = bench.Case("tiny", 32, cohort=4, users=12, val_users=2)
@@ -65,7 +66,7 @@ def test_the_training_of_lanes_made_later_is_charged_too() -> None:
     engine.watch = clock
     first = engine.lanes[0]
     store = NumberedStore([2, 3], side=12)
-    users = FederatedImageDataset(store, LocalSampling(num_epochs=1, batch_size=4, input_size=10), seed=0)
+    users = FederatedImageDataset(store, local_sampling(num_epochs=1, batch_size=4, input_size=10), seed=0)
     engine.train(users, engine.tasks(users.members(2), how), how, lambda member: 1.0, None)
     assert engine.lanes[0] is not first, "weight decay needs another network"
     assert clock.seconds["training"] > 0

@@ -19,17 +19,19 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.optimizers import make_server_optimizer
+from pfl_ext.algorithms.optimizers import OptimizerConfig
 from pfl_ext.backend import CentrallyEvaluatedBackend
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import MultiLabelScores
 from tests.card import card
 from tests.closeness import assert_close_as_vector
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
-WHOLE = LocalSampling(num_epochs=1, batch_size=64, max_images=None, flip="none", input_size=8)
+WHOLE = local_sampling(num_epochs=1, batch_size=64, max_images=None, flip="none", input_size=8)
 
 
 class Linear(nn.Module):
@@ -131,7 +133,7 @@ def test_the_server_optimizer_sees_minus_the_mean_update(beta: float) -> None:
         store,
         cohort=1,
         rounds=3,
-        server=lambda p: make_server_optimizer(p, name="sgd", learning_rate=0.3, momentum=beta),
+        server=lambda p: OptimizerConfig(learning_rate=0.3, momentum=beta).build(p),
     )
     assert_close_as_vector(got, weight, 3 * 50)
 
@@ -220,14 +222,14 @@ def test_global_random_state_does_not_matter() -> None:
 def test_with_beta_0_fedavgm_is_fedavg_to_the_bit() -> None:
     store = NumberedStore([5, 3, 40])
     plain = train(store, rounds=3, cohort=2, server=lambda p: torch.optim.SGD(p, lr=1.0))
-    momentum = {"name": "sgd", "learning_rate": 1.0, "momentum": 0.0}
+    momentum = {"learning_rate": 1.0, "momentum": 0.0}
     assert torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
     momentum["momentum"] = 0.9
     assert not torch.equal(train(store, rounds=3, cohort=2, server=lambda p: server(p, momentum)), plain)
 
 
 def server(parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    return make_server_optimizer(parameters, **options)
+    return OptimizerConfig(**options).build(parameters)
 
 
 def backend_with(postprocessor: Any, **options: Any) -> CentrallyEvaluatedBackend:

@@ -148,9 +148,11 @@ class Benchmark(Generic[C_co]):
         shipped = f"A YAML file, or a shipped config: {', '.join(self.settings)}. By default {self.default}."
         recipe = f"Sets of switches, as A or A+B: {', '.join(self.recipes)}."
         scale = f"Laid over a config for little data on a CPU: {', '.join(self.scales)}."
-        return CommandLine(self._default_config(), {"config": shipped, "recipe": recipe, "scale": scale})
+        return CommandLine(self.default_config, {"config": shipped, "recipe": recipe, "scale": scale})
 
-    def _default_config(self) -> C_co:
+    @cached_property
+    def default_config(self) -> C_co:
+        """The config without a setting, which is the protocol."""
         return build(self.kind, self.protocol, "the protocol")
 
     def help(self, text: str, program: str) -> str:
@@ -195,7 +197,7 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        return self.resolved(build(self.kind, without(tree, self.retired), where))
+        return self.resolved(build(self.kind, merge(dict(self.protocol), without(tree, self.retired)), where))
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
         """Why each key or section without effect has none; of the runtime too, where one is given."""
@@ -230,7 +232,7 @@ class Benchmark(Generic[C_co]):
     def resolved(self, config: TrainingConfig) -> C_co:
         """Idle fields at their defaults, and what follows from other fields filled in."""
         idle, tree = self.idle_keys(config), dataclasses.asdict(config)
-        defaults = dotted(dataclasses.asdict(self._default_config()))
+        defaults = dotted(dataclasses.asdict(self.default_config))
         if config.privacy is not None:
             defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
         for key in dotted(tree):

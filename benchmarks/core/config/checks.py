@@ -9,21 +9,17 @@ from pfl_ext.algorithms.algorithm import refuse
 def check_training(config: TrainingConfig) -> None:
     """Refuse combinations that no run of any benchmark could mean.
 
-    :raises ValueError: one line that names the key and what to do.
+    Raises:
+        ValueError: one line that names the key and what to do.
     """
     if config.model.input_size > config.data.image_size:
         raise ValueError(
             f"model.input_size is {config.model.input_size}, more than data.image_size = "
             f"{config.data.image_size}: the network's input is cut from the image"
         )
-    server, num_rounds = config.server, config.federated.num_rounds
-    if config.mode == "federated" and server.schedule != "constant" and server.warmup_rounds >= num_rounds:
-        raise ValueError(
-            f"server.warmup_rounds is {server.warmup_rounds}, not below federated.num_rounds = {num_rounds}: "
-            "lower it"
-        )
     federated = config.federated
     if config.mode == "federated":
+        config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
         config.local.check_virtual(federated.weighting == "images")
         proportional = federated.sampling == "proportional"
         refusals = federated.algorithm_class.refusals

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from pydantic import Field, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
-from benchmarks.core.config.building import leaves
+from benchmarks.core.config.building import leaves, section_in
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree
 
@@ -84,6 +84,20 @@ class _Parser(ArgumentParser):
         raise ValueError(_without_value(option) if reason == "expected one argument" else message)
 
 
+def describe(kind: Any) -> None:
+    """Give the fields of a dataclass, and of the sections in it, the descriptions of the classes above it.
+
+    pydantic reads the docstrings of the fields that stand in a class itself, and no inherited ones.
+    """
+    hints = get_type_hints(kind)
+    for name, info in kind.__pydantic_fields__.items():
+        above = (vars(base).get("__pydantic_fields__", {}).get(name) for base in kind.__mro__)
+        info.description = next((item.description for item in above if item and item.description), None)
+        section = section_in(hints[name])
+        if section is not None:
+            describe(section)
+
+
 def _origins(hint: Any) -> list[Any]:
     return [get_origin(part) for part in (hint, *get_args(hint))]
 
@@ -99,6 +113,8 @@ class CommandLine:
     def __init__(self, default: TrainingConfig, choices: Mapping[str, str]) -> None:
         kind: Any = type(default)
         hints = get_type_hints(kind, include_extras=True)
+        describe(kind)
+        describe(Runtime)
         fields: Tree = {
             name: (hints[name], Field(getattr(default, name), description=info.description))
             for name, info in kind.__pydantic_fields__.items()

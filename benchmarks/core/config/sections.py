@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import STRICT as STRICT
 from pfl_ext.algorithms.algorithm import Choice, algorithm_class
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
-from pfl_ext.algorithms.fedvc import VirtualOptions
+from pfl_ext.algorithms.optimizers import LocalSGDConfig, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
+from pfl_ext.configs import STRICT
+from pfl_ext.data.sampling import BatchConfig, LocalSampling
+from pfl_ext.data.transforms import AugmentConfig
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 BestBy = Literal["loss", "C-AP", "accuracy", "last"]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
@@ -34,64 +36,11 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ModelConfig:
-    """The network; `input_size` is the side of what it sees, cut from `data.image_size`."""
-
-    arch: str = "resnet18"
-    input_size: PositiveInt = 224
-    pretrained: bool = False
-    """True: ImageNet weights, BatchNorm statistics frozen. False: from scratch, GroupNorm."""
-    groups: PositiveInt = 32
-    bottleneck: PositiveInt | None = None
-    """Width of one more linear layer before the classifier; None: there is none."""
-    trained: Literal["all", "two_layers"] = "all"
-    """two_layers: bottleneck and classifier learn, everything before them stays as it was loaded."""
-    weights_sha256: str | None = None
-    """Of the file that a pretrained network starts from; ``--weights`` fills it in. None: torchvision's."""
-    init: Literal["paper", "torchvision"] = "paper"
-
-
-@dataclass(frozen=True, config=STRICT)
-class AugmentConfig:
-    """Training transform, drawn anew for each image."""
-
-    crop: Literal["crop", "padded", "resized"] = "crop"
-    flip: Literal["none", "horizontal", "both"] = "both"
-
-
-@dataclass(frozen=True, config=STRICT)
-class LocalConfig(VirtualOptions):
+class LocalConfig(BatchConfig, LocalSGDConfig):
     """Training on one user."""
 
-    learning_rate: PositiveFloat = 0.1
     effective_learning_rate: PositiveFloat | None = None
-    """If given, ``learning_rate`` becomes this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
-    num_epochs: PositiveInt = 2
-    batch_size: PositiveInt = 16
-    max_images: PositiveInt | None = 512
-    cap: Literal["random", "first"] = "random"
-    straddle: bool = True
-    reshuffle: bool = True
-    max_grad_norm: PositiveFloat | None = 10.0
-    clip_by: Literal["variable", "global"] = "variable"
-    momentum: Fraction = 0.0
-    weight_decay: NonNegativeFloat = 0.0
-
-
-@dataclass(frozen=True, config=STRICT)
-class ServerConfig:
-    """What the server does with the mean update."""
-
-    optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "adam"
-    learning_rate: PositiveFloat = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
-    epsilon: PositiveFloat = 0.01
-    adam_form: Literal["keras", "torch"] = "keras"
-    momentum: Fraction = 0.0
-    schedule: Literal["constant", "warmup_linear"] = "constant"
-    warmup_rounds: NonNegativeInt = 30
-    final_learning_rate: NonNegativeFloat = 0.02
+    """If given, `learning_rate` becomes this times (1 - server.momentum) (Hsu et al. 2020, A.1)."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -103,15 +52,19 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
     """
 
     algorithm: str = "fedavg"
-    """A name under `pfl_ext.algorithms`."""
+    """Name of an algorithm: fedavg, fedprox, fednova, scaffold, or any other of pfl_ext/algorithms."""
     options: Mapping[str, Any] | None = None
-    """Those of an algorithm that has its own, each with its default once built; None for the others."""
-    num_rounds: PositiveInt = 5000
-    cohort_size: PositiveInt = 200
+    """The options, by name, of an algorithm that has its own; none: of the others."""
+    num_rounds: PositiveInt = 100
+    """Rounds of the whole run."""
+    cohort_size: PositiveInt = 10
+    """Users that train in a round."""
     replacement: bool = False
+    """A user may be drawn several times for one round."""
     sampling: Literal["uniform", "proportional"] = "uniform"
-    """proportional: users are drawn with a probability proportional to their images (FedVC)."""
+    """Chance of a user to be drawn: the same for all, or proportional to its images (FedVC)."""
     weighting: Literal["images", "users"] = "images"
+    """Weight of a user in the mean update: its images that took part, or 1."""
 
     def __post_init__(self) -> None:
         kind = self.algorithm_class
@@ -144,20 +97,21 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
 
 
 @dataclass(frozen=True, config=STRICT)
-class CentralisedConfig:
-    """Training on all images in one place, at a constant rate."""
+class CentralisedConfig(OptimizerConfig):
+    """Training on all images in one place, at a constant learning rate."""
 
-    num_epochs: PositiveInt = 100
-    batch_size: PositiveInt = 512
-    optimizer: Literal["adam", "sgd"] = "adam"
-    learning_rate: PositiveFloat = 5e-4
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
-    epsilon: PositiveFloat = 1e-7
-    momentum: Fraction = 0.0
-    """Of sgd."""
+    num_epochs: PositiveInt = 10
+    """Passes over all images."""
+    batch_size: PositiveInt = 64
+    """Images of a step."""
+    optimizer: Literal["adam", "sgd"] = "sgd"
+    """Kind of step: adam with epsilon as Keras has it, or gradient descent with momentum."""
+    learning_rate: PositiveFloat = 0.1
+    """Factor of a step, without unit."""
     weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: PositiveFloat | None = 10.0
+    """Multiple of the parameters that is added to their gradient."""
+    max_grad_norm: PositiveFloat | None = None
+    """Greatest L2 norm of each variable's gradient; none: no limit."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -165,10 +119,11 @@ class EvaluationConfig:
     """When the model is scored on val, and by what the best one is chosen."""
 
     every_rounds: PositiveInt = 10
+    """Rounds between two scores of val (federated)."""
     every_epochs: PositiveInt = 1
+    """Epochs between two scores of val (centralised)."""
     best_by: BestBy = "loss"
-    """The column of val that chooses; of rounds that score the same, the earliest. ``last``: no choice
-    is made, the last model is the result."""
+    """Column of val that chooses the best model, of equal ones the earliest; last: the last model."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -176,12 +131,9 @@ class PrivacySection(PrivacyConfig):
     """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
 
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
-    """The operating system's entropy, so that no seed in a file undoes the noise; or the run's ``seed``, for
-    runs that can be repeated and are for research only. ``--seed`` on the command line asks for ``run``."""
+    """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)
-    """``full`` writes and tracks exact figures besides the model (norms, cohort sizes, times, counts), for
-    research. ``public`` writes and tracks only what is differentially private or does not depend on the
-    training images."""
+    """What is written and tracked: also exact figures, for research; or only what privacy covers."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -189,7 +141,7 @@ class LocalPrivacySection(LocalPrivacyConfig):
     """Local differential privacy, every update noised on its device; ``--local_privacy none``: not so."""
 
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
-    """As for `PrivacySection`."""
+    """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -197,9 +149,11 @@ class TrainingConfig:
     """All that decides a run's numbers."""
 
     setting: str = ""
-    """The row of the paper's table that this run is compared with."""
+    """Row of the paper's table that this run is compared with."""
     mode: Literal["federated", "centralised"] = "federated"
+    """Training on users in rounds, or on all images in one place."""
     seed: NonNegativeInt = field(default=0, metadata=REPETITION)
+    """Seed of initialisation, cohorts, crops and the order of images."""
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -224,6 +178,11 @@ class TrainingConfig:
         return self.federated.num_rounds if self.mode == "federated" else self.centralised.num_epochs
 
     @property
+    def sampling(self) -> LocalSampling:
+        """How a user's images become batches of augmented images."""
+        return LocalSampling.of(self.local, self.augment, self.model.input_size)
+
+    @property
     def local_learning_rate(self) -> float:
         """Of users' steps."""
         effective = self.local.effective_learning_rate
@@ -235,41 +194,46 @@ class Runtime:
     """How a run is carried out. Results do not depend on it beyond floating-point tolerance."""
 
     device: str = "auto"
+    """Device as torch names it (cpu, cuda:0); auto: the best that there is."""
     precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of local training; sums over users, norms and noise are float32 or better."""
     engine: Literal["fast", "stock"] = "fast"
-    """``fast`` trains a cohort's users together (pfl_ext/engine), ``stock`` by pfl's own loop."""
+    """fast trains a cohort's users together (pfl_ext/engine), stock by pfl's own loop."""
     cpu_kernels: bool = True
-    """Of the fast engine on a CPU: convolutions and norms compiled at the first start, about twice as fast as
-    torch's, which are used where there is no C++ compiler. For bf16 the processor decides, layer by layer; a
-    line at the start says how."""
+    """Use convolutions and norms compiled at the first start (fast engine, CPU with a C++ compiler)."""
     lanes: PositiveInt | None = None
-    """Of the fast engine: users trained at a time; by default one for each CPU thread, 8 on a GPU."""
+    """Users that the fast engine trains at a time; none: one for each CPU thread, 8 on a GPU."""
     fuse: bool | None = None
-    """Of the fast engine: users with one local step in one pass; by default on a CPU, not on a GPU."""
+    """The fast engine trains users with one step in one pass; none: on a CPU, not on a GPU."""
     threads: PositiveInt | None = None
-    """CPU threads of torch in one process; by default torch's own choice."""
+    """CPU threads of torch in one process; none: torch's own choice."""
     reader_threads: PositiveInt = 2
+    """Threads that read and decode images."""
     prefetch: NonNegativeInt = 8
+    """Users (batches, when centralised) that are read ahead."""
     cache_gb: NonNegativeFloat = 4.0
-    """Decoded images are kept in memory until those of all splits together fill this."""
+    """Memory for decoded images of all splits together, in GB."""
     checkpoint_every: PositiveInt = 20
-    """Rounds (epochs, when centralised) between checkpoints."""
+    """Rounds (epochs, when centralised) between two checkpoints."""
     checkpoint_minutes: PositiveFloat = 2.0
-    """A checkpoint is also written at the end of a round when the last one is so old."""
+    """Age of the last checkpoint, in minutes, at which another is written after the round."""
     keep_checkpoints: bool = False
     """Keep the checkpoints, several times the size of the model, when the run has ended."""
     progress: bool = True
+    """Show a progress bar."""
     accumulate: Literal["fp32", "fp64"] = "fp32"
-    """Precision of sums over users. fp64: the same to 1e-15 on any number of workers, for twice the bytes."""
+    """Precision of sums over users; fp64: equal to 1e-15 on any number of workers, for twice the bytes."""
     reduce: Literal["exact", "bf16"] = "exact"
-    """bf16 halves the bytes between workers and rounds the model's sums to 8 bits: for slow networks only."""
+    """Sums between workers; bf16: half the bytes, rounded to 8 bits, for slow networks only."""
     worker_timeout_s: PositiveFloat = 120.0
-    """A worker that is silent or makes no progress for so long ends the job on all workers."""
+    """Seconds without progress of one worker after which the job ends on all of them."""
     track: Literal["none", "wandb", "tensorboard"] = "none"
     """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
     project: str = "flair"
+    """Project of the wandb run."""
     entity: str | None = None
+    """Team or user of the wandb run; none: wandb's own choice."""
     name: str | None = None
-    """Of the wandb run; by default the run directory's."""
+    """Name of the wandb run; none: the run directory's."""
     artifact: bool = False
     """Send the final model to wandb."""

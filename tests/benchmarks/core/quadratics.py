@@ -42,7 +42,7 @@ BASE: Tree = {
     "data": {"image_size": SIDE},
     "model": {"input_size": SIDE},
     "augment": {"flip": "horizontal"},
-    "local": {"learning_rate": 0.1, "num_epochs": 2, "batch_size": 4, "max_grad_norm": None},
+    "local": {"learning_rate": 0.1, "num_epochs": 2, "batch_size": 4, "straddle": True},
     "server": {"optimizer": "sgd", "learning_rate": 1.0},
     "federated": {"num_rounds": ROUNDS, "cohort_size": len(SIZES)},
     "evaluation": {"every_rounds": 1000, "best_by": "last"},

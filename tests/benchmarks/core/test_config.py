@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.building import build
+from benchmarks.core.config.building import build, leaves, section_in
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.experiment import build_model
@@ -67,7 +68,7 @@ def test_the_command_line_beats_the_yaml_which_beats_the_defaults(tmp_path: Path
     path = tmp_path / "mine.yaml"
     path.write_text("federated:\n  mu: 0.01\n  algorithm: fedprox\n  cohort_size: 7\n")
     assert config("--config", str(path)).federated.mu == 0.01
-    assert config("--config", str(path)).federated.num_rounds == Config().federated.num_rounds
+    assert config("--config", str(path)).federated.num_rounds == FLAIR.default_config.federated.num_rounds
     for form in (["--federated.mu=5"], ["--federated.mu", "5"]):
         made = config("--config", str(path), *form)
         assert made.federated.mu == 5.0
@@ -101,25 +102,44 @@ def test_the_argv_that_a_wandb_agent_sends_is_taken_whole() -> None:
 def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
     """Each default, written as text, comes back as itself; so no field is out of a sweep's reach."""
 
-    def leaves(node: object, prefix: str = "") -> dict[str, object]:
+    def values(node: object, prefix: str = "") -> dict[str, object]:
         out: dict[str, object] = {}
         for item in dataclasses.fields(node):  # type: ignore[arg-type]
             value = getattr(node, item.name)
             out |= (
-                leaves(value, f"{prefix}{item.name}.")
+                values(value, f"{prefix}{item.name}.")
                 if dataclasses.is_dataclass(value)
                 else {prefix + item.name: value}
             )
         return out
 
     text = FLAIR.help("", "train")
-    for key, value in leaves(Config()).items():
-        made = leaves(config(f"--{key}={value}"))
+    for key, value in values(FLAIR.default_config).items():
+        made = values(config(f"--{key}={value}"))
         assert made[key] == value, key
         assert type(made[key]) is type(value), key
         assert f"--{key} " in text
-    for key, value in leaves(Runtime(), "runtime.").items():
-        assert leaves(parse([f"--{key}={value}"]).runtime, "runtime.")[key] == value
+    for key, value in values(Runtime(), "runtime.").items():
+        assert values(parse([f"--{key}={value}"]).runtime, "runtime.")[key] == value
+
+
+@pytest.mark.parametrize("benchmark", [FLAIR, VISION], ids=["flair", "vision"])
+def test_every_field_has_a_description_of_one_line_which_help_shows(
+    benchmark: Benchmark[TrainingConfig],
+) -> None:
+    text = " ".join(benchmark.help("", "train").split())
+    leaf_keys = [leaf.key for leaf in (*leaves(benchmark.kind), *leaves(Runtime, "runtime."))]
+    for key in leaf_keys:
+        *sections, name = key.split(".")
+        kind: Any = Runtime if sections[:1] == ["runtime"] else benchmark.kind
+        for section in sections[kind is Runtime :]:
+            kind = section_in(get_type_hints(kind)[section])
+        described = kind.__pydantic_fields__[name].description
+        assert described, key
+        assert described.endswith("."), key
+        assert "\n" not in described, key
+        assert f"--{key} " in text, key
+        assert described in text, key
 
 
 @pytest.mark.parametrize(
@@ -195,7 +215,7 @@ def test_a_recipe_is_its_switches_and_explicit_keys_beat_it(tmp_path: Path) -> N
     for section, switches in RECIPES["pfl"].items():
         for key, value in switches.items():
             assert getattr(getattr(made, section), key) == value
-            assert getattr(getattr(Config(), section), key) != value
+            assert getattr(getattr(FLAIR.default_config, section), key) != value
     assert config("--recipe=pfl", "--server.beta2=0.95").server.beta2 == 0.95
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: pfl\nserver:\n  beta2: 0.9\n")
@@ -302,7 +322,9 @@ def test_a_yaml_is_judged_by_itself_and_its_macros_are_not(tmp_path: Path) -> No
         parse([f"--config={path}"])
     path.write_text("federated:\n  mu: 0.1\n  algorithm: fedprox\n")
     assert config(f"--config={path}", "--federated.algorithm=fedavg").federated.mu is None
-    assert config("--scale=mini").centralised == Config().centralised  # the scale has epochs for the C rows
+    assert (
+        config("--scale=mini").centralised == FLAIR.default_config.centralised
+    )  # the scale has epochs for the C rows
 
 
 @pytest.mark.parametrize("benchmark", [FLAIR, VISION], ids=["flair", "vision"])

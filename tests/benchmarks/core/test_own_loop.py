@@ -29,8 +29,9 @@ from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import STRICT, Algorithm, Means, register
+from pfl_ext.algorithms.algorithm import Algorithm, Means, register
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.configs import STRICT
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector

@@ -14,19 +14,19 @@ import pfl_ext as pfl_ext  # before pfl, see there
 import torch
 
 from pfl_ext.algorithms.fedir import ImportanceWeights
-from pfl_ext.data.federated_dataset import LocalSampling
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.workers.distributed import connected, current
 from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
 from tests.pfl_ext.engine.setting import LABELS, Setting
+from tests.pfl_ext.samplings import local_sampling
 
 SIZES = [3, 11, 1, 20, 2, 7, 9, 1]
 
 
 def cases() -> dict[str, Setting]:
     """What is tried, by name."""
-    once = LocalSampling(1, 4, None, straddle=False, input_size=10)
-    virtual = LocalSampling(1, 4, None, straddle=False, input_size=10, virtual_size=8)
+    once = local_sampling(1, 4, None, straddle=False, input_size=10)
+    virtual = local_sampling(1, 4, None, straddle=False, input_size=10, virtual_size=8)
     target = ImportanceWeights([1 / LABELS] * LABELS, SingleLabel(), cap=5)
     return {
         "fednova": Setting(SIZES, once, nova=True, momentum=0.5, weight_decay=0.01, rounds=2),

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pfl_ext.algorithms.fedir import ImportanceWeights
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.tasks.multi_label import WeightedMultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.tasks.task import WeightedTask
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
 CLASSES = 4
@@ -76,7 +77,7 @@ def test_a_batch_of_one_class_is_unchanged() -> None:
 
 @pytest.mark.parametrize("task", [SingleLabel(), WeightedMultiLabel()])
 def test_the_data_set_hands_on_weighted_targets_and_the_same_images(task: WeightedTask) -> None:
-    store, sampling = NumberedStore([9, 6]), LocalSampling(2, 4, 5, input_size=8)
+    store, sampling = NumberedStore([9, 6]), local_sampling(2, 4, 5, input_size=8)
     weights = ImportanceWeights([0.3, 0.1, 0.1, 0.2, 0.3], task)
     plain, weighted = (
         FederatedImageDataset(store, sampling, seed=2, reweight=w).user_dataset(0) for w in (None, weights)
@@ -117,7 +118,7 @@ class NoisyOneHot(NoisyStore):
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.sampled_from([None, 7]))
 def test_the_engine_trains_reweighted_users_as_pfls_loop_does(sizes: list[int], virtual: int | None) -> None:
-    sampling = LocalSampling(1, 4, None, straddle=False, input_size=10, virtual_size=virtual)
+    sampling = local_sampling(1, 4, None, straddle=False, input_size=10, virtual_size=virtual)
     weights = ImportanceWeights([0.6, 0.1, 0.1, 0.1, 0.1], SingleLabel(), cap=3)
     setting = Setting(
         sizes, sampling, task=SingleLabel(), store=NoisyOneHot(sizes), reweight=weights, clipping="none"

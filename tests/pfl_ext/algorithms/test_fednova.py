@@ -17,11 +17,11 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams, Normaliser, coefficient_sum, normaliser
-from pfl_ext.data.federated_dataset import LocalSampling
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import Setting, distance
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.test_backend import Linear
 
 
@@ -29,7 +29,7 @@ class Passes(Postprocessor):
     """Does nothing, but as pfl's loop knows, it might."""
 
 
-EACH_ONCE = LocalSampling(1, 4, None, straddle=False, input_size=10)
+EACH_ONCE = local_sampling(1, 4, None, straddle=False, input_size=10)
 
 
 @given(st.integers(0, 40))

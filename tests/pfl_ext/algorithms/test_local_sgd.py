@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
@@ -18,6 +18,7 @@ from pfl_ext.privacy.central import TALLY, private_mean
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, small_backbone
+from tests.pfl_ext.samplings import local_sampling
 
 
 def test_clipped_sgd_decays_after_clipping() -> None:
@@ -54,7 +55,7 @@ def test_dead_taps_decay_too() -> None:
     engine = CohortEngine(module, lanes=1)
     trimmed = {n.removesuffix(".weight") for n in engine._trimmed._sides}
     assert trimmed, "a network with dead taps is tried"
-    data = FederatedImageDataset(NoisyStore([9]), LocalSampling(input_size=10, batch_size=4), seed=0)
+    data = FederatedImageDataset(NoisyStore([9]), local_sampling(input_size=10, batch_size=4), seed=0)
     for how, whole in ((how_of(0.0), False), (how_of(0.1), True), (how_of(0.0), True)):
         done = engine.train(data, engine.tasks(data.members(1), how), how, lambda _: 1.0, None)
         assert (engine._model is module) == whole

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms.optimizers import (
     FedOpt,
+    OptimizerConfig,
     PerVariableClippedSGD,
-    Schedule,
-    ServerOptimizer,
-    make_server_optimizer,
-    server_learning_rate,
+    ServerConfig,
 )
 from tests.closeness import assert_close_as_vector
 
@@ -39,7 +37,7 @@ def one(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value], dtype=torch.float64))
 
 
-def adaptive(x: nn.Parameter, name: ServerOptimizer, **changes: Any) -> torch.optim.Optimizer:
+def adaptive(x: nn.Parameter, name: Any, **changes: Any) -> torch.optim.Optimizer:
     arguments: dict[str, Any] = {
         "learning_rate": 0.1,
         "beta1": 0.9,
@@ -47,7 +45,8 @@ def adaptive(x: nn.Parameter, name: ServerOptimizer, **changes: Any) -> torch.op
         "epsilon": 0.01,
         **changes,
     }
-    return make_server_optimizer([x], name=name, **arguments)
+    config = ServerConfig(optimizer=name, **{"adam_form": "keras", **arguments})
+    return config.build([x], config.adam_form)
 
 
 def test_keras_adam_by_hand() -> None:
@@ -76,9 +75,8 @@ def test_torch_adam_is_torch_optim_adam_in_every_step(beta1: float, beta2: float
         nn.Parameter(torch.randn(5, generator=generator)),
     ]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    a = make_server_optimizer(
-        ours, name="adam", learning_rate=0.1, beta1=beta1, beta2=beta2, epsilon=epsilon, adam_form="torch"
-    )
+    config = OptimizerConfig("adam", learning_rate=0.1, beta1=beta1, beta2=beta2, epsilon=epsilon)
+    a = config.build(ours, "torch")
     b = torch.optim.Adam(theirs, lr=0.1, betas=(beta1, beta2), eps=epsilon)
     for _ in range(7):
         for p, q in zip(ours, theirs):
@@ -125,11 +123,11 @@ def test_yogi_by_hand_moves_its_second_moment_both_ways() -> None:
 
 def test_server_sgd_with_momentum_by_hand() -> None:
     x = one()
-    optimizer = make_server_optimizer([x], name="sgd", learning_rate=0.1, momentum=0.5)
+    optimizer = OptimizerConfig("sgd", learning_rate=0.1, momentum=0.5).build([x])
     # v = .5; then .25 - .2 = .05; then .025 + .03 = .055
     assert run(optimizer, x, GRADIENTS) == pytest.approx([0.95, 0.945, 0.9395])
     y = one()
-    assert run(make_server_optimizer([y], name="sgd", learning_rate=1.0), y, (0.5,)) == [0.5]
+    assert run(OptimizerConfig("sgd", learning_rate=1.0).build([y]), y, (0.5,)) == [0.5]
 
 
 @pytest.mark.parametrize("name", ["adam", "yogi", "adagrad"])
@@ -157,7 +155,7 @@ def test_the_learning_rate_of_a_group_is_obeyed_and_zero_moves_nothing_but_momen
 def test_parameters_without_gradient_are_left_alone() -> None:
     x, y = one(), one()
     for optimizer in (
-        FedOpt([x, y], name="adam", lr=0.1),
+        FedOpt([x, y], OptimizerConfig("adam", learning_rate=0.1, epsilon=0.01), "keras"),
         PerVariableClippedSGD([x, y], lr=0.1, max_norm=1.0),
     ):
         x.grad, y.grad = torch.ones_like(x), None
@@ -203,15 +201,14 @@ def test_pfl_makes_the_local_optimiser_anew_with_a_learning_rate() -> None:
     assert_close_as_vector(layer.bias, before - 0.25, 2)
 
 
-def schedule(round: int, name: Schedule = "warmup_linear", **changes: Any) -> float:
+def schedule(round: int, name: Any = "warmup_linear", *, num_rounds: int = 5000, **changes: Any) -> float:
     arguments: dict[str, Any] = {
         "learning_rate": 0.1,
         "final_learning_rate": 0.02,
         "warmup_rounds": 30,
-        "num_rounds": 5000,
         **changes,
     }
-    return server_learning_rate(round, schedule=name, **arguments)
+    return ServerConfig(schedule=name, **arguments).rate(round, num_rounds)
 
 
 def test_the_schedule_of_pfl_research_is_met_at_its_corners() -> None:
@@ -237,14 +234,14 @@ def test_the_paper_keeps_the_server_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("adam", {"beta1": 1.0}, "beta1 is 1.0"),
-        ("adam", {"beta2": -0.1}, "beta2 is -0.1"),
-        ("yogi", {"epsilon": 0.0}, "epsilon is 0.0"),
-        ("adam", {"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ("sgd", {"learning_rate": float("nan")}, "learning_rate is nan"),
-        ("sgd", {"momentum": 1.0}, "momentum is 1.0"),
-        ("adam", {"adam_form": "jax"}, "adam_form must be keras or torch"),
-        ("lamb", {}, "optimizer must be one of adam, yogi, adagrad, sgd"),
+        ("adam", {"beta1": 1.0}, "beta1\n.* less than 1 .*input_value=1.0"),
+        ("adam", {"beta2": -0.1}, "beta2\n.* greater than or equal to 0 .*input_value=-0.1"),
+        ("yogi", {"epsilon": 0.0}, "epsilon\n.* greater than 0 .*input_value=0.0"),
+        ("adam", {"learning_rate": -1.0}, "learning_rate\n.* greater than 0 .*input_value=-1.0"),
+        ("sgd", {"learning_rate": float("nan")}, "learning_rate\n.* finite number .*input_value=nan"),
+        ("sgd", {"momentum": 1.0}, "momentum\n.* less than 1 .*input_value=1.0"),
+        ("adam", {"adam_form": "jax"}, "adam_form\n.* 'keras' or 'torch' .*input_value='jax'"),
+        ("lamb", {}, "optimizer\n.* 'adam', 'yogi', 'adagrad' or 'sgd' .*input_value='lamb'"),
     ],
 )
 def test_values_out_of_range_are_named(name: Any, changes: dict[str, Any], message: str) -> None:
@@ -253,9 +250,9 @@ def test_values_out_of_range_are_named(name: Any, changes: dict[str, Any], messa
 
 
 def test_schedule_and_clipping_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"warmup_rounds is 30 .* 20 rounds"):
+    with pytest.raises(ValueError, match=r"warmup_rounds is 30, .* = 20"):
         schedule(0, num_rounds=20)
-    with pytest.raises(ValueError, match="schedule must be one of constant, warmup_linear"):
-        schedule(0, "cosine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"schedule\n.* 'constant' or 'warmup_linear'"):
+        schedule(0, "cosine")
     with pytest.raises(ValueError, match=r"max_norm is 0\.0"):
         PerVariableClippedSGD([one()], lr=0.1, max_norm=0.0)

@@ -20,11 +20,12 @@ from pfl_ext.algorithms.per_user import (
     shot_table,
     user_split,
 )
-from pfl_ext.data.federated_dataset import ByteArray, IntArray, LocalSampling
+from pfl_ext.data.federated_dataset import ByteArray, IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import PER_USER, PRESENT
 from tests.closeness import assert_close_as_vector
+from tests.pfl_ext.samplings import local_sampling
 
 
 class Store:
@@ -61,7 +62,7 @@ def network() -> ImageClassifier:
 
 
 def how(**other: Any) -> Personalisation:
-    sampling = LocalSampling(num_epochs=8, batch_size=4, straddle=False, flip="none", input_size=8)
+    sampling = local_sampling(num_epochs=8, batch_size=4, straddle=False, flip="none", input_size=8)
     fields = {
         "learning_rate": 0.05,
         "max_grad_norm": 10.0,

@@ -13,15 +13,16 @@ from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from pfl_ext.algorithms.scaffold import CHANGE, Correction, Option, Renewal, ScaffoldParams, renewal
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from tests.campaigns import scaffold_toy
 from tests.pfl_ext.algorithms.test_fednova import Passes
 from tests.pfl_ext.engine.setting import SIDE, NoisyStore, Setting, distance, norm
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.test_backend import Linear
 
-SAMPLING = LocalSampling(2, 4, 9, straddle=True, input_size=10)
+SAMPLING = local_sampling(2, 4, 9, straddle=True, input_size=10)
 
 
 @settings(max_examples=12, deadline=None)

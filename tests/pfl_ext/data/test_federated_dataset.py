@@ -8,18 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.data.federated_dataset import (
-    FederatedImageDataset,
-    LocalSampling,
-    UserImages,
-    iid_partition,
-    natural_partition,
-)
+from pfl_ext.data.federated_dataset import FederatedImageDataset, UserImages, iid_partition, natural_partition
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import stream
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import IntArray, NumberedStore, rows_of
 
-SMALL = LocalSampling(num_epochs=2, batch_size=4, max_images=6, input_size=8)
+SMALL = local_sampling(num_epochs=2, batch_size=4, max_images=6, input_size=8)
 
 
 def users(store: NumberedStore, sampling: LocalSampling = SMALL, **options: Any) -> FederatedImageDataset:
@@ -48,7 +44,7 @@ def test_every_image_keeps_its_own_labels(
 ) -> None:
     """Predecessors 1: Flower's baseline pairs all of a user's labels with the user's first image."""
     store = NumberedStore(sizes)
-    sampling = LocalSampling(2, 4, 6, cap, straddle, reshuffle, input_size=8)
+    sampling = local_sampling(2, 4, 6, cap, straddle, reshuffle, input_size=8)
     shares = iid_partition(store, 1) if partition == "iid" else None
     data = users(store, sampling, partition=shares)
     data.set_round(2)
@@ -61,23 +57,23 @@ def test_every_image_keeps_its_own_labels(
 
 def test_a_user_trains_on_its_own_images_once_an_epoch() -> None:
     store = NumberedStore([3, 5, 9])
-    data = users(store, LocalSampling(3, 2, None, input_size=8))
+    data = users(store, local_sampling(3, 2, None, input_size=8))
     for user, _ in data.get_cohort(3):
         u = int(str(user.user_id).removeprefix("user-"))
-        rows = np.concatenate(seen_rows(user, LocalSampling(3, 2)))
+        rows = np.concatenate(seen_rows(user, local_sampling(3, 2)))
         own = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
         assert sorted(rows.tolist()) == sorted(own.tolist() * 3)
 
 
 def test_the_cap_takes_another_random_subset_each_round() -> None:
     """Predecessors 7: always the first 512 images."""
-    data = users(NumberedStore([100]), LocalSampling(1, 64, 10, input_size=8))
+    data = users(NumberedStore([100]), local_sampling(1, 64, 10, input_size=8))
     taken = []
     for round_number in range(40):
         data.set_round(round_number)
         ((user, _),) = data.get_cohort(1)
         assert len(user) == 10
-        taken.append(set(seen_rows(user, LocalSampling(1, 64))[0].tolist()))
+        taken.append(set(seen_rows(user, local_sampling(1, 64))[0].tolist()))
     assert len(set.union(*taken)) > 90
     assert len({frozenset(rows) for rows in taken}) == 40
 
@@ -86,28 +82,28 @@ def test_the_cap_takes_another_random_subset_each_round() -> None:
 @given(st.integers(0, 60), st.integers(1, 40), st.sampled_from(["random", "first"]), st.integers(0, 2**32))
 def test_the_cap_takes_distinct_images_in_the_stores_order(n: int, most: int, cap: Any, seed: int) -> None:
     own = 1000 + 7 * np.arange(n)
-    rows = LocalSampling(max_images=most, cap=cap).take(own, stream(seed, "cap")).tolist()
+    rows = local_sampling(max_images=most, cap=cap).take(own, stream(seed, "cap")).tolist()
     assert len(rows) == min(n, most)
     assert rows == sorted(set(rows)), "no image is drawn twice"
     assert set(rows) <= set(own.tolist())
 
 
 def test_the_first_images_are_taken_when_asked_for() -> None:
-    data = users(NumberedStore([100]), LocalSampling(1, 64, 10, cap="first", input_size=8))
-    assert set(seen_rows(data.user_dataset(0), LocalSampling(1, 64))[0].tolist()) == set(range(10))
+    data = users(NumberedStore([100]), local_sampling(1, 64, 10, cap="first", input_size=8))
+    assert set(seen_rows(data.user_dataset(0), local_sampling(1, 64))[0].tolist()) == set(range(10))
 
 
 def test_batches_straddle_epochs_as_in_the_paper_code() -> None:
     """A user of 5 makes one step of 10, not two of 5 (flair.md A6)."""
-    sampling = LocalSampling(2, 16, 512, input_size=8)
+    sampling = local_sampling(2, 16, 512, input_size=8)
     assert [len(b) for b in seen_rows(users(NumberedStore([5]), sampling).user_dataset(0), sampling)] == [10]
-    apart = LocalSampling(2, 16, 512, straddle=False, input_size=8)
+    apart = local_sampling(2, 16, 512, straddle=False, input_size=8)
     assert [len(b) for b in seen_rows(users(NumberedStore([5]), apart).user_dataset(0), apart)] == [5, 5]
 
 
 def test_epochs_are_reshuffled_unless_told_otherwise() -> None:
     for reshuffle in (True, False):
-        sampling = LocalSampling(2, 50, None, straddle=False, reshuffle=reshuffle, input_size=8)
+        sampling = local_sampling(2, 50, None, straddle=False, reshuffle=reshuffle, input_size=8)
         first, second = seen_rows(users(NumberedStore([50]), sampling).user_dataset(0), sampling)
         assert np.array_equal(first, second) != reshuffle
 
@@ -115,7 +111,7 @@ def test_epochs_are_reshuffled_unless_told_otherwise() -> None:
 @settings(deadline=None)
 @given(n=st.integers(1, 60), size=st.integers(1, 20), epochs=st.integers(1, 3), straddle=st.booleans())
 def test_predicted_steps_are_the_steps_made(n: int, size: int, epochs: int, straddle: bool) -> None:
-    sampling = LocalSampling(epochs, size, 40, straddle=straddle)
+    sampling = local_sampling(epochs, size, 40, straddle=straddle)
     batches = [b for epoch in sampling.epochs(min(n, 40), stream(0, "test")) for b in epoch]
     assert int(sampling.num_steps(np.array([n]))[0]) == len(batches)
 

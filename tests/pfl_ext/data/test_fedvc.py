@@ -10,14 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.sampling import LocalSampling
 from tests.pfl_ext.data.test_federated_dataset import seen_rows
 from tests.pfl_ext.engine.setting import Setting, distance
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
 
 def virtual(size: int, **options: Any) -> LocalSampling:
-    return LocalSampling(
+    return local_sampling(
         num_epochs=1, batch_size=4, straddle=False, input_size=8, virtual_size=size, max_images=3, **options
     )
 
@@ -90,8 +92,8 @@ def test_users_come_in_proportion_to_their_images(replacement: bool) -> None:
 @pytest.mark.parametrize("engine", [False, True])
 def test_for_users_of_one_size_it_is_fedavg(engine: bool) -> None:
     """Hsu et al. 2020, 5.3: "FedVC is equivalent to FedAvg when all clients are of the same size"."""
-    plain = LocalSampling(num_epochs=1, batch_size=4, max_images=None, straddle=False, input_size=10)
-    vc = LocalSampling(num_epochs=1, batch_size=4, straddle=False, input_size=10, virtual_size=9)
+    plain = local_sampling(num_epochs=1, batch_size=4, max_images=None, straddle=False, input_size=10)
+    vc = local_sampling(num_epochs=1, batch_size=4, straddle=False, input_size=10, virtual_size=9)
     sizes = [9] * 6
     fedavg = Setting(sizes, plain, by_images=True, cohort=4, rounds=3)
     fedvc = Setting(sizes, vc, by_images=False, cohort=4, rounds=3, sampler="proportional")
@@ -112,7 +114,7 @@ def test_for_users_of_one_size_it_is_fedavg(engine: bool) -> None:
 
 
 def test_without_equal_sizes_it_is_not() -> None:
-    vc = LocalSampling(num_epochs=1, batch_size=4, straddle=False, input_size=10, virtual_size=9)
-    plain = LocalSampling(num_epochs=1, batch_size=4, max_images=None, straddle=False, input_size=10)
+    vc = local_sampling(num_epochs=1, batch_size=4, straddle=False, input_size=10, virtual_size=9)
+    plain = local_sampling(num_epochs=1, batch_size=4, max_images=None, straddle=False, input_size=10)
     one, other = (Setting([9, 3, 20], s, by_images=False).run(True)[0] for s in (vc, plain))
     assert distance(one, other) > 1e-3

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset.flair.mini import MiniSpec, mini_index
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.schedule import UserCost, fit, longest_first, lower_bound, makespan, round_robin
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
 COSTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
@@ -34,7 +35,7 @@ def test_the_slowest_worker_is_near_the_best_of_all_assignments(costs: list[floa
 def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() -> None:
     """Real sizes at full scale, costs with a fixed part, times that scatter by 5 % round the prediction."""
     sizes = np.diff(mini_index(MiniSpec()).splits["train"].user_offsets)
-    sampling, cost, rng = LocalSampling(), UserCost(0.04, 0.06, 0.011), np.random.default_rng(0)
+    sampling, cost, rng = local_sampling(), UserCost(0.04, 0.06, 0.011), np.random.default_rng(0)
     for workers in (2, 4, 8, 16, 64):
         ours, dealt = [], []
         for _ in range(40):
@@ -49,7 +50,7 @@ def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() ->
 
 
 def test_a_fitted_cost_is_the_one_that_made_the_times() -> None:
-    sampling, sizes = LocalSampling(), np.array([1, 2, 5, 9, 16, 17, 40, 100, 400])
+    sampling, sizes = local_sampling(), np.array([1, 2, 5, 9, 16, 17, 40, 100, 400])
     steps, images = sampling.num_steps(sizes), sampling.image_passes(sizes)
     made = UserCost(0.04, 0.06, 0.011)
     found = fit(steps, images, made.predict(steps, images))
@@ -61,9 +62,11 @@ def test_shares_follow_the_cost_that_the_data_set_was_given() -> None:
     """By images alone one of 16 is worth sixteen of 1; where only users cost, shares have equally many."""
     store = NumberedStore([16, *[1] * 16])
     cohort = np.arange(17)
-    by_images = FederatedImageDataset(store, LocalSampling(), seed=0, cost=UserCost(0, 0, 1)).assign(
+    by_images = FederatedImageDataset(store, local_sampling(), seed=0, cost=UserCost(0, 0, 1)).assign(
         cohort, 2
     )
     assert sorted(map(len, by_images)) == [1, 16]
-    by_users = FederatedImageDataset(store, LocalSampling(), seed=0, cost=UserCost(1, 0, 0)).assign(cohort, 2)
+    by_users = FederatedImageDataset(store, local_sampling(), seed=0, cost=UserCost(1, 0, 0)).assign(
+        cohort, 2
+    )
     assert sorted(map(len, by_users)) == [8, 9]

@@ -26,7 +26,8 @@ from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
 from pfl_ext.backend import CentrallyEvaluatedBackend
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
@@ -36,6 +37,7 @@ from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.tasks.task import Task
+from tests.pfl_ext.samplings import local_sampling
 
 SIDE, LABELS = 12, 5
 BFLOAT16 = 2.0**-9, 3.0
@@ -153,7 +155,7 @@ class Setting:
     """One round of training; what differs from these defaults is what a test is about."""
 
     sizes: Sequence[int]
-    sampling: LocalSampling = field(default_factory=lambda: LocalSampling(input_size=10, batch_size=4))
+    sampling: LocalSampling = field(default_factory=lambda: local_sampling(input_size=10, batch_size=4))
     clipping: str = "variable"
     max_norm: float = 0.5
     mu: float | None = None

@@ -13,7 +13,8 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor, nn
 
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling, Member
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pfl.common_types import Population  # noqa: F401  (makes torch the framework of pfl)
 from torch import Tensor, nn
 
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight
 from pfl_ext.engine.norms import squared_norm, squared_norms_of
 from pfl_ext.engine.one_step import Sums, _Adding
@@ -21,6 +21,7 @@ from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, norm, small_backbone, without_noise
+from tests.pfl_ext.samplings import local_sampling
 
 HOW = LocalTraining(1.0, 1, 16, "none", 0.0, 0.0, None)
 SLACK = 1e-5
@@ -183,7 +184,7 @@ def undecided(setting: Setting) -> nn.Module:
 @pytest.mark.parametrize("log_bound", range(-9, 2))
 def test_no_images_make_a_users_share_longer_than_the_bound(step: int, log_bound: int) -> None:
     bound = 10.0**log_bound
-    sampling = LocalSampling(1, batch_size=4, flip="none", input_size=10)
+    sampling = local_sampling(1, batch_size=4, flip="none", input_size=10)
     setting = Setting([2], sampling, clipping="none", learning_rate=10.0, by_images=False)
     setting.store, setting.backbone = Twins(1, step), lambda: undecided(setting)
     setting.more = [without_noise(bound)]

@@ -247,7 +247,7 @@ def test_an_indicator_noise_below_its_minimum_is_refused_with_the_minimum() -> N
     "options, message",
     [
         ({"epsilon": 0.0}, "privacy.epsilon"),
-        ({"epsilon": math.inf}, "privacy.epsilon"),
+        ({"epsilon": math.inf}, "epsilon\n.*finite"),
         ({"delta": 1.0}, "privacy.delta"),
         ({"delta": 0.01}, "not below one in 2000"),
         ({"quantile": 1.0}, "privacy.quantile"),

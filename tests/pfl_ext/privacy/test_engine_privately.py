@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pfl_ext.data.federated_dataset import FederatedImageDataset, LocalSampling
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
@@ -17,9 +17,10 @@ from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.privacy.test_central import calibration
+from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import ByteArray, IntArray, NumberedStore
 
-SAMPLING = LocalSampling(num_epochs=2, batch_size=8, max_images=16, input_size=16)
+SAMPLING = local_sampling(num_epochs=2, batch_size=8, max_images=16, input_size=16)
 BOUND = 0.2
 
 

@@ -13,12 +13,12 @@ from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
-from pfl_ext.data.federated_dataset import LocalSampling
 from pfl_ext.data.joint_crops import masks_cropped
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import IntArray, Task
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, rounding_of
+from tests.pfl_ext.samplings import local_sampling
 
 CLASSES = 3
 
@@ -74,7 +74,7 @@ def backbone() -> nn.Module:
 @pytest.mark.parametrize("crop", ["crop", "padded"])
 def test_the_engine_trains_it_as_pfls_loop_does(crop: Any) -> None:
     sizes = [1, 3, 9, 2]
-    sampling = LocalSampling(num_epochs=2, batch_size=4, input_size=10, crop=crop)
+    sampling = local_sampling(num_epochs=2, batch_size=4, input_size=10, crop=crop)
     setting = Setting(sizes, sampling, task=Pixels(), store=Masks(sizes), backbone=backbone)
     assert distance(setting.run(True)[0], setting.run(False)[0]) <= rounding_of(setting)
 

@@ -1,0 +1,93 @@
+"""How the images of one user become the batches of its local training in one round."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.algorithms import fedvc
+from pfl_ext.configs import STRICT
+from pfl_ext.data.transforms import AugmentConfig
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, config=STRICT)
+class BatchConfig(fedvc.VirtualOptions):
+    """Which of a user's images take part, and in which batches.
+
+    ``straddle`` is ml-flair's ``repeat(2).batch(16)``: a user with n <= B / 2 images makes one step of 2n,
+    not two of n. ``virtual_size`` stands in the place of ``max_images``: `pfl_ext.algorithms.fedvc.take`.
+    """
+
+    num_epochs: PositiveInt = 1
+    """Passes over a user's images in a round."""
+    batch_size: PositiveInt = 32
+    """Images of a step."""
+    max_images: PositiveInt | None = None
+    """Most images of a user that take part in a round; none: all."""
+    cap: Literal["random", "first"] = "random"
+    """Which images take part of a user with more: drawn in every round, or always the first."""
+    straddle: bool = False
+    """Batches go on across the end of an epoch, so that only a user's last batch may be smaller."""
+    reshuffle: bool = True
+    """A new order of the images in every epoch; false: that of the first."""
+
+    def take(self, rows: IntArray, rng: np.random.Generator) -> IntArray:
+        """The rows that take part, in the store's order; where all do, nothing is drawn."""
+        if self.virtual_size is not None:
+            return fedvc.take(rows, self.virtual_size, rng)
+        if self.max_images is None or len(rows) <= self.max_images:
+            return rows
+        if self.cap == "first":
+            return rows[: self.max_images]
+        return rows[np.sort(rng.choice(len(rows), self.max_images, replace=False))]
+
+    def epochs(self, n: int, rng: np.random.Generator) -> list[list[IntArray]]:
+        """Per epoch, the batches of positions 0..n-1; with ``straddle`` all stand in the first epoch."""
+        first = rng.permutation(n)
+        orders = [first] + [
+            rng.permutation(n) if self.reshuffle else first for _ in range(self.num_epochs - 1)
+        ]
+        if self.straddle:
+            orders = [np.concatenate(orders)] + [first[:0]] * (self.num_epochs - 1)
+        size = self.batch_size
+        return [[order[i : i + size] for i in range(0, len(order), size)] for order in orders]
+
+    def taking_part(self, sizes: IntArray) -> IntArray:
+        """How many images users with so many train on."""
+        sizes = np.asarray(sizes)
+        if self.virtual_size is not None:
+            return fedvc.taking_part(sizes, self.virtual_size)
+        return sizes if self.max_images is None else np.minimum(sizes, self.max_images)
+
+    def num_steps(self, sizes: IntArray) -> IntArray:
+        """Local steps of users with so many images."""
+        n = self.taking_part(sizes)
+        if self.straddle:
+            return -(-n * self.num_epochs // self.batch_size)
+        return self.num_epochs * -(-n // self.batch_size)
+
+    def image_passes(self, sizes: IntArray) -> IntArray:
+        """Images trained on, over all epochs, by users with so many."""
+        return self.taking_part(sizes) * self.num_epochs
+
+
+@dataclass(frozen=True, config=STRICT)
+class LocalSampling(BatchConfig, AugmentConfig):
+    """Batches of augmented images for a network."""
+
+    input_size: PositiveInt = 224
+    """Side of the square that the network sees, in pixels."""
+
+    @classmethod
+    def of(cls, batches: BatchConfig, augment: AugmentConfig, input_size: int) -> LocalSampling:
+        """The sampling that two parts of a config and the network's input make."""
+        parts = ((BatchConfig, batches), (AugmentConfig, augment))
+        values = {item.name: getattr(part, item.name) for kind, part in parts for item in fields(kind)}
+        return cls(**values, input_size=input_size)
