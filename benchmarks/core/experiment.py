@@ -23,7 +23,7 @@ from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
-from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.classifier import ImageClassifier, Init
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Task
 
@@ -130,7 +130,9 @@ class Experiment(ABC, Generic[C]):
 
 def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, task: Task) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
-    backbone = config.model.build(num_labels, torch_stream(config.seed, "model initialisation"), weights)
+    init: Init = "keras" if config.model.init == "paper" else "torchvision"
+    generator = torch_stream(config.seed, "model initialisation")
+    backbone = config.model.build(num_labels, generator, weights, init)
     exact = config.augment.crop != "resized"
     task = weighted_task(config.federated, task)
     return ImageClassifier(backbone, task=task, input_size=config.model.input_size, exact_crops=exact)

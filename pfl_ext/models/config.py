@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from pfl_ext.configs import STRICT
-from pfl_ext.models.classifier import IMAGENET, build_backbone
+from pfl_ext.models.classifier import IMAGENET, Init, build_backbone
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,16 +32,17 @@ class ModelConfig:
     """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
     weights_sha256: str | None = None
     """SHA-256 of the file of pretrained weights; --weights fills it in. none: torchvision's own."""
-    init: Literal["paper", "torchvision"] = "torchvision"
-    """Distribution of first weights: torchvision's, or Keras' as the FLAIR paper's code has it."""
 
-    def build(self, num_labels: int, generator: torch.Generator, weights: Path | None = None) -> nn.Module:
+    def build(
+        self, num_labels: int, generator: torch.Generator, weights: Path | None, init: Init
+    ) -> nn.Module:
         """The backbone, on the CPU; see `build_backbone`.
 
         Args:
             num_labels: its outputs.
             generator: whence its first weights are drawn.
             weights: the file with the content that `weights_sha256` names.
+            init: distribution of the first weights.
 
         Raises:
             ValueError: when a file is asked for and none is given, or a value does not fit the network.
@@ -56,7 +57,7 @@ class ModelConfig:
             num_labels,
             norm="frozen_batch" if self.pretrained else "group",
             weights=(weights or IMAGENET) if self.pretrained else None,
-            init="keras" if self.init == "paper" else self.init,
+            init=init,
             generator=generator,
             groups=self.groups,
             input_size=self.input_size,

@@ -36,6 +36,14 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ModelSection(ModelConfig):
+    """The network, and whose first weights it has."""
+
+    init: Literal["paper", "torchvision"] = "torchvision"
+    """Distribution of first weights: torchvision's, or Keras' as the FLAIR paper's code has it."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class LocalConfig(BatchConfig, LocalSGDConfig):
     """Training on one user."""
 
@@ -155,7 +163,7 @@ class TrainingConfig:
     seed: NonNegativeInt = field(default=0, metadata=REPETITION)
     """Seed of initialisation, cohorts, crops and the order of images."""
     data: ImageConfig = field(default_factory=ImageConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSection = field(default_factory=ModelSection)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
