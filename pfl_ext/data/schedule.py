@@ -20,7 +20,7 @@ class UserCost:
     """Seconds of one user's local training: ``per_user + per_step * steps + per_image * images``.
 
     ``images`` are image passes: images times epochs, the engine's padding included. Only the proportions
-    matter to an assignment. The defaults were fitted by `fit` to stock pfl's times (RESULTS.md, workers).
+    matter to an assignment. The defaults were fitted to stock pfl's times (RESULTS.md of FLAIR, workers).
     """
 
     per_user: float = 0.04
@@ -36,22 +36,12 @@ class UserCost:
         )
 
 
-def fit(steps: IntArray, images: IntArray, seconds: FloatArray) -> UserCost:
-    """The non-negative cost nearest to measured times ``[U]``, in relative error (least squares)."""
-    from scipy.optimize import nnls
-
-    seconds = np.asarray(seconds, np.float64)
-    terms = np.stack([np.ones(len(seconds)), steps, images], axis=1) / seconds[:, None]
-    coefficients, _ = nnls(terms, np.ones(len(seconds)))
-    return UserCost(*map(float, coefficients))
-
-
 def longest_first(costs: FloatArray, world_size: int) -> list[list[int]]:
     """Positions 0..U-1 for each of W workers: each user, dearest first, to the worker with least to do.
 
     The slowest worker then has at most 4/3 - 1/(3W) of the best assignment's time (Graham 1969, Theorem 2),
-    and in cohorts of many small users next to nothing more than `lower_bound`. A pure function: every worker
-    computes the same.
+    and in cohorts of many small users next to nothing more than the larger of the mean load and the dearest
+    user. A pure function: every worker computes the same.
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0.0, worker) for worker in range(world_size)]
@@ -60,18 +50,3 @@ def longest_first(costs: FloatArray, world_size: int) -> list[list[int]]:
         shares[worker].append(position)
         heapq.heappush(loads, (load + float(costs[position]), worker))
     return shares
-
-
-def round_robin(costs: FloatArray, world_size: int) -> list[list[int]]:
-    """Position p to worker p mod W: pfl's default. Here to compare with."""
-    return [list(range(worker, len(costs), world_size)) for worker in range(world_size)]
-
-
-def makespan(shares: list[list[int]], costs: FloatArray) -> float:
-    """Time of the slowest worker."""
-    return max(float(np.asarray(costs)[share].sum()) for share in shares)
-
-
-def lower_bound(costs: FloatArray, world_size: int) -> float:
-    """What no assignment can beat: the larger of the mean load and the dearest user."""
-    return max(float(np.sum(costs)) / world_size, float(np.max(costs)))
