@@ -175,7 +175,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = (*SMALL, *GOSSIP, "--federated.num_rounds=2", "--runtime.engine=fast", f"--data_path={mini_file}")
     for workers in (1, 2):
-        words = ("-m", "tests.benchmarks.core.test_own_loop", *argv, f"--run_dir={tmp_path / str(workers)}")
+        words = ("tests.benchmarks.core.test_own_loop", *argv, f"--run_dir={tmp_path / str(workers)}")
         run(command("torchrun", workers, *words))
     alone, together = (
         checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
