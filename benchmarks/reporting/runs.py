@@ -198,7 +198,10 @@ def read_run(
             privacy = dict(json.loads((directory / "privacy.json").read_text()))
             (epsilon_of if config.local_privacy is None else local_epsilon_of)(privacy)
         fault_found = _fault(directory, config, tree_digest(tree), results, scores or {})
-        data = results.get("data") or _dataset(str(results.get("dataset"))) if fault_found is None else {}
+        public = config.privacy is not None and config.privacy.release == "public"
+        data = results.get("data") or {}
+        if not data and not public and fault_found is None:
+            data = _dataset(str(results.get("dataset")))
     except DAMAGE as fault:
         return dataclasses.replace(record, fault=f"its files are damaged ({_first_line(fault)})")
     return dataclasses.replace(record, results=results, privacy=privacy, fault=fault_found, data=data)

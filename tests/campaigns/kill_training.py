@@ -106,7 +106,7 @@ PLACES = {
     "evaluation": (
         "benchmarks.core.recorder:Recorder.evaluated",
         "pfl_ext.evaluation:CentralEvaluation._share",
-        "pfl_ext.evaluation:CentralEvaluation._metrics",
+        "pfl_ext.evaluation:CentralEvaluation._read",
     ),
     "reduction": (
         "pfl_ext.engine.trim:Trimmed.expand",
