@@ -109,7 +109,7 @@ def means(
     """What the run's algorithm trains with; ``mechanism``: of a private run."""
     config, local = run.config, run.config.local
     accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
-    weighting = WeightByDatapoints() if chosen.by_images and mechanism is None else WeightByUser()
+    weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     return Means(
         **vars(chosen),
         model=pfl_model(run, chosen.module),
