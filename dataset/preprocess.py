@@ -277,8 +277,15 @@ def check_disk(source: Source, options: Options) -> None:
 
 
 def side_or_own(text: str) -> int | None:
-    """A value of ``--image_size``: a side in pixels, or ``own`` (None), which keeps each image's own size."""
-    return None if text == "own" else int(text)
+    """A value of ``--image_size``: a side in pixels, or ``own`` (None), which keeps each image's own size.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    try:
+        return None if text == "own" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}: give a side in pixels, or own") from None
 
 
 def checked_output(arguments: argparse.Namespace) -> Path:

@@ -89,6 +89,11 @@ BAD = [
     ("flair", f"{OUT} --source=", "--source is empty"),
     ("flair", f"{OUT} --source=notparquet", "cannot be read as parquet"),
     ("flair", f"{FLAIR} --storage=png", "--storage: invalid choice: 'png'"),
+    (
+        "flair",
+        f"{FLAIR} --image_size=owm",
+        "argument --image_size: it is 'owm': give a side in pixels, or own",
+    ),
     ("flair", f"{FLAIR} --image_size=0", "--image_size must be at least 1"),
     ("flair", f"{FLAIR} --image_size=1000000 --storage=raw", "GB for out.hdf5 are needed"),
     ("flair", f"{FLAIR} --workers=-1", "--workers must be at least 1"),
