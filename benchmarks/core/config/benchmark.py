@@ -192,7 +192,7 @@ class Benchmark(Generic[C_co]):
         return dataclasses.replace(run, config=with_weights(self.resolved(config), paths["weights"]))
 
     def read(self, tree: Tree, where: str) -> C_co:
-        """The resolved config in the ``config.yaml`` of a run, be it of this or of an earlier version.
+        """The resolved config in the ``config.yaml`` of a run of this or of an earlier version.
 
         Raises:
             ValueError: for a key that no version had, or a wrong value.
@@ -235,9 +235,9 @@ class Benchmark(Generic[C_co]):
         defaults = dotted(dataclasses.asdict(self.default_config))
         if config.privacy is not None:
             defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
-        for key in dotted(tree):
+        for key, default in defaults.items():
             if reason_for(key, idle) is not None:
-                put(tree, key, defaults[key])
+                put(tree, key, default)
         for key, value in _derived(config).items():
             put(tree, key, value)
         return build(self.kind, tree, "the resolved config")

@@ -84,13 +84,15 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
                 raise ValueError(
                     f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
                 )
+        options = None
         if known:
             try:
-                object.__setattr__(self, "options", asdict(kind.options(**self.options or {})))
+                options = asdict(kind.options(**self.options or {}))
             except ValidationError as faults:
                 fault = faults.errors()[0]
                 key = ".".join(map(str, fault["loc"]))
                 raise ValueError(f"federated.options.{key} is {fault['input']!r}: {fault['msg']}") from faults
+        object.__setattr__(self, "options", options)
 
     @property
     def algorithm_class(self) -> type[Choice]:

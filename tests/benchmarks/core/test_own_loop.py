@@ -21,6 +21,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import FederatedConfig
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
@@ -149,6 +150,16 @@ def test_its_options_are_set_in_yaml_and_on_the_command_line(tmp_path: Path) -> 
     )
 
 
+def test_options_that_no_algorithm_reads_leave_the_digest_alone(tmp_path: Path) -> None:
+    path = tmp_path / "gossip.yaml"
+    path.write_text("federated:\n  algorithm: gossip\n  options:\n    mixing: 0.375\n")
+    assert digest(parse([f"--config={path}", "--mode=centralised"]).config) == digest(
+        parse(["--mode=centralised"]).config
+    )
+    path.write_text("federated:\n  options: {}\n")
+    assert digest(parse([f"--config={path}"]).config) == digest(parse([]).config)
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -158,6 +169,10 @@ def test_its_options_are_set_in_yaml_and_on_the_command_line(tmp_path: Path) -> 
             "federated.options.mixin is no option of gossip, which",
         ),
         (["--federated.mu=0.1"], "--federated.mu has no effect where federated.algorithm is gossip"),
+        (
+            ["--mode=centralised", "--federated.options.mixing=0.1"],
+            "has no effect where mode is centralised: remove it, or set mode to federated",
+        ),
         (["--config=pfl-r-17"], "privacy refuses federated.algorithm = gossip"),
         (
             ["--federated.weighting=users", "--local_privacy.epsilon=4"],
