@@ -29,7 +29,6 @@ from benchmarks.core.recorder import Recorder, columns
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import tracking
-from benchmarks.reporting import plots
 from dataset.cli import held
 from dataset.files import file_digest, write_json
 from dataset.store.hdf5 import DataFile
@@ -177,6 +176,8 @@ def _write_results(
 
     The secret of a private run is deleted after that.
     """
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
     config, directory = experiment.config, recorder.files.path
     of_config = {"config_sha256": recorder.files.config_sha256}
     checkpoint.save(directory / "model.safetensors", module.state_dict(), of_config)

@@ -14,7 +14,6 @@ from benchmarks.flair import paper
 from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives, reasons_against
 from benchmarks.flair.users import write_users
-from benchmarks.reporting import plots
 from benchmarks.reporting.tables import text_table
 from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import shot_table
@@ -44,6 +43,8 @@ def class_scores(
 
 def draw(config: Config, results: Tree, title: str, folder: Path) -> None:
     """AP of each class, beside the paper's where the run can be compared with it."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
     ap, prevalence = results["per_class_ap"], results["prevalence"]
     comparable = not reasons_against(config, results, results.get("data", {}))
     plots.per_class_bars(

@@ -13,7 +13,6 @@ import numpy as np
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import Config
-from benchmarks.reporting import plots
 from dataset.files import write_json
 from dataset.store.label_sets import LabelSetView
 from pfl_ext.algorithms.per_user import (
@@ -104,6 +103,8 @@ def write_users(
     Raises:
         ValueError: when no user has as many images as ``personal.min_images``.
     """
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
     store = task.split(SPLIT)
     values = _user_scores(scored, store.user_offsets)
     summary: Tree = {"users": len(store.user_ids), "quantiles": _quantiles(values)}

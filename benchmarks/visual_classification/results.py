@@ -10,7 +10,6 @@ import numpy as np
 from pfl.metrics import Metrics
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.reporting import plots
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
 from dataset.partitions.statistics import distances, mean_emd
@@ -62,6 +61,8 @@ def class_scores(task: SingleLabelView, metrics: Mapping[str, Metrics]) -> Tree:
 
 def draw(results: Tree, title: str, folder: Path) -> None:
     """Accuracy of each class, where a bar for each can be read."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
     accuracy = {name: value for name, value in results["per_class_accuracy"].items() if value is not None}
     if len(accuracy) <= 60:
         plots.bars(accuracy, "accuracy on test (%)", title, folder / "per_class_accuracy.png")
