@@ -26,10 +26,9 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, StringMetricName, Weighted, get_overall_value
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
-from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.algorithm import refuse
+from pfl_ext.algorithms.algorithm import is_private, refusals_of, refuse
 from pfl_ext.algorithms.rules import Rule, StepCounter, rule_of
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine, dealt
@@ -79,7 +78,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
       split held centrally: every ``evaluation_frequency`` rounds the model *at the start of the round*
       is scored on it, and ``on_evaluation(round, metrics, model)`` is called while the model is still
       in that state, so that what is kept as best is what was scored.
-    * pfl's own privacy mechanisms are refused where their noise would come from the public seed.
+    * pfl's own privacy mechanisms are refused where their noise would come from the public seed, and any
+      mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
+      twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
 
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
@@ -99,17 +100,25 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
     ) -> None:
-        without_pfls_noise = (NoisyMean, NoPrivacy)
-        noisy = [p for p in postprocessors if isinstance(p, PrivacyMechanism)]
-        if training_data.noise_seed is None and not all(isinstance(p, without_pfls_noise) for p in noisy):
+        private = [p for p in postprocessors if is_private(p)]
+        if training_data.noise_seed is None and not all(isinstance(p, NoisyMean) for p in private):
             raise ValueError(
                 "pfl's own privacy mechanism would draw its noise from the public seed, so that anybody "
                 "could subtract it: give FederatedImageDataset a secret noise_seed (secrets.randbits(128))"
+            )
+        if any(map(is_private, postprocessors[:-1])):
+            raise ValueError(
+                "what follows a privacy mechanism could make an update longer than its bound: place the "
+                "mechanism last among the postprocessors"
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self._evaluation = training_data, evaluation
         self._seed, self._on_evaluation, self._config_hash = seed, on_evaluation, config_hash
         self._engine = engine
+
+    @property
+    def _is_private(self) -> bool:
+        return any(map(is_private, self._postprocessors))
 
     @property
     def engine(self) -> CohortEngine | None:
@@ -137,7 +146,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         rule = rule_of(algorithm, model, context)
         how = self._local_training(algorithm, rule, model, context)
         if self._engine is not None and rule is not None and isinstance(how, LocalTraining):
-            if self._only_norms_matter():
+            if self._only_norms_matter() and (rule.sends_update_alone or not self._is_private):
                 return self._finish(context, *self._train_cohort(self._engine, how, context, rule))
             if rule.correction is None:
                 algorithm = _OneByOne(self._engine, how, rule)
@@ -156,16 +165,19 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         return stats, metrics | losses
 
     def _refuse(self, algorithm: Any, cohort: IntArray) -> None:
-        """Refuse what the algorithm says it cannot be combined with."""
-        private = any(
-            isinstance(p, PrivacyMechanism) and not isinstance(p, NoPrivacy) for p in self._postprocessors
-        )
+        """Refuse what the algorithm cannot be combined with, and a private cohort with a user twice."""
+        twice = len(np.unique(cohort)) != len(cohort)
+        if twice and self._is_private:
+            raise ValueError(
+                "a user who comes twice in a cohort moves the sum by twice the clipping bound: draw private "
+                "cohorts without replacement"
+            )
         refuse(
-            getattr(algorithm, "refusals", {}),
+            refusals_of(algorithm),
             workers=get_ops().distributed.world_size > 1,
-            privacy=private,
+            privacy=self._is_private,
             postprocessors=len(self._postprocessors) != 1 or not self._only_norms_matter(),
-            replacement=len(np.unique(cohort)) != len(cohort),
+            replacement=twice,
         )
 
     def _local_training(

@@ -21,9 +21,11 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
+from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
+from pfl_ext.algorithms.rules import PFLS_OWN
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
@@ -39,6 +41,21 @@ PRIVACY_NOT_ARGUED: Refusals = {
     "privacy": "nobody has argued how much one user can change what this algorithm releases: choose "
     "algorithm fedavg or fedprox for private training"
 }
+
+
+def is_private(postprocessor: Postprocessor) -> bool:
+    """Whether a postprocessor is a privacy mechanism, ours or pfl's."""
+    return isinstance(postprocessor, PrivacyMechanism) and not isinstance(postprocessor, NoPrivacy)
+
+
+def refusals_of(algorithm: Any) -> Refusals:
+    """What an algorithm cannot be combined with, whoever wrote it.
+
+    pfl's FedAvg and FedProx send one update, which a mechanism clips. Any other algorithm must have
+    ``refusals``, which leave privacy out once it has been argued.
+    """
+    refusals: Refusals = getattr(algorithm, "refusals", PRIVACY_NOT_ARGUED)
+    return {} if type(algorithm) in PFLS_OWN else refusals
 
 
 def refuse(refusals: Refusals, **circumstances: bool) -> None:
@@ -120,6 +137,12 @@ class Choice:
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
+    def __init_subclass__(cls) -> None:
+        """A subclass inherits what is refused; the argument for privacy was about another class."""
+        super().__init_subclass__()
+        if "refusals" not in vars(cls):
+            cls.refusals = {**PRIVACY_NOT_ARGUED, **cls.refusals}
+
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:
         """Values of options that are left open, by key."""
@@ -155,6 +178,7 @@ class Algorithm(Choice, ABC, Generic[State]):
     """
 
     def __init__(self, means: Means) -> None:
+        refuse(self.refusals, privacy=any(map(is_private, means.postprocessors)))
         self.means = means
 
     @classmethod

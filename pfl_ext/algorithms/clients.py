@@ -15,7 +15,7 @@ from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, refuse
+from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, is_private, refuse
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
 from pfl_ext.data.federated_dataset import IntArray
@@ -32,14 +32,13 @@ class Clients:
     """
 
     def __init__(self, means: Means) -> None:
-        weighting, *others = means.postprocessors
-        refuse(PRIVACY_NOT_ARGUED, privacy=bool(others))
+        refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
         self._means, self._algorithm = means, FedAvg()
         self._backend = CentrallyEvaluatedBackend(
             means.users,
             means.score,
             seed=means.seed,
-            postprocessors=[weighting],
+            postprocessors=means.postprocessors,
             engine=means.engine,
             accumulate=means.accumulate,
             config_hash=means.config_hash,

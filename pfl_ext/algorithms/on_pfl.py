@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pfl.algorithm.base import NNAlgorithmParams
@@ -28,6 +28,7 @@ from pfl_ext.algorithms.algorithm import (
     Algorithm,
     Choice,
     Means,
+    Refusals,
     Setup,
     Traffic,
     UserState,
@@ -112,7 +113,8 @@ class OnPfl(Choice, FederatedAveraging):
     """What a run goes on from besides the model and the server's optimiser."""
 
     def __init_subclass__(cls) -> None:
-        assert "train_one_user" not in vars(cls), "the engine would not call it: override rule"
+        super().__init_subclass__()
+        assert cls.train_one_user is OnPfl.train_one_user, "the engine would not call it: override rule"
 
     @classmethod
     def start(cls, means: Means) -> PflLoop:
@@ -180,7 +182,10 @@ class PflLoop(Algorithm[PyTorchModel]):
     """pfl's ``FederatedAlgorithm.run`` through `CentrallyEvaluatedBackend`, a round at a time.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
+    What the algorithm refuses, the backend refuses in every round.
     """
+
+    refusals: ClassVar[Refusals] = {}
 
     def __init__(self, kind: type[OnPfl], means: Means) -> None:
         super().__init__(means)

@@ -54,6 +54,12 @@ class Rule:
     whole_gradient: bool = False
     """Whether `UserRule.finish` needs the gradient over all images of the user, in one more pass."""
 
+    @property
+    def sends_update_alone(self) -> bool:
+        """Whether a user's update, as it is, is all that the user sends."""
+        kind = type(self)
+        return self.correction is None and kind.scale is Rule.scale and kind.counts is Rule.counts
+
     def scale(self, num_steps: int) -> float:
         """What a user's update is multiplied by, in addition to its weight in the mean."""
         return 1.0

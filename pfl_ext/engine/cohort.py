@@ -254,6 +254,7 @@ class CohortEngine:
 
         ``rule``: of the algorithm, from which ``how`` comes too. ``scaling``: is applied to updates besides.
         """
+        assert scaling is None or rule.sends_update_alone, "what is added to the sum would not be scaled"
         how = self._prepare(how)
         members = [member for task in tasks for member in task.members]
         own = self._fitting(tasks, how)

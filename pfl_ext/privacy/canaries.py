@@ -24,7 +24,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ from pfl.stats import MappedVectorStatistics
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.algorithm import Refusals
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
@@ -231,7 +232,12 @@ NAMES = [f"backbone.parts.{v}.weight" for v in range(TENSORS)]
 
 
 class SyntheticAlgorithm:
-    """In the place of pfl's FedAvg: a user's made-up update, one at a time."""
+    """In the place of pfl's FedAvg: a user's made-up update, one at a time.
+
+    With privacy: as `pfl_ext.algorithms.fedavg`, a user sends its update alone, which the mechanism clips.
+    """
+
+    refusals: ClassVar[Refusals] = {}
 
     def __init__(self, game: Game, mechanism: PrivateMean) -> None:
         self._game, self._mechanism = game, mechanism

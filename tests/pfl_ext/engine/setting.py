@@ -173,6 +173,8 @@ class Setting:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nova: bool = False
+    algorithm: Any = None
+    """Another one whose parameters are FedAvg's."""
     scaffold: tuple[Option, Correction] | None = None
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
@@ -207,7 +209,7 @@ class Setting:
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
             engine=CohortEngine(module, **options) if engine else None,
         )
-        algorithm: Any = FederatedAveraging() if self.mu is None else FedProx()
+        algorithm = self.algorithm or (FederatedAveraging() if self.mu is None else FedProx())
         if self.nova:
             algorithm = FedNova()
         common = (100, 100, cohort_size, 1)
