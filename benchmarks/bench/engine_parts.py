@@ -104,18 +104,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--pixels", type=int, nargs="*", default=[224, 64, 32])
     parser.add_argument("--users", type=int, default=len(SIZES))
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args(argv)
-    if min([32, *given.pixels]) < 32 or given.repeats < 1 or given.users < 1:
+    args = parser.parse_args(argv)
+    if min([32, *args.pixels]) < 32 or args.repeats < 1 or args.users < 1:
         raise ValueError("--repeats and --users must be at least 1, and --pixels at least 32")
     torch.set_num_threads(1)
-    picked = np.linspace(0, len(SIZES) - 1, given.users).round().astype(int)
+    picked = np.linspace(0, len(SIZES) - 1, args.users).round().astype(int)
     sizes = [SIZES[i] for i in picked]
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}; users' images {sizes}\n")
     names = [name for name in PARTS if name != "all"]
     _row("network, pixels", "a round, s", *names)
     _row(*["---"] * (2 + len(names)))
-    for arch, pixels in [*(("resnet18", p) for p in given.pixels), *NETWORKS]:
-        times = measured(arch, pixels, sizes, given.repeats)
+    for arch, pixels in [*(("resnet18", p) for p in args.pixels), *NETWORKS]:
+        times = measured(arch, pixels, sizes, args.repeats)
         whole = times["all"]
         cells = []
         for name in names:

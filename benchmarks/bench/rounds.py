@@ -121,9 +121,9 @@ class Side:
             trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
         self._evaluate = clock.around("evaluation", evaluation)
-        given = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
-        self.engine, self.model = given.engine, given.model
-        self._algorithm = run.config.federated.algorithm_class.start(given)
+        training = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
+        self.engine, self.model = training.engine, training.model
+        self._algorithm = run.config.federated.algorithm_class.start(training)
         self._watch()
 
     def _watch(self) -> None:

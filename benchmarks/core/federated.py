@@ -190,16 +190,16 @@ def train_federated(
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
     score = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
-    given = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
+    training = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    if given.engine is not None and is_main():
-        print(f"training is computed in {given.engine.arithmetic(precision)}")
-    algorithm = config.federated.algorithm_class.start(given)
+    algorithm = config.federated.algorithm_class.start(training)
+    if algorithm.engine is not None and is_main():
+        print(f"training is computed in {algorithm.engine.arithmetic(precision)}")
     recorder.checkpoints.algorithm = algorithm
     first, state = recorder.restore(algorithm.init(config.seed))
     for number in range(first, config.federated.num_rounds):
         if number % config.evaluation.every_rounds == 0:
-            begin_work(evaluation=number, config=given.config_hash)
+            begin_work(evaluation=number, config=training.config_hash)
             recorder.evaluated(number, algorithm.evaluate(state), algorithm.model(state))
         state, line = algorithm.round(state, number)
         if seconds := worker_seconds():
@@ -210,8 +210,8 @@ def train_federated(
         f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
     )
     recorder.traffic = algorithm.bytes(state)._asdict()
-    if given.engine is not None:
-        given.engine.close()
+    if training.engine is not None:
+        training.engine.close()
     if not recorder.ended:
         recorder.evaluated(config.federated.num_rounds, algorithm.evaluate(state), algorithm.model(state))
         recorder.end(state)

@@ -129,11 +129,11 @@ def main(argv: Sequence[str]) -> None:
     if name.startswith("--"):
         raise ValueError(f"the sweep comes first: python -m benchmarks.sweep NAME_OR_YAML {name} ...")
     known = {item.name for item in dataclasses.fields(Options)}
-    given = arguments(rest)
-    extra = [f"--{key}={value}" for key, value in given.items() if key not in known]
-    options = build(Options, {key: given[key] for key in given.keys() & known}, "the sweep's options")
+    values = arguments(rest)
+    extra = [f"--{key}={value}" for key, value in values.items() if key not in known]
+    options = build(Options, {key: values[key] for key in values.keys() & known}, "the sweep's options")
     if options.local:
         return local(name, options, extra)
-    for key in sorted(given.keys() & known - {"local", "count", "program"}):
+    for key in sorted(values.keys() & known - {"local", "count", "program"}):
         raise ValueError(f"--{key} is for local sweeps: add --local true (LOCAL=1), or remove it")
     return with_wandb(name, options, extra)

@@ -205,8 +205,8 @@ class Benchmark(Generic[C_co]):
         in_runtime = {} if runtime is None else reasons(idle_in_runtime(config, runtime))
         return idle | {f"runtime.{key}": why for key, why in in_runtime.items()}
 
-    def _refuse_idle(self, config: TrainingConfig, runtime: Runtime, given: Tree, prefix: str) -> None:
-        """Refuse values that somebody gave and that are not those of the resolved config.
+    def _refuse_idle(self, config: TrainingConfig, runtime: Runtime, layer: Tree, prefix: str) -> None:
+        """Refuse values of a layer that are not those of the resolved config.
 
         Raises:
             ValueError: one line with ``prefix`` before the key.
@@ -214,7 +214,7 @@ class Benchmark(Generic[C_co]):
         idle = self.idle_keys(config, runtime)
         wanted = dotted({**dataclasses.asdict(config), "runtime": dataclasses.asdict(runtime)})
         kept = dotted({**dataclasses.asdict(self.resolved(config)), "runtime": dataclasses.asdict(Runtime())})
-        for key in dotted(given):
+        for key in dotted(layer):
             why = reason_for(key, idle)
             if why is not None and wanted.get(key) != kept.get(key):
                 raise ValueError(f"{prefix}{key} {why}")
