@@ -83,5 +83,6 @@ class Clients:
         )
         with self._means.users.only(users):
             ((sums, metrics),) = run_train_eval(self._algorithm, self._backend, model, (context,))
-        sums.average()
+        if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
+            sums.average()
         return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, cohort_line(metrics)

@@ -78,9 +78,9 @@ class Rule:
 
     def statistics(self, update: MappedVectorStatistics, num_steps: int) -> MappedVectorStatistics:
         """What a user sends, from its update; in place."""
-        scale = self.scale(num_steps)
-        for name in update:
-            update[name] *= scale
+        if (scale := self.scale(num_steps)) != 1:
+            for name in update:
+                update[name] *= scale
         device = next(iter(update.values())).device
         for name, count in self.counts(num_steps).items():
             update[name] = torch.tensor([count], device=device)

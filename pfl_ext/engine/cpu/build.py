@@ -38,13 +38,14 @@ class Unavailable(Exception):
 def compiled() -> Path:
     """The shared library for this machine, compiled unless it is there.
 
-    :raises Unavailable: without a compiler, or if it fails.
+    Raises:
+        Unavailable: without a compiler, or if it fails.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
     if compiler is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flair-on-pfl"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
     except RuntimeError as error:
         raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
     try:

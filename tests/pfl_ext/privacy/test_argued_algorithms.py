@@ -16,7 +16,6 @@ from pfl.algorithm.reptile import Reptile
 from pfl.algorithm.scaffold import SCAFFOLD
 from pfl.common_types import Population
 from pfl.context import CentralContext
-from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
@@ -67,7 +66,7 @@ def one_round(backend: CentrallyEvaluatedBackend, algorithm: Any, cohort_size: i
         do_evaluation=False,
         cohort_size=cohort_size,
         population=Population.TRAIN,
-        model_train_params=NNTrainHyperParams(1, 0.1, 4),
+        model_train_params=None,
         model_eval_params=None,
         algorithm_params=NNAlgorithmParams(1, 1, cohort_size, 1),
         seed=1,
