@@ -84,8 +84,10 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
 
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
-    :param accumulate: precision of the sum over users.
-    :param config_hash: compared between workers, with the round and its cohort, before each reduction.
+
+    Args:
+        accumulate: precision of the sum over users.
+        config_hash: compared between workers, with the round and its cohort, before each reduction.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ from dataset.files import HALF_WRITTEN, locked, replacing, sync
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object that `dataset.files.write_json` wrote.
 
-    :raises ValueError: when it is none; the sentence names the file.
+    Raises:
+        ValueError: when it is none; the sentence names the file.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -57,8 +58,11 @@ def save(
 ) -> None:
     """Write tensors and a JSON state into one safetensors file, atomically, and read it back.
 
-    :param keep_previous: keep what the name held before as `previous`.
-    :raises OSError: when the disk is full, say; what the file held before is whole then.
+    Args:
+        keep_previous: keep what the name held before as `previous`.
+
+    Raises:
+        OSError: when the disk is full, say; what the file held before is whole then.
     """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(state), allow_nan=False)
@@ -91,7 +95,8 @@ def _keep(path: Path) -> None:
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What `save` wrote.
 
-    :raises ValueError: when the file is not a whole checkpoint.
+    Raises:
+        ValueError: when the file is not a whole checkpoint.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -107,7 +112,8 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def load_newest(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str | None]:
     """The newest whole checkpoint of a name, and a sentence where that is not the last one.
 
-    :raises ValueError: when neither it nor the one before is whole.
+    Raises:
+        ValueError: when neither it nor the one before is whole.
     """
     try:
         if path.exists():
@@ -134,7 +140,8 @@ def sole_owner(directory: Path) -> Iterator[None]:
 
     What one that was killed left half written is removed, one folder deep.
 
-    :raises ValueError: when another process holds it.
+    Raises:
+        ValueError: when another process holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     refusal = f"{directory} is in use by another process: wait for its end, or choose another directory"

@@ -1,7 +1,7 @@
 """Randomness as a pure function of (seed, purpose, keys), usually (seed, purpose, round, user).
 
 No stream is ever continued: every draw names what it is for, so that cohorts, crops and noise do not
-depend on how many workers there are or on where a run was interrupted (predecessors' defect 10).
+depend on how many workers there are or on where a run was interrupted.
 """
 
 from __future__ import annotations

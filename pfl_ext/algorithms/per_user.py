@@ -117,7 +117,8 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
     module is left as it was. Randomness is a function of (``split_seed``, user), so that the number of
     workers changes nothing.
 
-    :raises ValueError: when no user has ``min_images`` images.
+    Raises:
+        ValueError: when no user has ``min_images`` images.
     """
     start = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     device = next(iter(start.values())).device

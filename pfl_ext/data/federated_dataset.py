@@ -93,7 +93,7 @@ def iid_partition(store: ImageStore, seed: int) -> Partition:
 
     Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once,
     so that IID against non-IID compares the split and nothing else; pfl-research's FLAIR-IID gives each
-    user 50 images, six times the data (predecessors 6).
+    user 50 images, six times the data.
     """
     natural = natural_partition(store)
     num_users, num_images = len(natural.user_ids), len(natural.rows)
@@ -173,7 +173,7 @@ class FederatedImageDataset(FederatedDataset):
 
     The cohort of a round, the images that a heavy user brings, their order and their crops depend on
     (seed, round, user) alone. ``sampler``: "fixed" draws as many users as asked for without replacement (the
-    paper), "replacement" with (pfl-research; predecessors 5), "poisson" each user independently, so that the
+    paper), "replacement" with (pfl-research), "poisson" each user independently, so that the
     size varies, and a worker left without users gets one without images, as pfl needs a user to sum over;
     "cyclic" takes the next users of a circle (`pfl_ext.privacy.sampling`). FedVC's "proportional" draws users
     one after another from those left, with probabilities proportional to their images (so a user of more than
@@ -188,7 +188,8 @@ class FederatedImageDataset(FederatedDataset):
     mechanisms, because anybody who knows ``seed`` could subtract their noise.
     Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
 
-    :raises ValueError: when a cohort is larger than the population.
+    Raises:
+        ValueError: when a cohort is larger than the population.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Random choices are made beforehand on the CPU (`draw_crops`: a pure function of a generator) and travel with
 the images, so that they depend neither on the device nor on the batch; applying them (`cropped`) draws
-nothing and never waits for the device. One crop shared by a batch is the predecessors' defect 2.
+nothing and never waits for the device. Each image has a crop of its own.
 
 Shape letters: B images of a batch, H x W their stored size, S the side of the network's input.
 """

@@ -149,14 +149,15 @@ class Unwatched:
 class CohortEngine:
     """Trains cohorts for one central model, whose weights it reads and never writes.
 
-    :param lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core.
-        None: as many as torch has threads, or ``GPU_LANES``.
-    :param accumulate: type of the sums over users.
-    :param prefetch: users read ahead of need, by each lane.
-    :param fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought
-        to be faster with graphs for them too, as a pass without one is some thousand launches.
-    :param cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
-        compiled, by torch, with a line on the screen.
+    Args:
+        lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core. None:
+            as many as torch has threads, or ``GPU_LANES``.
+        accumulate: type of the sums over users.
+        prefetch: users read ahead of need, by each lane.
+        fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought to
+            be faster with graphs for them too, as a pass without one is some thousand launches.
+        cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
+            compiled, by torch, with a line on the screen.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ from pfl_ext.models.classifier import ImageClassifier
 class Lane:
     """Local weights, a sum of updates, and a taped network; the central model is shared and only read.
 
-    :param start: the central weights ``[P]``, of which ``central``'s parameters are views.
+    Args:
+        start: the central weights ``[P]``, of which ``central``'s parameters are views.
     """
 
     def __init__(

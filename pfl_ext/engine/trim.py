@@ -42,8 +42,10 @@ class Trimmed:
     """A copy of a classifier for local training, whose convolutions have live taps alone.
 
     ``model`` is the classifier where a copy would gain nothing: `refresh` and `expand` do nothing then.
-    :param whole: keep dead taps too.
-    :param layers: the compiled layers, on a CPU.
+
+    Args:
+        whole: keep dead taps too.
+        layers: the compiled layers, on a CPU.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
 def _insert_bottleneck(
     backbone: nn.Module, arch: str, units: int, init: Init, generator: torch.Generator
 ) -> None:
-    """Replace the head by two linear layers, both drawn anew."""
+    """Replace the head by two linear layers, both drawn again."""
     name, head = head_of(backbone)
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{arch} ends in a convolution, before which there is no bottleneck; leave it out")

@@ -40,7 +40,7 @@ class ModelConfig:
 
         Args:
             num_labels: its outputs.
-            generator: whence its first weights are drawn.
+            generator: from which its first weights are drawn.
             weights: the file with the content that `weights_sha256` names.
             init: distribution of the first weights.
 

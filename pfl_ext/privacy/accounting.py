@@ -132,7 +132,7 @@ NOTES = {
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PrivacyConfig:
-    """What private training promises and how; the defaults are the paper's (flair.md A4, A6).
+    """What private training promises and how; the defaults are the FLAIR paper's.
 
     A noise cohort larger than the cohort (the paper's: 5,000) gives the mean the little noise of a large
     cohort at the cost of a small one. The run itself is less private, and both epsilons are reported. A noise
@@ -202,8 +202,9 @@ class PrivacyConfig:
     def calibrate(self, population: int, cohort_size: int, num_rounds: int) -> Calibration:
         """The least noise, rounded up, with which ``num_rounds`` rounds keep the budget; takes seconds.
 
-        :raises ValueError: for cohorts that do not fit each other or the population, for a delta of 1 / N or
-            more, for an indicator noise below its minimum, for a bug's noise that would break the budget.
+        Raises:
+            ValueError: for cohorts that do not fit each other or the population, for a delta of 1 / N or
+                more, for an indicator noise below its minimum, for a bug's noise that would break the budget.
         """
         noise_cohort = cohort_size if self.noise_cohort_size is None else self.noise_cohort_size
         noise_population = population if self.noise_population is None else self.noise_population
@@ -353,7 +354,8 @@ class Calibration:
     def epsilon_after(self, rounds: int) -> float:
         """What ``rounds`` rounds spend of the budget.
 
-        :raises ValueError: past the rounds that the noise was calibrated for.
+        Raises:
+            ValueError: past the rounds that the noise was calibrated for.
         """
         self.refuse_round(rounds - 1)
         return self.simulated.epsilon_after(rounds)

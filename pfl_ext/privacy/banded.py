@@ -23,7 +23,7 @@ solver, so the same on every machine and after a resume. The root mean square er
 **Not pfl's** `BandedMatrixFactorizationMechanism`: it optimises a Gram matrix ``C^T C`` and takes for C
 Cholesky's factor of ``C C^T``, so that the rows have norm 1 and not the columns: these come out up to 2.3
 long, and a user of k rounds 1.14 to 1.2 times over the sqrt(k) accounted for (T = 32, 64, 150). It sees to
-no separation, draws from 32-bit seeds, and starts anew at a resume.
+no separation, draws from 32-bit seeds, and starts from the beginning at a resume.
 
 **Not offered: amplification** by sampling within b groups in turn (2306.08153). At the paper's setting its
 running sums come out 5, 11 and 18 % noisier with this factor for b = 2, 4, 8 than plain Poisson sampling
@@ -113,7 +113,8 @@ def sensitivity(factor: FloatArray, min_separation: int, max_participations: int
 
     Over all sets of at most ``max_participations`` rounds that lie ``min_separation`` or more apart.
 
-    :raises ValueError: when C is not such a band, so that columns of one user could overlap.
+    Raises:
+        ValueError: when C is not such a band, so that columns of one user could overlap.
     """
     if np.triu(factor, 1).any() or np.tril(factor, -min_separation).any():
         raise ValueError(f"the factor is not lower triangular with {min_separation} diagonals")

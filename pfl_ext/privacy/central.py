@@ -13,7 +13,8 @@ What differs from pfl 0.6, on whose classes this builds, and why:
   norm on the host for every user, scales tensor by tensor, and lets rounding exceed the bound.
 * **A user whose update is not finite contributes zero and is counted.** In pfl a NaN passes (``nan > C`` is
   false) and destroys the model.
-* **State can be saved**: pfl's adaptive bound starts anew at each resume. No round is released twice.
+* **State can be saved**: pfl's adaptive bound starts from its first value at each resume. No round is
+  released twice.
 * The adaptive indicator is in the total budget, its minimal noise known beforehand (``Calibration``).
 
 Sums are floating point and the generator is not cryptographic: fit for research on simulated users, not
@@ -127,10 +128,11 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from a `state`.
 
-        :raises ValueError: when it is not one.
+        Raises:
+            ValueError: when it is not one.
         """
         if set(state) != {"clipping_bound", "rounds_done"} or not state["clipping_bound"] > 0:
-            raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start the run anew")
+            raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start a new run")
         self._bound.set_value(float(state["clipping_bound"]))
         self._next_round = int(state["rounds_done"])
 
@@ -170,8 +172,9 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Add the round's noise to the sum and make the divisor its weight.
 
-        :raises ValueError: when the round is beyond the last, was released before, or skips rounds (as
-            after a resume without `load_state`).
+        Raises:
+            ValueError: when the round is beyond the last, was released before, or skips rounds (as after a
+                resume without `load_state`).
         """
         round_number = central_context.current_central_iteration
         self.refuse_round(round_number)
@@ -213,11 +216,12 @@ class PrivateMean(NoisyMean):
     expected cohort, so that pfl's algorithms divide by that: noise on the mean is ``C * z_delta / C_lg``.
     With a band above 1 the noise of successive rounds is correlated, and somewhat more in each alone.
 
-    :param calibration: how much noise; rounds beyond its last are refused.
-    :param noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
-        after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
-        with a band above 1, whose noise needs the seeds of earlier rounds.
-    :param threads: that draw the noise; no effect on it.
+    Args:
+        calibration: how much noise; rounds beyond its last are refused.
+        noise_seed: a secret of any size, such as ``secrets.randbits(128)``, the same on every worker and
+            after a resume. None: the central context's 32-bit seed, reproducible and for research only; not
+            with a band above 1, whose noise needs the seeds of earlier rounds.
+        threads: that draw the noise; no effect on it.
     """
 
     def __init__(self, calibration: Calibration, *, noise_seed: int | None = None, threads: int = 1) -> None:

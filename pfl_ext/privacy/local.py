@@ -68,8 +68,9 @@ def laplace_sum(seed: int, size: int, users: int, threads: int = 1) -> Tensor:
 class FlatLaplaceMechanism(LaplaceMechanism):
     """pfl's ``LaplaceMechanism`` clipped in one pass, NaN and infinity to zero, noise by 128-bit seeds.
 
-    :param clipping_bound: C, L1.
-    :param epsilon: the noise's scale is C over this.
+    Args:
+        clipping_bound: C, L1.
+        epsilon: the noise's scale is C over this.
     """
 
     def clip(self, statistics: MappedVectorStatistics) -> Clipped:
@@ -180,8 +181,9 @@ def _composed(mechanism: str, multiplier: float, participations: int, delta: flo
 class LocallyPrivateMean(NoisyMean):
     """The mean of updates each of which was noised on its device, in distribution; for simulations.
 
-    :param num_rounds: rounds beyond these are refused, as nothing was said of them.
-    :param noise_seed: as for `PrivateMean`; a secret.
+    Args:
+        num_rounds: rounds beyond these are refused, as nothing was said of them.
+        noise_seed: as for `PrivateMean`; a secret.
     """
 
     local = True

@@ -60,7 +60,8 @@ def layers_of(names: Sequence[str], clipping: Clipping) -> list[int]:
 def layer_limit(bound: float, layers: int, order: int = 2) -> float:
     """The norm of each of so many layers that keeps all of them together within ``bound``.
 
-    :raises ValueError: for a bound outside `BOUND_RANGE`.
+    Raises:
+        ValueError: for a bound outside `BOUND_RANGE`.
     """
     if not BOUND_RANGE[0] <= bound <= BOUND_RANGE[1]:
         raise ValueError(f"the clipping bound is {bound}: it must lie in {BOUND_RANGE}")
@@ -76,7 +77,8 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
     leave room for rounding. Below it nothing changes. NaN, infinity and a norm above 1e19
     make the whole update zero. Nothing is read back from a GPU.
 
-    :raises ValueError: for a bound outside `BOUND_RANGE`.
+    Raises:
+        ValueError: for a bound outside `BOUND_RANGE`.
     """
     device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
     for count in layers:
@@ -171,8 +173,9 @@ def with_noise(
 class FlatGaussianMechanism(GaussianMechanism):
     """pfl's ``GaussianMechanism`` over one vector; for local use as it is, and below for central use.
 
-    :param clipping_bound: C, L2.
-    :param relative_noise_stddev: the noise's standard deviation over C.
+    Args:
+        clipping_bound: C, L2.
+        relative_noise_stddev: the noise's standard deviation over C.
     """
 
     def __init__(

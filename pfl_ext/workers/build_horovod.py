@@ -2,8 +2,8 @@
 
     make horovod            (or: python -m pfl_ext.workers.build_horovod)
 
-The published source does not build with a torch of today (predecessors 18). What is mended, in the order of
-`MENDS`, and nothing else:
+The published source does not build with a torch of today. What is repaired, in the order of `MENDS`, and
+nothing else:
 
 1. C++ standard. Horovod asks for C++14 in two places; torch's headers need C++17 since 2.1 and C++20 since
    2.10. Upstream's change (horovod pull request 3998) was never released.
@@ -72,7 +72,8 @@ def run(
 ) -> None:
     """Run a command to its end.
 
-    :raises ValueError: naming what was being done, the last lines of its output and where all of it is.
+    Raises:
+        ValueError: naming what was being done, the last lines of its output and where all of it is.
     """
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if log is not None:
@@ -142,7 +143,8 @@ def build_environment(cuda: Path | None) -> dict[str, str]:
 def check_tools() -> None:
     """Compiler and make must be there; cmake is fetched if it is not.
 
-    :raises ValueError: naming what is missing and the command that brings it.
+    Raises:
+        ValueError: naming what is missing and the command that brings it.
     """
     for names, package in ((("c++", "g++", "clang++"), "g++"), (("make", "gmake"), "make")):
         if not any(map(shutil.which, names)):
@@ -157,7 +159,8 @@ def check_tools() -> None:
 def fetch(folder: Path) -> Path:
     """The published source, checked and unpacked.
 
-    :raises ValueError: when PyPI cannot be reached or what came is not what was published.
+    Raises:
+        ValueError: when PyPI cannot be reached or what came is not what was published.
     """
     words = ("download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", f"horovod=={VERSION}")
     run(pip(*words, "--dest", str(folder)), "downloading Horovod's source from PyPI")

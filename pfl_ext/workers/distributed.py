@@ -2,7 +2,7 @@
 
 Both stand behind pfl 0.6's ``DistributedContext``, so that pfl, the engine and the evaluation reduce through
 ``pfl.internal.ops.pytorch_ops.distributed`` whatever the launcher. pfl itself knows torchrun only, picks NCCL
-wherever there is CUDA, and under ``horovodrun`` puts every worker on GPU 0 (predecessors 17, 21).
+wherever there is CUDA, and under ``horovodrun`` puts every worker on GPU 0.
 
     with connected("auto", timeout=120) as device:    # before CUDA wakes up
         begin_work(round=3, cohort="1f0c", config="9a2e")
@@ -47,7 +47,8 @@ START_S = 300.0
 class Workers(DistributedContext):
     """pfl's view of the workers; see `connected`, which makes the one of a process.
 
-    :param compress: sums of the model's tensors travel as bf16: half the bytes, 2^-8 relative error each way.
+    Args:
+        compress: sums of the model's tensors travel as bf16: half the bytes, 2^-8 relative error each way.
     """
 
     def __init__(self, launch: Launch, transport: Transport, watchdog: Watchdog, *, compress: bool) -> None:
@@ -84,8 +85,9 @@ class Workers(DistributedContext):
     def all_reduce(self, tensors: list[Tensor], average: bool = False) -> list[Tensor]:
         """Sum (or mean) over workers, in place, as one flat vector: float64 if any tensor is, else float32.
 
-        :raises ValueError: on every worker alike, when they are not at the same place: another round, cohort,
-            config or size; the message has the worker and the value that differ.
+        Raises:
+            ValueError: on every worker alike, when they are not at the same place: another round, cohort,
+                config or size; the message has the worker and the value that differ.
         """
         wide = any(t.dtype == torch.float64 for t in tensors)
         flat = torch.cat(
@@ -233,11 +235,14 @@ def connected(
 ) -> Iterator[str]:
     """Join the workers that the launcher started; the device for pfl to use within.
 
-    :param device: ``auto`` or ``cuda``: each worker of a machine takes the GPU of its local rank, round
-        robin where there are fewer; anything else is taken as it is.
-    :param threads: of torch; by default the machine's cores are shared out among its workers.
-    :param timeout: seconds after which a dead or stuck worker ends the job on all.
-    :raises ValueError: started by horovodrun without Horovod; more GPUs asked for than there are.
+    Args:
+        device: ``auto`` or ``cuda``: each worker of a machine takes the GPU of its local rank, round robin
+            where there are fewer; anything else is taken as it is.
+        threads: of torch; by default the machine's cores are shared out among its workers.
+        timeout: seconds after which a dead or stuck worker ends the job on all.
+
+    Raises:
+        ValueError: started by horovodrun without Horovod; more GPUs asked for than there are.
     """
     launch = find_launch(os.environ)
     if launch.world_size == 1:

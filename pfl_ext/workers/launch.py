@@ -33,7 +33,8 @@ VARIABLES: Mapping[Literal["torchrun", "horovod"], tuple[str, str, str, str]] = 
 def find_launch(environment: Mapping[str, str]) -> Launch:
     """The launcher whose variables are there, Horovod's first; none if some are missing.
 
-    :raises ValueError: when a variable is not a number.
+    Raises:
+        ValueError: when a variable is not a number.
     """
     for launcher, names in VARIABLES.items():
         if all(name in environment for name in names):

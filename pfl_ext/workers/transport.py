@@ -123,7 +123,8 @@ class _TorchTransport:
 class _HorovodTransport:
     """Horovod, under horovodrun; the store is worker 0's.
 
-    :raises ValueError: when Horovod is not installed.
+    Raises:
+        ValueError: when Horovod is not installed.
     """
 
     def __init__(self, launch: Launch, timeout: float) -> None:
@@ -178,6 +179,7 @@ class _HorovodTransport:
 def open_transport(launch: Launch, timeout: float) -> Transport:
     """The transport of the launcher that was found; ``timeout`` in seconds.
 
-    :raises ValueError: under horovodrun without Horovod.
+    Raises:
+        ValueError: under horovodrun without Horovod.
     """
     return (_HorovodTransport if launch.launcher == "horovod" else _TorchTransport)(launch, timeout)

@@ -32,11 +32,12 @@ EXIT_CODE = 2
 class Watchdog:
     """The thread of one worker.
 
-    :param store: a torch ``Store`` that nobody else in this process uses.
-    :param names: what to call each worker, by rank.
-    :param timeout: seconds of silence after which a worker counts as lost.
-    :param end_process: ends the process with this exit code, from a thread that is not the main one. The
-        watchdog's thread is over when this returns.
+    Args:
+        store: a torch ``Store`` that nobody else in this process uses.
+        names: what to call each worker, by rank.
+        timeout: seconds of silence after which a worker counts as lost.
+        end_process: ends the process with this exit code, from a thread that is not the main one. The
+            watchdog's thread is over when this returns.
     """
 
     def __init__(
@@ -130,6 +131,6 @@ class Watchdog:
 
     def _leave(self, fault: str) -> None:
         line = " ".join(fault.split())
-        mend = "all workers end; the same command goes on from the last checkpoint"
-        os.write(2, f"\nerror: {line}; {mend}\n".encode())  # a progress bar may be open
+        remedy = "all workers end; the same command goes on from the last checkpoint"
+        os.write(2, f"\nerror: {line}; {remedy}\n".encode())  # a progress bar may be open
         self._end_process(EXIT_CODE)

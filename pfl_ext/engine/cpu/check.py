@@ -21,7 +21,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 def checked() -> CpuKernels:
     """The compiled functions.
 
-    :raises Unavailable: where they cannot be compiled or loaded, or compute something else than torch.
+    Raises:
+        Unavailable: where they cannot be compiled or loaded, or compute something else than torch.
     """
     kernels = CpuKernels()
     check(kernels, torch.float32, TOLERANCE)

@@ -76,7 +76,9 @@ class CpuKernels:
     bits, times scales by which none gets too large). GroupNorm computes in float32, whatever its images are.
     Weights and their gradients are float32. Each uses as many threads as torch has in the calling thread.
     `checked` makes them and compares them with torch's.
-    :raises Unavailable: where they cannot be compiled or loaded.
+
+    Raises:
+        Unavailable: where they cannot be compiled or loaded.
     """
 
     def __init__(self) -> None:
