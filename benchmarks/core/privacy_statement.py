@@ -242,8 +242,8 @@ def not_covered(
         "val and test: their own images are not protected, and their scores are exact",
         "the choice of the best round, which looks at val",
         f"the number of {noun}s, from which delta and the sampling probability follow: it counts as known",
-        "checkpoint/, file times, and the screen, which shows times and the data set: they are not meant to "
-        "be given away; a tracker notes when it got a line",
+        "checkpoint/, file times, the screen, and a sweep's logs/ and study.journal, which show times and "
+        "the data set: they are not meant to be given away; a tracker notes when it got a line",
         "other runs on the same data, with other seeds or of a sweep: each spends a budget of its own"
         + (f"; five like this one compose to {five_runs}" if five_runs else ""),
         "floating-point rounding of the sums, also where rounds that a kill undid are made again with the "

@@ -260,7 +260,7 @@ class LocalSweep:
                     score,
                     step,
                     results.get("test", {}).get(self.sweep.experiment.headline[0]),
-                    results.get("wall_clock_s") or sum(seconds),
+                    results.get("wall_clock_s") or sum(seconds) or None,
                     str(run_dir.relative_to(self.directory)),
                 )
             )

@@ -31,7 +31,8 @@ class Row:
     score: float | None
     step: int | None
     test: float | None
-    seconds: float
+    seconds: float | None
+    """None where nothing says it, as in a public release."""
     run_dir: str
 
 
@@ -56,7 +57,8 @@ def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: 
         if row.score is not None:
             place, score, step = str(rank), f"{row.score:.4g}", str(row.step)
         test = "" if row.test is None else f"{row.test:.2f}"
-        out.append([place, f"{row.number:03d}", *cells, score, step, test, row.status, f"{row.seconds:.0f}",
+        seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
+        out.append([place, f"{row.number:03d}", *cells, score, step, test, row.status, seconds,
                     row.run_dir])  # fmt: skip
     return out
 

@@ -27,6 +27,7 @@ from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
+from benchmarks.core.secret import open_secret, secret_path
 from benchmarks.flair import train as flair_train
 from benchmarks.flair.config import parse
 from benchmarks.sweep.command import main
@@ -228,6 +229,16 @@ def test_a_trial_is_a_fork_that_leaves_nothing_behind(doubled: Callable[..., Loc
         words = (sweep.run_dir(trial) / "started").read_text().split(maxsplit=3)
         assert words[2:] == [str(os.getpid()), f"[{rate}]\n"]
     assert SEEN == []
+
+
+def test_each_fork_draws_its_own_secret(tmp_path: Path) -> None:
+    """No generator whose state a fork inherits has a part in the noise of a private trial."""
+    for name in "ab":
+        fork = get_context("fork").Process(target=open_secret, args=(tmp_path / name, "config", "data"))
+        fork.start()
+        fork.join()
+    secrets = {json.loads(secret_path(tmp_path / name).read_text())["secret"] for name in "ab"}
+    assert len(secrets) == 2
 
 
 def test_an_interrupted_sweep_goes_on_with_the_half_finished(
@@ -534,6 +545,8 @@ def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
     cells = table(some_rows(), ["a.rate", "b"], best, "C-AP")
     assert [line[1] for line in cells] == ["trial", "001", "000", "002"]
     assert [line[0] for line in cells] == ["rank", "1", "2", ""]
+    unknown = table([dataclasses.replace(some_rows()[0], seconds=None)], ["a.rate"], best, "C-AP")
+    assert dict(zip(*unknown))["seconds"] == ""
     smallest = table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")
     assert [line[1] for line in smallest[1:]] == ["000", "001", "002"]
 
