@@ -11,12 +11,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torchvision.models as zoo
@@ -28,14 +27,12 @@ from torchvision.ops import StochasticDepth
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise
 from pfl_ext.models.small import SMALL_MODELS
+from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
 Norm = Literal["group", "frozen_batch"]
 Init = Literal["keras", "torchvision"]
 Trained = Literal["all", "two_layers"]
-
-IMAGENET = "imagenet"
-"""As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
 
 
 class FrozenStatisticsBatchNorm2d(nn.Module):
@@ -88,8 +85,8 @@ def build_backbone(
       divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
     * ``init``: "keras": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
       (Keras' he_normal and glorot_uniform). "torchvision": torchvision's own.
-    * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture, be it
-      torchvision's or a run's ``model.safetensors``. The head is always new.
+    * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture:
+      torchvision's, or a run's ``model.safetensors``. The head is always new.
     * ``bottleneck``: units of a linear layer put between the features and the head; Hsu et al. 2020 have 64
       for Landmarks (Section 6.5, which names no activation; there is none here).
     * ``train``: "two_layers" freezes all but the bottleneck and the head.
@@ -122,8 +119,7 @@ def build_backbone(
     _replace(backbone, (nn.modules.dropout._DropoutNd, StochasticDepth), lambda _: nn.Identity())
     assert_no_live_batchnorm(backbone)
     if weights is not None:
-        tensors, source = _read_weights(arch, weights)
-        _load(backbone, arch, tensors, source)
+        load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
     if bottleneck is not None:
         _insert_bottleneck(backbone, arch, bottleneck, init, generator)
     if train == "two_layers":
@@ -243,89 +239,6 @@ def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
     """The last layer (a 1x1 convolution in SqueezeNet), whose outputs are the K logits, and its name."""
     layers = [(n, m) for n, m in backbone.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     return layers[-1]
-
-
-def _read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors by name and where they came from, for messages."""
-    if str(weights) == IMAGENET:
-        return _download(arch), "torchvision's ImageNet weights"
-    path = Path(weights)
-    if path.suffix not in (".pth", ".safetensors"):
-        raise ValueError(f"weights {path}: must be {IMAGENET!r} or a file named .pth or .safetensors")
-    if not path.is_file():
-        raise ValueError(f"weights file {path} does not exist")
-    try:
-        if path.suffix == ".safetensors":
-            tensors = safetensors.torch.load_file(path)
-        else:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged or foreign file makes the parsers raise
-        reason = str(error).strip().split("\n")[0][:150] or type(error).__name__
-        raise ValueError(
-            f"weights file {path} cannot be read as {path.suffix} ({reason}); it is damaged or of another "
-            "kind, so fetch it again"
-        ) from error
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"weights file {path} holds something else than tensors by name; save a state_dict")
-    return dict(tensors), f"weights file {path}"
-
-
-def _download(arch: str) -> dict[str, Tensor]:
-    known = {} if arch in SMALL_MODELS else zoo.get_model_weights(arch).__members__
-    if "IMAGENET1K_V1" not in known:
-        raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
-    pinned = known["IMAGENET1K_V1"]
-    try:
-        return cast(dict[str, Tensor], pinned.get_state_dict(progress=True, check_hash=True))
-    except (OSError, RuntimeError, EOFError) as error:  # no network, no space; a wrong hash; a damaged cache
-        name = PurePosixPath(pinned.url).name
-        raise ValueError(
-            f"the ImageNet weights of {arch} cannot be downloaded ({error}); fetch {name} by hand from "
-            f"{pinned.url} and give it with --weights FILE"
-        ) from error
-
-
-def _load(backbone: nn.Module, arch: str, tensors: dict[str, Tensor], source: str) -> None:
-    """Copy every tensor but the head's; ValueError unless names and shapes are exactly the network's."""
-    if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
-        tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
-    head = f"{head_of(backbone)[0]}."  # one layer, or two where the file has a bottleneck
-    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(head)}
-    given = {
-        name: t
-        for name, t in tensors.items()
-        if not name.startswith(head) and not name.endswith("num_batches_tracked")
-    }
-    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
-    if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
-        raise ValueError(
-            f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
-            "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
-        )
-    wrong = [
-        f"{name} is {tuple(given[name].shape)} {given[name].dtype} for {tuple(own[name].shape)}"
-        for name in own
-        if name in given
-        and not (given[name].shape == own[name].shape and _same_kind(given[name].dtype, own[name].dtype))
-    ]
-    found = [
-        *([f"missing {_some(sorted(missing))}"] if missing else []),
-        *([f"unexpected {_some(sorted(unexpected))}"] if unexpected else []),
-        *([f"of the wrong shape or type {_some(wrong)}"] if wrong else []),
-    ]
-    if found:
-        raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
-
-
-def _same_kind(a: torch.dtype, b: torch.dtype) -> bool:
-    return a.is_floating_point == b.is_floating_point
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class ImageClassifier(nn.Module):

@@ -11,7 +11,8 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 
 from pfl_ext.configs import STRICT
-from pfl_ext.models.classifier import IMAGENET, Init, build_backbone
+from pfl_ext.models.classifier import Init, build_backbone
+from pfl_ext.models.weights import IMAGENET
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -67,6 +67,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "algorithms/fedir": ["algorithms/test_fedir"],
     "algorithms/fednova": ["algorithms/test_fednova"],
     "tasks/multi_label_scores": ["tasks/test_multi_label_scores", "tasks/test_ranking_device"],
+    "models/weights": ["models/test_models"],
     "models/classifier": ["models/test_models", "models/test_small_models"],
     "tasks/multi_label": ["tasks/test_tasks", "tasks/test_single_label", "engine/test_engine"],
     "algorithms/optimizers": ["algorithms/test_optimizers", "algorithms/test_local_sgd"],

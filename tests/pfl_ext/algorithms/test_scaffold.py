@@ -97,7 +97,7 @@ def test_a_gradient_counts_as_often_as_momentum_makes_it_count() -> None:
 
 
 def test_pfls_scaffold_ends_elsewhere_and_ours_at_the_optimum() -> None:
-    """The README's table. When pfl mends its own, this says so."""
+    """The README's table. When pfl fixes its own, this says so."""
     rate = 0.05
     assert scaffold_toy.end("FedAvg", rate) == pytest.approx(0.6899, abs=1e-4)
     assert scaffold_toy.end("pfl, option I", rate) == pytest.approx(2.0170, abs=1e-3)

@@ -23,12 +23,12 @@ from pfl_ext.models.classifier import (
     ImageClassifier,
     Init,
     Norm,
-    _read_weights,
     assert_no_live_batchnorm,
     build_backbone,
     head_of,
     probe_checksum,
 )
+from pfl_ext.models.weights import read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 
@@ -417,7 +417,7 @@ def test_the_downloaded_weights_are_the_pinned_ones(
 
 def test_an_arch_without_published_weights_of_that_name_is_refused() -> None:
     with pytest.raises(ValueError, match="no IMAGENET1K_V1 weights for vit_h_14"):
-        _read_weights("vit_h_14", "imagenet")
+        read_weights("vit_h_14", "imagenet")
 
 
 # The classifier

@@ -107,7 +107,7 @@ def test_the_running_sum_is_less_noisy_the_wider_the_band() -> None:
 
 
 def test_pfls_factor_is_longer_by_columns_than_its_accountant_believes() -> None:
-    """Why it is not used: if this fails, pfl has mended it."""
+    """Why it is not used: if this fails, pfl has fixed it."""
     rounds, separation = 24, 8
     mask = BandedMatrixFactorizationMechanism._get_banded_matrix_mask(rounds, separation - 1)
     gram = np.asarray(FTRLMatrixFactorizer(np.tril(np.ones((rounds, rounds))), mask).optimize(60))

@@ -82,7 +82,7 @@ def test_one_value_that_is_not_finite_makes_the_whole_update_zero(bad: float, cl
 
 
 def test_pfl_lets_nan_pass() -> None:
-    """Why clipping is not left to pfl: if this fails, pfl has mended it."""
+    """Why clipping is not left to pfl: if this fails, pfl has fixed it."""
     stats = MappedVectorStatistics({"w": torch.tensor([math.nan, 1.0])})
     out, _ = GaussianMechanism(0.1, 1.0).constrain_sensitivity(stats)
     assert torch.isnan(out["w"]).any()

@@ -74,7 +74,7 @@ def flair_like(seed: int, n: int = 400, k: int = 17, prevalence: float = 0.16) -
 
 
 def published_ap(scores: Array, targets: Array) -> float:
-    """reference/flair.md A5 word for word, for one task of any shape."""
+    """The AP that was published for FLAIR, step by step, for one task of any shape."""
     t = [i / 199 for i in range(200)]
     t[0], t[199] = t[0] - 1e-7, t[199] + 1e-7
     recall, precision = [], []
@@ -163,7 +163,7 @@ def test_binned_counts_are_right_on_and_beside_every_threshold() -> None:
 
 
 def test_compressing_scores_lowers_binned_ap_and_leaves_exact_ap_alone() -> None:
-    """predecessors.md 3: the reason why exact AP is the headline."""
+    """The reason why exact AP is the headline."""
     scores, targets = flair_like(2)
     before, after = summarise(scores, targets), summarise(scores * np.float32(2.0**-8), targets)
     assert after["C-AP"] == before["C-AP"]

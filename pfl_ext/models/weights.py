@@ -1,0 +1,107 @@
+"""Weights from a file or from torchvision, for a network that `pfl_ext.models.classifier` has built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+import safetensors.torch
+import torch
+import torchvision.models as zoo
+from torch import Tensor, nn
+
+from pfl_ext.models.small import SMALL_MODELS
+
+IMAGENET = "imagenet"
+"""As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
+
+
+def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors by name and where they came from, for messages.
+
+    Raises:
+        ValueError: for what cannot be had or read.
+    """
+    if str(weights) == IMAGENET:
+        return _download(arch), "torchvision's ImageNet weights"
+    path = Path(weights)
+    if path.suffix not in (".pth", ".safetensors"):
+        raise ValueError(f"weights {path}: must be {IMAGENET!r} or a file named .pth or .safetensors")
+    if not path.is_file():
+        raise ValueError(f"weights file {path} does not exist")
+    try:
+        if path.suffix == ".safetensors":
+            tensors = safetensors.torch.load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or foreign file makes the parsers raise
+        reason = str(error).strip().split("\n")[0][:150] or type(error).__name__
+        raise ValueError(
+            f"weights file {path} cannot be read as {path.suffix} ({reason}); it is damaged or of another "
+            "kind, so fetch it again"
+        ) from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"weights file {path} holds something else than tensors by name; save a state_dict")
+    return dict(tensors), f"weights file {path}"
+
+
+def _download(arch: str) -> dict[str, Tensor]:
+    known = {} if arch in SMALL_MODELS else zoo.get_model_weights(arch).__members__
+    if "IMAGENET1K_V1" not in known:
+        raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
+    pinned = known["IMAGENET1K_V1"]
+    try:
+        return cast(dict[str, Tensor], pinned.get_state_dict(progress=True, check_hash=True))
+    except (OSError, RuntimeError, EOFError) as error:  # no network, no space; a wrong hash; a damaged cache
+        name = PurePosixPath(pinned.url).name
+        raise ValueError(
+            f"the ImageNet weights of {arch} cannot be downloaded ({error}); fetch {name} by hand from "
+            f"{pinned.url} and give it with --weights FILE"
+        ) from error
+
+
+def load_weights(backbone: nn.Module, head: str, arch: str, tensors: dict[str, Tensor], source: str) -> None:
+    """Copy every tensor but those of the layers under ``head``: one, or two where the file has a bottleneck.
+
+    Raises:
+        ValueError: unless names and shapes are exactly the network's.
+    """
+    if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
+        tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
+    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(f"{head}.")}
+    given = {
+        name: t
+        for name, t in tensors.items()
+        if not name.startswith(f"{head}.") and not name.endswith("num_batches_tracked")
+    }
+    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
+    if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
+        raise ValueError(
+            f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
+            "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
+        )
+    wrong = [
+        f"{name} is {tuple(given[name].shape)} {given[name].dtype} for {tuple(own[name].shape)}"
+        for name in own
+        if name in given
+        and not (given[name].shape == own[name].shape and _same_kind(given[name].dtype, own[name].dtype))
+    ]
+    found = [
+        *([f"missing {_some(sorted(missing))}"] if missing else []),
+        *([f"unexpected {_some(sorted(unexpected))}"] if unexpected else []),
+        *([f"of the wrong shape or type {_some(wrong)}"] if wrong else []),
+    ]
+    if found:
+        raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+
+def _same_kind(a: torch.dtype, b: torch.dtype) -> bool:
+    return a.is_floating_point == b.is_floating_point
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
