@@ -2,7 +2,7 @@
 
     make horovod            (or: python -m pfl_ext.workers.build_horovod)
 
-The published source does not build with a torch of today. What is repaired, in the order of `MENDS`, and
+The published source does not build with a torch of today. What is repaired, in the order of `REPAIRS`, and
 nothing else:
 
 1. C++ standard. Horovod asks for C++14 in two places; torch's headers need C++17 since 2.1 and C++20 since
@@ -38,7 +38,7 @@ BUILDING = ("setuptools<=84.2.1", "wheel<=0.45.1")  # newer ones have not been t
 RUNTIME = ("cloudpickle", "psutil", "cffi", "packaging", "PyYAML")
 CXX_STANDARD = "20"
 
-MENDS: tuple[tuple[str, str, str], ...] = (
+REPAIRS: tuple[tuple[str, str, str], ...] = (
     ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
     ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {CXX_STANDARD})"),
     (
@@ -174,9 +174,9 @@ def fetch(folder: Path) -> Path:
     return folder / f"horovod-{VERSION}"
 
 
-def mend(source: Path, cuda: Path | None) -> None:
-    """Apply `MENDS`; each must find exactly the text that it replaces."""
-    for name, old, new in MENDS:
+def repair(source: Path, cuda: Path | None) -> None:
+    """Apply `REPAIRS`; each must find exactly the text that it replaces."""
+    for name, old, new in REPAIRS:
         path = source / name
         text = path.read_text()
         assert text.count(old) == 1, f"{name} holds {old!r} {text.count(old)} times"
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="horovod-") as folder:
             run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
             source = fetch(Path(folder))
-            mend(source, cuda)
+            repair(source, cuda)
             words = (
                 "install",
                 "--verbose",
