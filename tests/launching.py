@@ -33,7 +33,8 @@ def command(launcher: str, workers: int, module: str, *words: str, fresh: bool =
         workers: how many.
         module: what each of them runs.
         words: its arguments.
-        fresh: each worker is an interpreter of its own, for what depends on how pfl is imported.
+        fresh: each worker is an interpreter of its own, with its own seed of string hashes and its own
+            imports.
     """
     worker = [sys.executable, "-m", module, *words] if fresh else warmly(module, *words)
     if launcher == "torchrun":
@@ -49,7 +50,17 @@ def warmly(module: str, *words: str) -> list[str]:
 
 def fresh_environment(**more: str) -> dict[str, str]:
     """Without what pytest or an outer launcher left; one thread a worker; with some ``more`` variables."""
-    own = ("PYTEST_", "HOROVOD_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PFL_")
+    own = (
+        "PYTEST_",
+        "PYTHONHASHSEED",
+        "HOROVOD_",
+        "TORCHELASTIC_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "PFL_",
+    )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     return {**kept, **paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}

@@ -8,8 +8,9 @@ starts in place of ``python -m MODULE WORDS...``:
 
 It hands its environment, directory and streams to the new process, passes signals on to it, and ends as it
 ends: with the same exit code, or by the same signal. If the client is killed, the process is killed. The
-process runs with the client's variables; only what Python itself reads at its start, such as the seed of
-string hashes, is the server's.
+process runs with the client's variables. If one that is read only at a start (`READ_AT_START`) differs from
+the server's, the process becomes a fresh interpreter. All forked processes share one seed of string hashes:
+what must not depend on the order of a set is tested in fresh interpreters.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +44,8 @@ MODULES = (
     "horovod.runner.launch",
 )
 """What the server imports; without Horovod, all but its modules."""
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "ONEDNN_", "DNNL_", "CUDA_")
+"""How variables begin that Python, torch or its libraries read once: a forked process would ignore them."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 LOST_SERVER = 70
 STATUS_BYTES, LENGTH_BYTES = 2, 4
@@ -149,10 +153,16 @@ class Forks:
         self._listener.close()
 
 
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `READ_AT_START`."""
+    return {key: value for key, value in environment.items() if key.startswith(READ_AT_START)}
+
+
 def serve(address: str) -> None:
     """Be the server until the standard input ends."""
     import numpy
 
+    at_start = read_at_start(os.environ)
     for module in MODULES:
         try:
             importlib.import_module(module)
@@ -166,6 +176,9 @@ def serve(address: str) -> None:
         gc.freeze()  # a collection in a new process would copy all that the processes share
         request = Forks(listener).serve()
     os.chdir(request.directory)
+    if read_at_start(request.environment) != at_start:
+        words = [sys.executable, "-m", request.module, *request.words]
+        os.execve(sys.executable, words, request.environment)
     os.environ.clear()
     os.environ.update(request.environment)
     numpy.random.seed()  # noqa: NPY002  each new interpreter has another state, too

@@ -1,0 +1,39 @@
+"""Processes that are forked with torch imported are what a fresh interpreter would be."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launching import fresh_environment, run, warmly
+
+
+def printed(expression: str, **more: str) -> str:
+    """What a process of `warmly` prints of an expression, with these variables."""
+    words = warmly("timeit", "-n1", "-r1", f"import os, sys; print({expression})")
+    return run(words, 0, **more).splitlines()[0]
+
+
+@pytest.mark.xdist_group("workers")
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PYTHONHASHSEED", "1"),
+        ("OMP_NUM_THREADS", "2"),
+        ("ATEN_CPU_CAPABILITY", "default"),
+        ("MKL_ENABLE_INSTRUCTIONS", "SSE4_2"),
+        ("ONEDNN_MAX_CPU_ISA", "SSE41"),
+        ("CUDA_VISIBLE_DEVICES", "7"),
+    ],
+)
+def test_a_variable_that_is_read_at_the_start_starts_a_fresh_interpreter(variable: str, value: str) -> None:
+    both = f"'torch' in sys.modules, os.environ.get('{variable}')"
+    assert printed(both).startswith("True ")
+    assert printed(both, **{variable: value}) == f"False {value}"
+
+
+@pytest.mark.xdist_group("workers")
+def test_fresh_interpreters_differ_in_how_they_hash_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # as tox sets it
+    assert "PYTHONHASHSEED" not in fresh_environment()
+    hashes = {seed: printed("hash('word')", PYTHONHASHSEED=seed) for seed in ("1", "2")}
+    assert hashes["1"] != hashes["2"]
