@@ -25,7 +25,7 @@ from dataset.cli import run as run_command
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import CpuKernels, Form
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers
 from pfl_ext.models.classifier import build_backbone, memory_format
 
@@ -75,7 +75,7 @@ def layer_times(layer: Convolution, images: int, side: int, repeats: int) -> lis
     e = torch.randn(images, layer.out_channels, *form.output(side, side))
     weight = layer.weight.detach().contiguous()
     ours = [t.contiguous(memory_format=torch.channels_last) for t in (x, e, weight)]
-    kernels, wanted = layer.kernels, (layer.in_channels >= CHANNELS, True)
+    kernels, wanted = layer.kernels, (True, True)
     stride, padding, dilation = [form.stride] * 2, [form.top, form.left], [1, 1]
     backward = torch.ops.aten.convolution_backward
     works: list[Callable[[], object]] = [

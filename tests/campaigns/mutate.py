@@ -91,7 +91,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "workers/transport": ["workers/test_transport", "workers/test_distributed"],
     "engine/cohort": _ENGINE,
     "engine/gradients": _ENGINE,
-    "engine/lane": _ENGINE,
+    "engine/lane": [*_ENGINE, "engine/test_on_card"],
     "engine/layout": _ENGINE,
     "engine/norms": _ENGINE,
     "engine/one_step": _ENGINE,

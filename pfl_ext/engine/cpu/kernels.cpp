@@ -4,7 +4,6 @@
 
 #include "direct.h"
 #include "group_norm.h"
-#include "thin.h"
 #include "winograd.h"
 
 // work(a), or work(b) where `half` says so; 1 where there was no memory for it, else 0
@@ -87,12 +86,10 @@ long convolve(const void* x, const float* w, void* y, long threads, long half, l
     typedef Image<V> I;
     split(n, threads, [&](long first, long last, long) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
-      const auto work = c < CHANNELS ? thin<V> : direct<V>;
-      work(at<I>(x, first, h * width * c), w, at<I>(y, first, o.down * o.across * k), o);
+      direct<V>(at<I>(x, first, h * width * c), w, at<I>(y, first, o.down * o.across * k), o);
     });
   });
 }
-// With fewer than CHANNELS channels dx must be null.
 long convolve_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
                        long h, long width, long c, long k, long high, long wide, long stride, long top, long left) {
   return with(half, [&](auto kind) {
@@ -100,11 +97,8 @@ long convolve_backward(const void* x, const void* e, const float* w, void* dx, f
     typedef Image<V> I;
     split_sum(n, threads, dw, high * wide * c * k, [&](long first, long last, float* own) {
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
-      const I*xs = at<I>(x, first, h * width * c), *es = at<I>(e, first, o.down * o.across * k);
-      if (c < CHANNELS)
-        thin_backward<V>(xs, es, own, o);
-      else
-        direct_backward<V>(xs, es, w, at<I>(dx, first, h * width * c), own, o);
+      direct_backward<V>(at<I>(x, first, h * width * c), at<I>(e, first, o.down * o.across * k), w,
+                         at<I>(dx, first, h * width * c), own, o);
     });
   });
 }

@@ -24,7 +24,7 @@ from pfl_ext.engine.cpu.build import Unavailable, compiled, processor
 from pfl_ext.engine.cpu.choice import Feature
 
 CHANNELS = 32
-"""Channels must be a multiple of this; those of a convolution's images may also be fewer."""
+"""Channels must be a multiple of this."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
@@ -130,7 +130,7 @@ class CpuKernels:
             return self.convolution(x.float(), weight, form).to(x.dtype)
         x, weight = _last(x), _last(weight)
         out = _empty((n, k, *form.output(h, w)), x.dtype)
-        if c >= CHANNELS and form.pays(n, h, w):
+        if form.pays(n, h, w):
             self._call("conv3x3", (x, weight, out), n, h, w, c, k)
         else:
             self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
@@ -145,12 +145,10 @@ class CpuKernels:
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             dx, dw = self.convolution_backward(x.float(), e.float(), weight, form, wanted)
             return None if dx is None else dx.to(x.dtype), dw
-        if c < CHANNELS and wanted[0]:
-            raise ValueError(f"the gradient of images with fewer than {CHANNELS} channels")
         x, e, weight = _last(x), _last(e), _last(weight)
         dx = torch.empty_like(x) if wanted[0] else None
         dw = torch.empty_like(weight) if wanted[1] else None
-        if c >= CHANNELS and form.pays(n, h, w):
+        if form.pays(n, h, w):
             self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
         else:
             self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))

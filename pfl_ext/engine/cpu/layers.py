@@ -47,9 +47,8 @@ class Convolution(nn.Conv2d):
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        few = self.in_channels < CHANNELS  # whose images' gradient is torch's to find
         half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
-        return taken(x) and not (few and x.requires_grad) and (self.kernels.has_halves or not half)
+        return taken(x) and (self.kernels.has_halves or not half)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
@@ -199,6 +198,5 @@ def compilable(layer: nn.Module) -> bool:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
     plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
-    small = max(layer.kernel_size) <= 3  # with larger ones torch was the faster
-    images = layer.in_channels < CHANNELS or (layer.in_channels % CHANNELS == 0 and small)
-    return plain and images and layer.out_channels % CHANNELS == 0
+    small = max(layer.kernel_size) <= 3  # torch is faster with larger ones, and with few channels
+    return plain and small and layer.in_channels % CHANNELS == 0 and layer.out_channels % CHANNELS == 0

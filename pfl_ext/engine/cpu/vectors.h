@@ -25,7 +25,7 @@ constexpr int L = 8;
 constexpr int L = 4;
 #endif
 constexpr long WIDE = 2 * L;  // columns of a product that are held in registers
-constexpr long CHANNELS = 32;  // theirs are multiples of it, but for those of a convolution's images with fewer
+constexpr long CHANNELS = 32;  // theirs are multiples of it
 
 typedef float vec __attribute__((vector_size(4 * L)));
 struct Floats {  // a vector at any address

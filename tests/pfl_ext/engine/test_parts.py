@@ -21,9 +21,9 @@ from pfl_ext.engine.norms import squared_norm
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
-from pfl_ext.engine.trim import Trimmed, live_taps
+from pfl_ext.engine.trim import Trimmed, _cut, live_taps
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
-from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.privacy.mechanisms import LARGEST, Clipping
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.task import Task
 from tests.closeness import assert_close_as_vector
@@ -150,12 +150,15 @@ def counted(sums: Sums) -> Refused:
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("what", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("what", [float("inf"), float("-inf"), float("nan"), 2 * LARGEST])
 @pytest.mark.parametrize("variable", ["w", "b"])
 def test_one_variable_that_is_not_finite_refuses_its_user_and_nobody_else(
     variable: str, what: float, clipping: Clipping
 ) -> None:
-    """All of that user's variables, as its norm is unknown; the others send what they send without it."""
+    """All of that user's variables, as its norm is unknown; the others send what they send without it.
+
+    A norm above `LARGEST` counts as not finite: its factor would lose digits as float32.
+    """
     weights = torch.ones(3, dtype=torch.float64)
 
     def added(bad: bool) -> Sums:
@@ -308,6 +311,15 @@ def test_a_trimmed_network_is_the_same_with_a_third_of_the_weights() -> None:
         assert_close_as_vector(whole[name], gradient, 3 * RESNET18)  # there, back, and a sum over positions
     wide = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=64, exact_crops=True)
     assert Trimmed(wide).model is wide, "at 64 pixels every tap is live"
+
+
+def test_a_kernel_is_trimmed_on_each_side_by_itself() -> None:
+    """Of a kernel of 3 x 5 taps, the middle row and the middle three columns."""
+    layer = nn.Conv2d(1, 1, (3, 5), padding=(1, 2))
+    sides = (slice(1, 2), slice(1, 4))
+    taps = _cut(layer, sides)
+    assert (taps.kernel_size, taps.padding) == ((1, 3), (0, 1))
+    assert torch.equal(taps.weight, layer.weight[:, :, 1:2, 1:4])
 
 
 @pytest.mark.parametrize("size", [1, 1023, 1024, 5000])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import DistNetworkError
 
 from pfl_ext.workers import transport
+from pfl_ext.workers.launch import Launch
 
 
 class OnCard(Tensor):
@@ -36,3 +39,19 @@ def test_sums_travel_from_card_to_card_by_nccl_and_by_way_of_the_cpu_without_it(
     own.sum_(flat)
     assert carried == [OnCard if nccl else Tensor]
     assert flat.tolist() == [0, 3, 6, 9], "the sum comes back to where the data was"
+
+
+def test_the_first_worker_serves_the_store_where_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a scheduler that sets torchrun's variables and starts the workers itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    second = transport.open_transport(Launch("torchrun", rank=1, world_size=2), 1)
+    with pytest.raises(DistNetworkError):  # nobody serves it yet
+        second.store(0.5)
+    first = transport.open_transport(Launch("torchrun", rank=0, world_size=2), 5)
+    first.store(5).set("word", "said")
+    assert second.store(5).get("word") == b"said"

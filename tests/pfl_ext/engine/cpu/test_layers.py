@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu import kernels as cpu_kernels
@@ -23,11 +21,7 @@ from tests.pfl_ext.engine.cpu.roundings import (
     UNIT,
     WINOGRAD,
     compiled,
-    drawn,
-    exact,
-    fitting,
     relative,
-    roundings_of,
     with_halves,
 )
 from tests.pfl_ext.engine.setting import (
@@ -61,38 +55,11 @@ def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> No
 
 
 @compiled
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.integers(1, 3),
-    size=st.tuples(*[st.integers(3, 13)] * 2),
-    channels=st.sampled_from([(1, 32), (3, 64), (31, 32)]),
-    kernel=st.tuples(st.integers(1, 7), st.integers(1, 7)),
-    stride=st.integers(1, 3),
-    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-)
-def test_a_convolution_of_few_channels_is_torchs(
-    n: int,
-    size: tuple[int, int],
-    channels: tuple[int, int],
-    kernel: tuple[int, int],
-    stride: int,
-    padding: tuple[int, int],
-) -> None:
+@pytest.mark.parametrize("channels", [(3, 64), (31, 32), (32, 33)])
+def test_a_convolution_of_other_channels_is_torchs(channels: tuple[int, int]) -> None:
     assert KERNELS is not None
-    form = fitting(kernel, size, stride, padding)
-    x, weight, e = drawn(n, size, channels, form)
-    y, dx, dw = exact(x, weight, e, form)
-    margins = roundings_of(x, e, form)
-    assert relative(KERNELS.convolution(x, weight, form), y) < margins[0]
-    assert relative(KERNELS.convolution_backward(x, e, weight, form, (False, True))[1], dw) < margins[2]
-    with pytest.raises(ValueError, match="fewer than 32 channels"):
-        KERNELS.convolution_backward(x, e, weight, form, (True, True))
-    theirs = nn.Conv2d(*channels, kernel, stride, padding, bias=False)
-    theirs.weight.data = weight
-    layer = CpuLayers(KERNELS, FLOAT32).replaced(theirs)
-    assert type(layer) is Convolution
-    image = x.clone().requires_grad_()  # then torch does it
-    assert relative(torch.autograd.grad(layer(image), image, e)[0], dx) < margins[1]
+    theirs = nn.Conv2d(*channels, 3)
+    assert CpuLayers(KERNELS, FLOAT32).replaced(theirs) is theirs
 
 
 def resnet(norm: str) -> nn.Module:
@@ -125,7 +92,7 @@ def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
     assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
     kinds = [type(layer) for layer in ours.modules()]
-    assert kinds.count(Convolution) == 20
+    assert kinds.count(Convolution) == 19, "all but the first, of three channels"
     assert kinds.count(GroupNorm) == (20 if norm == "group" else 0)
     x = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(1))
     assert_same(ours, theirs, x)
