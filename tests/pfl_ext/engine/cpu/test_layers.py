@@ -168,6 +168,7 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
         nn.Conv2d(32, 32, 5),
         nn.Conv2d(48, 32, 3),
         nn.Conv2d(3, 24, 3),
+        nn.GroupNorm(2, 24),
     )
     before = [type(layer) for layer in odd]
     assert kernels_for(ImageClassifier(odd, task=MultiLabel(), input_size=10)) is None
