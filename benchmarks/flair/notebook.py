@@ -1,64 +1,29 @@
-"""A page of ``# %%`` cells as an executed Jupyter notebook, with no Jupyter: for people and for the tests.
+"""Executes a Jupyter notebook with no Jupyter: its code cells run, and their outputs are written into it.
 
-python -m benchmarks.flair.notebook        benchmarks/flair/tutorial.py -> tutorial.ipynb beside it
+python -m benchmarks.flair.notebook [PAGE.ipynb]        by default benchmarks/flair/tutorial.ipynb
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import io
 import json
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.config.trees import Tree
+from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 
-PAGE = Path(__file__).parent / "tutorial.py"
-MARKDOWN = "# %% [markdown]"
+TUTORIAL = Path(__file__).parent / "tutorial.ipynb"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Text or code of one cell."""
-
-    kind: str
-    source: str
-
-
-def cells(page: str) -> list[Cell]:
-    """The cells of a page; in markdown cells every line is a comment.
-
-    Raises:
-        ValueError: for text before the first cell, or a line of code in a markdown cell.
-    """
-    out: list[Cell] = []
-    block: list[str] = []
-    kind = ""
-    for line in [*page.splitlines(), "# %%"]:
-        if not line.startswith("# %%"):
-            block.append(line)
-            continue
-        text = "\n".join(block).strip("\n")
-        if kind == "" and text:
-            raise ValueError("the page must begin with # %%")
-        if kind == "markdown":
-            stray = [part for part in text.splitlines() if not part.startswith("#")]
-            if stray:
-                raise ValueError(f"in a markdown cell every line begins with #: {stray[0]!r}")
-            text = "\n".join(part[1:].removeprefix(" ") for part in text.splitlines())
-        if text:
-            out.append(Cell(kind, text))
-        kind, block = ("markdown" if line == MARKDOWN else "code"), []
-    return out
-
-
-def _figures() -> list[dict[str, Any]]:
+def _figures() -> list[Tree]:
     """The open pyplot figures as outputs; they are closed."""
     from matplotlib import pyplot
 
@@ -73,7 +38,7 @@ def _figures() -> list[dict[str, Any]]:
     return out
 
 
-def execute(page: Sequence[Cell], name: str) -> dict[str, Any]:
+def execute(notebook: Tree, name: str) -> Tree:
     """Run the code cells in order in one namespace; the notebook with what they printed and drew.
 
     An exception of a cell is not caught: a page that fails makes no notebook.
@@ -82,38 +47,38 @@ def execute(page: Sequence[Cell], name: str) -> dict[str, Any]:
 
     matplotlib.use("Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    entries, count = [], 0
-    for number, cell in enumerate(page):
-        source = cell.source.splitlines(keepends=True)
-        identity = hashlib.sha256(f"{number} {cell.source}".encode()).hexdigest()[:8]
-        entry: dict[str, Any] = {"cell_type": cell.kind, "id": identity, "metadata": {}, "source": source}
-        if cell.kind == "code":
+    cells, count = [], 0
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
             count += 1
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec(compile(cell.source, f"{name}, cell {number}", "exec"), namespace)
+                exec(compile("".join(cell["source"]), f"{name}, cell {number}", "exec"), namespace)
             stream = {"output_type": "stream", "name": "stdout"}
             text = printed.getvalue().splitlines(keepends=True)
-            entry["outputs"] = ([{**stream, "text": text}] if text else []) + _figures()
-            entry["execution_count"] = count
-        entries.append(entry)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return {"cells": entries, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+            outputs = ([{**stream, "text": text}] if text else []) + _figures()
+            cell = {**cell, "execution_count": count, "outputs": outputs}
+        cells.append(cell)
+    return {**notebook, "cells": cells}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Execute the tutorial and write its notebook."""
-    if {"--help", "-h"} & set(argv):
-        print(__doc__)
-        return
-    if len(argv) > 1 or any(word.startswith("-") for word in argv):
-        raise ValueError("write: python -m benchmarks.flair.notebook [PAGE.py]")
-    page = Path(argv[0]) if argv else PAGE
-    notebook = execute(cells(page.read_text()), page.name)
-    path = page.resolve().with_suffix(".ipynb")
-    write_bytes(path, (json.dumps(notebook, indent=1) + "\n").encode())
-    print(f"{path}: {len(notebook['cells'])} cells")
+    """Execute a notebook and write its outputs into it."""
+    parser = OneLineParser(
+        prog="python -m benchmarks.flair.notebook",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("page", type=Path, nargs="?", default=TUTORIAL, metavar="PAGE.ipynb")
+    path: Path = parser.parse_args(argv).page.resolve()
+    try:
+        notebook = json.loads(path.read_text())
+        count = len([(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]])
+    except (ValueError, LookupError, TypeError) as fault:
+        raise ValueError(f"{path} is no Jupyter notebook ({fault!r}): give a file.ipynb") from fault
+    text = json.dumps(execute(notebook, path.name), indent=1) + "\n"
+    write_bytes(path, text.encode())
+    print(f"{path}: {count} cells")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ BAD = [
     ("per_user", "folder --local.learning_rate=1", "only personal.*, runtime.* and data_path"),
     ("standin", "", "required: --output_file"),
     ("standin", "--output_file=w.safetensors --method=magic", "invalid choice: 'magic'"),
-    ("notebook", "one two", "write: python -m benchmarks.flair.notebook"),
+    ("notebook", "one two", "unrecognized arguments: two"),
     ("notebook", "nowhere.py", "nowhere.py"),
     ("flair_bench", "--cases nope", "--cases: invalid choice: 'nope'"),
     ("flair_bench", "--rounds 0", "--rounds is 0"),
