@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -30,11 +29,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from benchmarks.core.config.trees import Tree
 from dataset.cli import OneLineParser, run
+from dataset.files import write_json
 from dataset.flair import download_preprocess
-from dataset.store.annotations import LabelMatrix
+from dataset.flair.mini import MiniSpec, mini_index
 from dataset.store.hdf5 import DataFile, DataWriter
-from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex
+from dataset.store.index import TAXONOMIES
 
 CONTENDERS = {
     "naive": [],
@@ -92,11 +93,8 @@ def measure_here(contender: str, folder: Path, output: Path, extra: Sequence[str
         arguments = ["--source", str(folder), "--output_file", str(output), *CONTENDERS[contender], *extra]
         download_preprocess.main(arguments)
     seconds = time.perf_counter() - start
-    print(
-        json.dumps(
-            {"seconds": seconds, "peak_rss_mb": peak_rss_mb(), "output_mb": output.stat().st_size / 1e6}
-        )
-    )
+    found = {"seconds": seconds, "peak_rss_mb": peak_rss_mb(), "output_mb": output.stat().st_size / 1e6}
+    print(json.dumps(found))
 
 
 def peak_rss_mb() -> float:
@@ -105,52 +103,50 @@ def peak_rss_mb() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
 
 
-def measure(contender: str, folder: Path, images: int, extra: Sequence[str] = ()) -> dict[str, Any]:
+def measure(contender: str, folder: Path, images: int, extra: Sequence[str] = ()) -> Tree:
     """Run a contender in a process of its own on ``folder``; its output is deleted."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, "-m", __spec__.name, "--one", contender, "--source", str(folder)]
         command += ["--output", str(Path(scratch) / "out.hdf5"), *extra]
         os.sync()  # what an earlier contender left to be written is not this one's to wait for
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-        result: dict[str, Any] = json.loads(done.stdout)
+        result: Tree = json.loads(done.stdout)
     result["images_per_s"] = images / result["seconds"]
     print(f"{contender:>12} {images:>6} images: {result}", file=sys.stderr)
     return result
 
 
-def opening(users: int, folder: Path) -> dict[str, float]:
-    """Seconds to open a file of so many users (8.35 images each on average) and read its index."""
-    counts = np.random.default_rng(0).geometric(1 / 8.35, users)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    total = int(offsets[-1])
-    sizes, labels = {"labels": (17, 3), "fine_grained_labels": (1628, 5)}, {}
-    for name, (width, each) in sizes.items():
-        columns = np.sort((np.arange(total)[:, None] + np.arange(each)) % (width - each), axis=1)
-        labels[name] = LabelMatrix(np.arange(total + 1) * each, columns.ravel().astype(np.uint16), width)
-    split = SplitIndex(
-        [f"{user:08d}@N00" for user in range(users)],
-        offsets,
-        np.repeat(np.arange(users, dtype=np.int32), counts),
-        [str(10**10 + image) for image in range(total)],
-        labels,
-    )
-    mappings = {name: {f"{i:04d}": i for i in range(width)} for name, (width, _) in sizes.items()}
-    index, path = DatasetIndex({"train": split}, mappings), folder / "opening.hdf5"
+def opening(users: int, folder: Path) -> Tree:
+    """Seconds to open a file with so many users of FLAIR's shape and read its index."""
+    index, path = mini_index(MiniSpec(train_users=users, val_users=1, test_users=1)), folder / "opening.hdf5"
     with DataWriter(path, index, storage="raw", image_size=1) as writer:
-        writer.write("train", np.arange(total), np.zeros((total, 1, 1, 3), np.uint8))
+        for name, split in index.splits.items():
+            writer.write(name, np.arange(split.num_images), np.zeros((split.num_images, 1, 1, 3), np.uint8))
     times = []
     for _ in range(5):
         start = time.perf_counter()
         with DataFile(path) as file:
-            file.split("train")
+            images = file.split("train").num_images
         times.append(time.perf_counter() - start)
     return {
         "users": users,
-        "images": total,
+        "images": images,
         "seconds": min(times),
         "worst_of_5_s": max(times),
         "target_s": 0.2,
     }
+
+
+def memory(source: Path, counts: Sequence[int], scratch: Path) -> Tree:
+    """Peak memory of two ways to store, for each of these numbers of images, and its growth."""
+    folders = {images: scratch / f"memory-{images}" for images in counts}
+    for images, folder in folders.items():
+        repeat(source, images, folder)
+    report = {}
+    for name, words in {"jpeg+full": (), "raw": ("--image_size", "64")}.items():
+        peaks = [measure(name, folder, images, words)["peak_rss_mb"] for images, folder in folders.items()]
+        report[name] = {"images": list(counts), "peak_rss_mb": peaks, "ratio": peaks[-1] / peaks[0]}
+    return report
 
 
 def main(argv: Sequence[str]) -> None:
@@ -172,37 +168,19 @@ def main(argv: Sequence[str]) -> None:
         return
     if not options.source.is_dir():
         raise ValueError(f"--source {options.source} is not a folder; give one with parquet as apple/flair's")
-    few, many = options.memory_images
-    report: dict[str, Any] = {
-        "cores": os.cpu_count(),
-        "machine": platform.platform(),
-        "images": options.images,
-    }
+    report: Tree = {"cores": os.cpu_count(), "machine": platform.platform(), "images": options.images}
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        repeat(options.source, options.images, Path(scratch) / "speed")
-        report["speed"] = {
-            name: measure(name, Path(scratch) / "speed", options.images) for name in CONTENDERS
-        }
-        base = report["speed"]["naive"]["images_per_s"]
+        folder = Path(scratch) / "speed"
+        repeat(options.source, options.images, folder)
+        report["speed"] = {name: measure(name, folder, options.images) for name in CONTENDERS}
+        speeds = {name: found["images_per_s"] for name, found in report["speed"].items()}
         report["times_naive"] = {
-            name: {"measured": report["speed"][name]["images_per_s"] / base, "target": target}
+            name: {"measured": speeds[name] / speeds["naive"], "target": target}
             for name, target in TARGETS.items()
         }
-        for images in (few, many):
-            repeat(options.source, images, Path(scratch) / f"memory-{images}")
-        report["memory"] = {}
-        for name, words in {"jpeg+full": (), "raw": ("--image_size", "64")}.items():
-            peaks = [
-                measure(name, Path(scratch) / f"memory-{images}", images, words)["peak_rss_mb"]
-                for images in (few, many)
-            ]
-            report["memory"][name] = {
-                "images": [few, many],
-                "peak_rss_mb": peaks,
-                "ratio": peaks[1] / peaks[0],
-            }
+        report["memory"] = memory(options.source, options.memory_images, Path(scratch))
         report["opening"] = opening(41_131, Path(scratch))
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.output, report)
     print(json.dumps({key: report[key] for key in ("times_naive", "memory", "opening")}, indent=1))
 
 
