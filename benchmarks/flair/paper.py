@@ -1,13 +1,30 @@
-"""The numbers of the FLAIR paper (Table 1 and the table beside Figure 4)."""
+"""The FLAIR paper's numbers (Table 1, and the table beside Figure 4), and what can be held against them.
+
+A run's config is said in terms of what is shipped: a setting, a scale, and what differs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pfl_ext.tasks.multi_label_scores import COLUMNS
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.sections import LocalPrivacySection
+from benchmarks.core.config.trees import Tree
+from benchmarks.flair.config import FLAIR, Config, parse
+from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
+
+SCORES = dict.fromkeys(("val", "test"), (*COLUMNS, *BINNED.values()))
+"""What the results of a run must hold to be reported."""
+LOCAL = "LDP-"
+"""How the rows of runs with local differential privacy begin."""
+FLAIR_USERS = {"train": 41131, "val": 5141, "test": 5142}
+FLAIR_IMAGES = {"train": 345879, "val": 39239, "test": 43960}
 
 
 @cache
@@ -36,3 +53,111 @@ def per_class(setting: str) -> dict[str, float]:
     """The paper's AP of each coarse class in percent; empty for settings the paper does not give."""
     table = _table()["per_class_ap"]
     return dict(zip(table["classes"], table[setting])) if setting in table else {}
+
+
+def is_flair(data: Tree) -> bool:
+    """Whether these are facts of FLAIR itself: its users and images, not drawn ones."""
+    counts = (data.get("users"), data.get("images"))
+    return data.get("source") != "mini" and counts == (FLAIR_USERS, FLAIR_IMAGES)
+
+
+def _fields_of(config: Config) -> Tree:
+    """What seeds of one experiment share, without the weights, which a label has from ``results.json``."""
+    fields = experiment(dataclasses.asdict(config), Config)
+    return {k: v for k, v in fields.items() if k not in ("setting", "model.weights_sha256")}
+
+
+@cache
+def _shipped(setting: str, scale: str | None, recipe: str | None) -> Tree:
+    words = [f"--config={setting.replace(LOCAL, 'fl-', 1).lower()}"]
+    words += [f"--{key}={name}" for key, name in (("scale", scale), ("recipe", recipe)) if name is not None]
+    if setting.startswith(LOCAL):
+        words += ["--federated.weighting=users", f"--local_privacy.epsilon={LocalPrivacySection.epsilon}"]
+    return _fields_of(parse(words).config)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run's config, said as a setting, a scale, and the fields in which it differs from them.
+
+    A run with local differential privacy is of none of the paper's settings, whatever config it came from:
+    ``LDP-R-17`` is FL-R-17, every user weighted alike, with the defaults of ``local_privacy``.
+    """
+
+    setting: str
+    scale: str | None
+    differences: tuple[str, ...]
+
+    @property
+    def essential(self) -> tuple[str, ...]:
+        """The differences that make another experiment of it; the noise of the paper's own code does not."""
+        return tuple(text for text in self.differences if text != "privacy.noise=paper_bug")
+
+    @property
+    def reason(self) -> str:
+        """Why this run cannot be compared with the paper's row, where differences are essential."""
+        return f"config differs: {', '.join(self.essential)}"
+
+    @property
+    def label(self) -> str:
+        """``FL-R-17, data.partition=iid``."""
+        return ", ".join((self.setting, *self.differences))
+
+
+def variant(config: Config) -> Variant:
+    """The shortest description of a config in terms of what is shipped."""
+    local = config.local_privacy is not None
+    if config.setting.lower() not in FLAIR.settings or config.setting not in settings():
+        unlike = ("local differential privacy", "its own config") if local else ("its own config",)
+        return Variant(config.setting, None, unlike)
+    setting = LOCAL + config.setting.split("-", 1)[1] if local else config.setting
+    fields, candidates = _fields_of(config), []
+    for recipe, scale in itertools.product((None, "pfl"), (None, *FLAIR.scales)):
+        try:
+            base = _shipped(setting, scale, recipe)
+        except ValueError:
+            continue  # the recipe does not go with the setting
+        keys = [key for key in {**base, **fields} if base.get(key) != fields.get(key)]
+        if "privacy" in fields and "privacy" not in base:  # none of its keys, where the row has them
+            keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
+        differences = [] if recipe is None else [f"recipe={recipe}"]
+        differences += [f"{key}={_word(fields.get(key))}" for key in keys]
+        candidates.append(Variant(setting, scale, tuple(differences)))
+    return min(candidates, key=lambda candidate: len(candidate.differences))
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:
+    """Why a run's numbers cannot be held against the paper's row of its setting; empty where they can.
+
+    Args:
+        config: the run's.
+        results: its results.json.
+        data: the facts of its data file; empty where they are not known.
+    """
+    described = variant(config)
+    out = []
+    if not data:
+        released = config.privacy is not None and config.privacy.release == "public"
+        why = "a public release does not describe the data" if released else "the data file cannot be opened"
+        out.append(f"{why}, so it is not known whether it is FLAIR")
+    elif not is_flair(data):
+        out.append("the data set is not FLAIR")
+        labels = len(results["per_class_ap"])
+        expected = 17 if config.data.taxonomy == "labels" else 1628
+        if labels != expected:
+            out.append(f"{labels:,} labels for {expected:,}")
+    if config.local_privacy is not None:
+        out.append("local differential privacy, of which the paper has no row")
+    if described.scale is not None:
+        out.append(f"scale {described.scale}")
+    if described.essential:
+        out.append(described.reason)
+    weights = results.get("weights")
+    if config.model.pretrained and not (weights and weights.get("imagenet")):
+        origin = weights.get("description") or weights["file"] if weights else "not recorded"
+        out.append(f"weights are not torchvision's ImageNet ones ({origin})")
+    return tuple(out)

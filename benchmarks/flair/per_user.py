@@ -23,9 +23,9 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.devices import pfl_device
 from benchmarks.core.experiment import build_model
 from benchmarks.flair.config import FLAIR, Run, parse
+from benchmarks.flair.paper import SCORES as REPORTED
+from benchmarks.flair.results import SPLIT, write_users
 from benchmarks.flair.train import Flair
-from benchmarks.flair.users import SPLIT, write_users
-from benchmarks.flair.variants import SCORES as REPORTED
 from benchmarks.reporting.runs import find_runs, read_run
 from benchmarks.reporting.tables import text_table
 from dataset.cli import run as run_command

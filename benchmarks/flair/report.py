@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR
+from benchmarks.flair.paper import SCORES, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
-from benchmarks.flair.variants import SCORES, variant
 from benchmarks.reporting.runs import RunRecord, find_runs, read_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table
 from dataset.cli import OneLineParser
@@ -72,9 +72,7 @@ def _paper(cell: Cell) -> str:
 
 
 def _verdict(cell: Cell) -> str:
-    if cell.in_std is None or cell.verdict not in ("agrees", "above", "below"):
-        return ""
-    return f"{cell.difference:+.1f} ({cell.in_std:+.1f} s) {cell.verdict}"
+    return "" if cell.in_std is None else f"{cell.difference:+.1f} ({cell.in_std:+.1f} s) {cell.verdict}"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -162,26 +160,12 @@ def _explanation(report: Report) -> list[str]:
         lines.append(
             "Private rows may come out above the paper's, whose code adds 2.9 times the noise of its budget."
         )
-    return [*lines, "", "## What the runs started from", "", _origins(report.rows), "", *_notes(report.rows)]
+    origins = [_origin(row.label, run) for row in report.rows for run in row.runs]
+    table = markdown_table(list(origins[0]), [list(origin.values()) for origin in origins])
+    return [*lines, "", "## What the runs started from", "", table, "", *_notes(report.rows)]
 
 
-def _origins(rows: Sequence[Row]) -> str:
-    heads = (
-        "run",
-        "row",
-        "seed",
-        "weights",
-        "parameters",
-        "norm",
-        "start probe",
-        "model",
-        "commit",
-        "seconds",
-    )
-    return markdown_table(heads, [_origin(row.label, run) for row in rows for run in row.runs])
-
-
-def _origin(label: str, run: RunRecord) -> list[str]:
+def _origin(label: str, run: RunRecord) -> dict[str, str]:
     """What one run started from, and what it became."""
     results, unknown = run.outcome, "not recorded"
     weights = results.get("weights")
@@ -189,29 +173,33 @@ def _origin(label: str, run: RunRecord) -> list[str]:
     if weights:
         description = f": {weights['description']}" if weights.get("description") else ""
         start = f"{weights['file']} {weights['sha256'][:8]}{description}"
-    return [
-        str(run.directory),
-        label,
-        str(run.seed),
-        start,
-        f"{results['parameters']:,}" if "parameters" in results else unknown,
-        str(results.get("norm", unknown)),
-        str(results.get("start_probe", unknown))[:12],
-        str(results.get("model_sha256"))[:8],
-        str(results.get("commit"))[:8],
-        f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
-    ]
+    return {
+        "run": str(run.directory),
+        "row": label,
+        "seed": str(run.seed),
+        "weights": start,
+        "parameters": f"{results['parameters']:,}" if "parameters" in results else unknown,
+        "norm": str(results.get("norm", unknown)),
+        "start probe": str(results.get("start_probe", unknown))[:12],
+        "model": str(results.get("model_sha256"))[:8],
+        "commit": str(results.get("commit"))[:8],
+        "seconds": f"{results['wall_clock_s']:.0f}" if "wall_clock_s" in results else "not released",
+    }
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    """A section with a bullet for each line; nothing without lines."""
+    return [f"## {title}", "", *(f"* {line}" for line in lines), ""] if lines else []
 
 
 def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
     """The guarantee of each private row in sentences for a paper; runs of older versions have none."""
     lines = []
     for row in rows:
-        said = {
-            str(run.privacy["paragraph"]) for run in row.runs if run.privacy and "paragraph" in run.privacy
-        }
-        lines += [f"* **{row.label}**, each seed by itself: {text}" for text in sorted(said)]
-    return ["## What the private rows guarantee", "", *lines, ""] if lines else []
+        statements = [run.privacy for run in row.runs if run.privacy and "paragraph" in run.privacy]
+        paragraphs = sorted({str(statement["paragraph"]) for statement in statements})
+        lines += [f"**{row.label}**, each seed by itself: {paragraph}" for paragraph in paragraphs]
+    return _section("What the private rows guarantee", lines)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -219,34 +207,27 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in rows:
         results = [run.outcome for run in row.runs]
-        for what, values in (
-            ("weights", [str((r.get("weights") or {}).get("sha256")) for r in results]),
-            ("number of parameters", [str(r.get("parameters")) for r in results]),
-            ("commit", [str(r.get("commit")) for r in results]),
-            ("hardware", [str(r.get("hardware")) for r in results]),
-        ):
-            if len(set(values)) > 1:
-                counts = ", ".join(f"{value[:12]} ({n})" for value, n in Counter(values).most_common())
-                lines.append(f"* {row.label}: the seeds differ in {what}: {counts}")
+        facts = {
+            "weights": [(result.get("weights") or {}).get("sha256") for result in results],
+            "number of parameters": [result.get("parameters") for result in results],
+            "commit": [result.get("commit") for result in results],
+            "hardware": [result.get("hardware") for result in results],
+        }
+        for name, values in facts.items():
+            counts = Counter(map(str, values)).most_common()
+            if len(counts) > 1:
+                found = ", ".join(f"{value[:12]} ({n})" for value, n in counts)
+                lines.append(f"* {row.label}: the seeds differ in {name}: {found}")
     return [*lines, ""] if lines else []
 
 
 def _left_out(report: Report) -> list[str]:
-    lines = []
-    if report.unfinished:
-        lines += ["## Half finished, not in the tables", ""]
-        lines += [
-            f"* {run.directory}: {variant(run.config).label}, {run.progress}" for run in report.unfinished
-        ]
-        lines.append("")
-    if report.broken:
-        lines += ["## Broken, not in the tables", ""]
-        lines += [f"* {run.directory}: {run.fault}" for run in report.broken] + [""]
-    if report.duplicates:
-        lines += ["## Duplicates, not in the tables", ""]
-        lines += [f"* {_duplicate(run, kept)}" for run, kept in report.duplicates]
-        lines.append("")
-    return lines
+    half = [f"{run.directory}: {variant(run.config).label}, {run.progress}" for run in report.unfinished]
+    return [
+        *_section("Half finished, not in the tables", half),
+        *_section("Broken, not in the tables", [f"{run.directory}: {run.fault}" for run in report.broken]),
+        *_section("Duplicates, not in the tables", [_duplicate(*pair) for pair in report.duplicates]),
+    ]
 
 
 def _duplicate(run: RunRecord, kept: RunRecord) -> str:
@@ -269,8 +250,7 @@ def _csv_lines(row: Row) -> Iterator[tuple[object, ...]]:
     scale, seeds = row.variant.scale or "full", " ".join(map(str, row.seeds))
     of_row = (_dataset_name(row), scale, row.label, str(row.comparable).lower(), seeds)
     for column, scored_as, cell in cells:
-        judged = row.comparable and cell.paper_mean is not None
-        compared = (cell.difference, cell.in_std, cell.tolerance) if judged else (None,) * 3
+        compared = (cell.difference, cell.in_std, cell.tolerance)
         numbers = (cell.mean, cell.std, cell.paper_mean, cell.paper_std, *compared)
         yield (*of_row, column, scored_as, *numbers, cell.verdict, row.privacy())
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair import paper
-from benchmarks.flair.config import Config
-from benchmarks.flair.variants import LOCAL, Variant, is_flair, variant
+from benchmarks.flair.paper import LOCAL, Variant, reasons_against, variant
 from benchmarks.reporting.runs import RunRecord, by_experiment, epsilon_of, local_epsilon_of
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -28,13 +27,17 @@ LEAST_STD = 0.05
 
 @dataclass(frozen=True)
 class Cell:
-    """One score of one row, percent. ``std`` is the sample's over seeds, None for one seed."""
+    """One score of one row, percent. ``std`` is the sample's over seeds, None for one seed.
+
+    ``paper_mean`` and ``paper_std`` are the paper's, None where it gives none or the row is not comparable.
+    """
 
     mean: float
     std: float | None
     paper_mean: float | None = None
     paper_std: float | None = None
-    verdict: Verdict = "not in the paper"
+    unjudged: Verdict = "not in the paper"
+    """Why there is no ``paper_mean``."""
 
     @property
     def difference(self) -> float | None:
@@ -50,16 +53,23 @@ class Cell:
         if self.difference is None or self.paper_std is None:
             return None
         theirs = max(self.paper_std, LEAST_STD)
-        return float(self.difference / (theirs**2 + (theirs if self.std is None else self.std) ** 2) ** 0.5)
+        return self.difference / math.hypot(theirs, theirs if self.std is None else self.std)
 
     @property
     def tolerance(self) -> float | None:
         """How far from the paper is still agreement, in points."""
-        return (
-            None
-            if self.paper_mean is None or self.paper_std is None
-            else tolerance(self.paper_mean, self.paper_std)
-        )
+        if self.paper_mean is None or self.paper_std is None:
+            return None
+        return tolerance(self.paper_mean, self.paper_std)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the comparison with the paper says."""
+        if self.difference is None or self.tolerance is None:
+            return self.unjudged
+        if abs(self.difference) <= self.tolerance + 1e-9:
+            return "agrees"
+        return "above" if self.difference > 0 else "below"
 
 
 def tolerance(mean: float, std: float) -> float:
@@ -94,31 +104,20 @@ class Row:
         """The seeds, ascending."""
         return tuple(run.seed for run in self.runs)
 
-    def scores(self, name: str) -> list[float]:
-        """One score of the best model on test, a number a seed."""
-        return [float(run.outcome["test"][name]) for run in self.runs]
+    def exact(self, name: str) -> Cell:
+        """A score of the best model on test, of which the paper says nothing."""
+        values = [float(run.outcome["test"][name]) for run in self.runs]
+        return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
     def cell(self, column: str) -> Cell:
         """A column of the paper's, ours beside it."""
-        values = self.scores(BINNED.get(column, column))
-        mean, std = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        ours = self.exact(BINNED.get(column, column))
         theirs, spread = paper.row(self.variant.setting), paper.row_std(self.variant.setting)
         if theirs is None or spread is None:
-            return Cell(mean, std)
+            return ours
         if not self.comparable:
-            return Cell(mean, std, verdict="not comparable")
-        bare = Cell(mean, std, theirs[column], spread[column])
-        assert bare.difference is not None
-        assert bare.tolerance is not None
-        verdict: Verdict = "agrees"
-        if abs(bare.difference) > bare.tolerance + 1e-9:
-            verdict = "above" if bare.difference > 0 else "below"
-        return Cell(mean, std, theirs[column], spread[column], verdict)
-
-    def exact(self, name: str) -> Cell:
-        """A score that the paper does not give."""
-        values = self.scores(name)
-        return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+            return replace(ours, unjudged="not comparable")
+        return replace(ours, paper_mean=theirs[column], paper_std=spread[column])
 
     @property
     def local(self) -> bool:
@@ -172,39 +171,6 @@ def _number(epsilon: float) -> str:
     return "infinite" if math.isinf(epsilon) else f"{epsilon:.3g}"
 
 
-def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:
-    """Why a run's numbers cannot be held against the paper's row of its setting; empty where they can.
-
-    Args:
-        config: the run's.
-        results: its results.json.
-        data: the facts of its data file; empty where they are not known.
-    """
-    described = variant(config)
-    out = []
-    if not data:
-        released = config.privacy is not None and config.privacy.release == "public"
-        why = "a public release does not describe the data" if released else "the data file cannot be opened"
-        out.append(f"{why}, so it is not known whether it is FLAIR")
-    elif not is_flair(data):
-        out.append("the data set is not FLAIR")
-        labels = len(results["per_class_ap"])
-        expected = 17 if config.data.taxonomy == "labels" else 1628
-        if labels != expected:
-            out.append(f"{labels:,} labels for {expected:,}")
-    if config.local_privacy is not None:
-        out.append("local differential privacy, of which the paper has no row")
-    if described.scale is not None:
-        out.append(f"scale {described.scale}")
-    if described.essential:
-        out.append(described.reason)
-    weights = results.get("weights")
-    if config.model.pretrained and not (weights and weights.get("imagenet")):
-        origin = weights.get("description") or weights["file"] if weights else "not recorded"
-        out.append(f"weights are not torchvision's ImageNet ones ({origin})")
-    return tuple(out)
-
-
 def classes_without_positives(results: Tree) -> str:
     """Which classes have no positive on test, and how much the C columns can be at most; empty if none."""
     absent = [name for name, share in results["prevalence"].items() if not share]
@@ -230,8 +196,8 @@ def make_rows(records: Sequence[RunRecord]) -> list[Row]:
         first = runs[0]
         reasons = reasons_against(first.config, first.outcome, first.data)
         rows.append(Row(variant(first.config), first.data_key, runs, reasons))
-    order = {name: float(place) for place, name in enumerate(paper.settings())}
-    order |= {LOCAL + n.removeprefix("PFL-"): order[n] + 0.5 for n in paper.settings() if n[:3] == "PFL"}
+    names = [name for row in paper.settings() for name in (row, row.replace("PFL-", LOCAL))]
+    order = {name: place for place, name in enumerate(names)}
     rows.sort(
         key=lambda row: (order.get(row.variant.setting, 99), row.variant.setting, row.variant.differences)
     )

@@ -27,7 +27,7 @@ from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.flair import results as flair_results
 from benchmarks.flair.config import FLAIR, Config, Run
-from benchmarks.flair.users import SPLIT
+from benchmarks.flair.results import SPLIT
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from dataset.store.label_sets import LabelSetView, SplitImages

@@ -13,7 +13,7 @@ import yaml
 from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.flair import paper
 from benchmarks.flair.config import parse
-from benchmarks.flair.variants import FLAIR_IMAGES, FLAIR_USERS
+from benchmarks.flair.paper import FLAIR_IMAGES, FLAIR_USERS
 from pfl_ext.tasks.multi_label_scores import COLUMNS
 
 FLAIR = {"source": "https://huggingface.co/apple/flair", "content_sha256": "f1", "users": FLAIR_USERS,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from benchmarks.flair.config import FLAIR
+from benchmarks.flair.paper import SCORES
 from benchmarks.flair.report import collect
-from benchmarks.flair.variants import SCORES
 from benchmarks.reporting.runs import read_run
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import Train

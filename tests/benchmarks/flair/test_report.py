@@ -20,10 +20,10 @@ from benchmarks.core.config.digests import experiment_digest
 from benchmarks.flair import report
 from benchmarks.flair.config import FLAIR as BENCHMARK
 from benchmarks.flair.config import Config, parse
+from benchmarks.flair.paper import variant
 from benchmarks.flair.report import collect, latex, main, markdown, table_csv
 from benchmarks.flair.results import draw, final_rows, show
 from benchmarks.flair.table import tolerance
-from benchmarks.flair.variants import variant
 from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run
 from pfl_ext.tasks.multi_label_scores import COLUMNS, for_people, shown, summarise
