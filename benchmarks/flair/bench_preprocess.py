@@ -29,8 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import Tree
-from dataset.cli import OneLineParser, run
+from dataset.cli import run
 from dataset.files import write_json
 from dataset.flair import download_preprocess
 from dataset.flair.mini import MiniSpec, mini_index
@@ -151,11 +152,7 @@ def memory(source: Path, counts: Sequence[int], scratch: Path) -> Tree:
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.bench_preprocess",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("flair.bench_preprocess", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON to write")
     parser.add_argument("--source", type=Path, default=Path("../shared/data/clothing-flair"))
     parser.add_argument("--images", type=int, default=4000, help="for the comparison")

@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.core.commands import command_parser
 from benchmarks.core.facts import commit, hardware
-from dataset.cli import OneLineParser, run
+from dataset.cli import run
 
 
 def train_words(directory: str, more: Sequence[str]) -> list[str]:
@@ -34,15 +35,8 @@ def launch(launcher: str, workers: int, words: Sequence[str]) -> list[str]:
     if launcher == "horovod":
         horovodrun = str(Path(sys.executable).parent / "horovodrun")
         return [horovodrun, "--gloo", "-np", str(workers), sys.executable, *words]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(workers),
-    ]
-    return [*torchrun, *words]
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {workers}"
+    return [sys.executable, *torchrun.split(), *words]
 
 
 def images_per_second(directory: Path, skip: int) -> float:
@@ -78,15 +72,13 @@ def throughput(options: argparse.Namespace, more: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parse and measure."""
-    parser = OneLineParser(prog="python -m benchmarks.flair.bench_workers", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    commands = parser.add_subparsers(dest="what", required=True)
-    real = commands.add_parser("throughput")
-    real.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    real.add_argument("--launcher", choices=["torchrun", "horovod"], default="torchrun")
-    real.add_argument("--repeats", type=int, default=3)
-    real.add_argument("--skip", type=int, default=1, help="first rounds that do not count")
-    real.add_argument("--data_path", default="mini")
+    parser = command_parser("flair.bench_workers", __doc__)
+    parser.add_argument("what", choices=["throughput"])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--launcher", choices=["torchrun", "horovod"], default="torchrun")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip", type=int, default=1, help="first rounds that do not count")
+    parser.add_argument("--data_path", default="mini")
     throughput(*parser.parse_known_args(argv))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from benchmarks.core.commands import command_parser
 from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
@@ -45,7 +45,6 @@ from benchmarks.reporting.plots import (
     violins,
 )
 from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
-from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
@@ -384,12 +383,7 @@ def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
 
 def main(argv: Sequence[str]) -> None:
     """Draw the paper's figures; see the module's text."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.figures",
-        description=__doc__,
-        formatter_class=ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("flair.figures", __doc__)
     parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR")
     parser.add_argument("--data_path", type=Path, help="a data file, or the word mini")
     parser.add_argument("--split", default="train", help="of labels and emd")

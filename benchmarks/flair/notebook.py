@@ -10,13 +10,12 @@ import contextlib
 import io
 import json
 import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.core.commands import command_parser
 from benchmarks.core.config.trees import Tree
-from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 
@@ -64,11 +63,7 @@ def execute(notebook: Tree, name: str) -> Tree:
 
 def main(argv: Sequence[str]) -> None:
     """Execute a notebook and write its outputs into it."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.notebook",
-        description=__doc__,
-        formatter_class=RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("flair.notebook", __doc__)
     parser.add_argument("page", type=Path, nargs="?", default=TUTORIAL, metavar="PAGE.ipynb")
     path: Path = parser.parse_args(argv).page.resolve()
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.core.commands import command_parser
 from benchmarks.flair.config import FLAIR
 from benchmarks.reporting.plots import COLOURS, GREY, save
 from benchmarks.reporting.runs import RunRecord, check_seeds, finished_run
@@ -66,10 +67,14 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parse and draw."""
-    if len(argv) < 2 or not all("=" in word for word in argv[1:]):
-        raise ValueError('write: python -m benchmarks.flair.overview OUT.png "NAME=RUN_DIR,RUN_DIR" ...')
-    named = dict(word.split("=", 1) for word in argv[1:])
-    overview({name: [Path(d) for d in text.split(",")] for name, text in named.items()}, Path(argv[0]))
+    parser = command_parser("flair.overview", __doc__)
+    parser.add_argument("picture", type=Path, metavar="OUT.png")
+    parser.add_argument("groups", nargs="+", metavar="NAME=RUN_DIR,RUN_DIR")
+    options = parser.parse_args(argv)
+    if not all("=" in word for word in options.groups):
+        parser.error("write a group of runs as NAME=RUN_DIR,RUN_DIR")
+    named = dict(word.split("=", 1) for word in options.groups)
+    overview({name: [Path(d) for d in text.split(",")] for name, text in named.items()}, options.picture)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.core.commands import command_parser
 from benchmarks.flair.config import FLAIR
-from benchmarks.reporting.plots import COLOURS, GREY, PRIVATE_PANELS, plain_log, save
+from benchmarks.reporting.plots import COLOURS, GREY, PRIVATE_PANELS, private_panel, save
 from benchmarks.reporting.runs import RunRecord, check_seeds, not_whole, read_run
 from benchmarks.reporting.tables import markdown_table, spread
 from dataset.cli import run as run_command
 
-BOUND, CLIPPED, RATIO = (name for name, _ in PRIVATE_PANELS)
+HEADS = ("epsilon", "seeds", "val C-AP exact", "test C-AP exact", "test O-AP exact", "signal to noise",
+         "clipped", "last bound")  # fmt: skip
+SCORES = (("val", "C-AP"), ("test", "C-AP"), ("test", "O-AP"))
+OVER_ROUNDS: Mapping[str, Callable[[Any], Any]] = {
+    "signal-to-noise ratio": np.median,
+    "fraction clipped": np.mean,
+    "clipping bound": lambda values: values[-1],
+}
+"""How the table sums up what a private run wrote of each round."""
 
 
 @dataclass(frozen=True, order=True)
@@ -48,11 +59,15 @@ class Budget:
         )
 
 
-def budget_of(run: RunRecord) -> Budget:
-    """The budget that a run's config asks for."""
-    local = run.config.local_privacy
-    privacy = local or run.config.privacy
-    return Budget(local is not None, math.inf if privacy is None else float(privacy.epsilon))
+def by_budget(runs: Sequence[RunRecord]) -> dict[Budget, list[RunRecord]]:
+    """The runs of each budget that their configs ask for, in the order of the budgets."""
+    groups: dict[Budget, list[RunRecord]] = defaultdict(list)
+    for run in runs:
+        local = run.config.local_privacy
+        privacy = local or run.config.privacy
+        epsilon = math.inf if privacy is None else float(privacy.epsilon)
+        groups[Budget(local is not None, epsilon)].append(run)
+    return dict(sorted(groups.items()))
 
 
 def read_private(directory: Path) -> RunRecord:
@@ -73,76 +88,61 @@ def read_private(directory: Path) -> RunRecord:
     return run
 
 
-def of_budget(runs: Sequence[RunRecord], budget: Budget) -> list[RunRecord]:
-    """Those with one budget."""
-    return [run for run in runs if budget_of(run) == budget]
-
-
 def table(runs: Sequence[RunRecord]) -> str:
     """Finished runs by budget: scores of the best model in percent; over a run's rounds, the median
     signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. Means of seeds.
     """
-    heads = ("epsilon", "seeds", "val C-AP exact", "test C-AP exact", "test O-AP exact", "signal to noise",
-             "clipped", "last bound")  # fmt: skip
-    rows = []
-    for budget in sorted(set(map(budget_of, runs)), key=lambda b: (b.local, -b.epsilon)):
-        done = [run for run in of_budget(runs, budget) if run.finished]
+    rows, groups = [], by_budget(runs)
+    for budget in sorted(groups, key=lambda budget: (budget.local, -budget.epsilon)):
+        done = [run for run in groups[budget] if run.finished]
         if not done:
             continue
-        scores = [
-            spread([run.outcome[split][column] for run in done])
-            for split, column in (("val", "C-AP"), ("test", "C-AP"), ("test", "O-AP"))
-        ]
-        private = ["-"] * 3
-        if budget.private:
-            panels = {name: [run.series("privacy", name)[1] for run in done] for name, _ in PRIVATE_PANELS}
-            private = [
-                spread([float(np.median(values)) for values in panels[RATIO]], 2),
-                spread([float(np.mean(values)) for values in panels[CLIPPED]], 2),
-                spread([float(values[-1]) for values in panels[BOUND]], 2),
-            ]
         seeds = ", ".join(str(run.seed) for run in done)
-        rows.append([budget.text("none"), seeds, *scores, *private])
-    return markdown_table(heads, rows)
+        scores = [spread([run.outcome[split][column] for run in done]) for split, column in SCORES]
+        noise = ["-"] * len(OVER_ROUNDS)
+        if budget.private:
+            noise = [
+                spread([float(summed_up(run.series("privacy", name)[1])) for run in done], 2)
+                for name, summed_up in OVER_ROUNDS.items()
+            ]
+        rows.append([budget.text("none"), seeds, *scores, *noise])
+    return markdown_table(HEADS, rows)
 
 
 def picture(runs: Sequence[RunRecord]) -> Figure:
     """Four panels over the rounds: clipping bound, fraction clipped, signal-to-noise ratio, C-AP on val."""
-    budgets = sorted(set(map(budget_of, runs)))
-    private = [budget for budget in budgets if budget.private]
-    colours = dict.fromkeys(budgets, GREY)
+    groups = by_budget(runs)
+    private = [budget for budget in groups if budget.private]
+    colours = dict.fromkeys(groups, GREY)
     colours |= {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(reversed(private))}
     figure = Figure(figsize=(7.2, 5.6), layout="constrained")
     grid: list[Axes] = list(figure.subplots(2, 2, sharex=True).flat)
-    for run in runs:
-        colour = colours[budget_of(run)]
+    for run, colour in [(run, colours[budget]) for budget in groups for run in groups[budget]]:
         for axes, (name, _) in zip(grid, PRIVATE_PANELS):
             axes.plot(*run.series("privacy", name), color=colour, lw=0.8, alpha=0.8)
         grid[3].plot(*run.series("val", "C-AP"), color=colour, lw=1.2)
-    for axes, (_, label) in zip(grid, PRIVATE_PANELS):
-        axes.set_ylabel(label)
-    plain_log(grid[0])
-    grid[1].set_ylim(0, 1.02)
-    plain_log(grid[2])
+    for axes, (name, label) in zip(grid, PRIVATE_PANELS):
+        private_panel(axes, name, label)
     grid[3].set(ylabel="C-AP exact on val (%)")
     grid[3].set_ylim(bottom=0)
-    for axes in grid:
-        axes.grid(alpha=0.3)
+    grid[3].grid(alpha=0.3)
     for axes in grid[2:]:
         axes.set_xlabel("round of training")
-    handles = [Line2D([], [], color=colours[b], label=b.text("no privacy", "epsilon ")) for b in budgets]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(budgets), frameon=False)
+    handles = [Line2D([], [], color=colours[b], label=b.text("no privacy", "epsilon ")) for b in groups]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(groups), frameon=False)
     return figure
 
 
 def main(argv: Sequence[str]) -> None:
     """Draw the runs named on the command line, and print the table of the finished ones."""
-    if len(argv) < 2:
-        raise ValueError("say where to draw and from what: private_figure OUT.png RUN_DIR...")
-    runs = [read_private(Path(word)) for word in argv[1:]]
-    for budget in set(map(budget_of, runs)):  # they have one colour and one row
-        check_seeds(of_budget(runs, budget))
-    save(picture(runs), Path(argv[0]))
+    parser = command_parser("flair.private_figure", __doc__)
+    parser.add_argument("picture", type=Path, metavar="OUT.png")
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    options = parser.parse_args(argv)
+    runs = [read_private(directory) for directory in options.run_dirs]
+    for members in by_budget(runs).values():  # they have one colour and one row
+        check_seeds(members)
+    save(picture(runs), options.picture)
     print(table(runs))
 
 

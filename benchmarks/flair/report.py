@@ -10,19 +10,18 @@ reported. ``--output_dir`` gets table1.md, table1.csv (a line for each row and c
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentDefaultsHelpFormatter
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.core.commands import command_parser
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.paper import SCORES, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
 from benchmarks.reporting.runs import RunRecord, find_runs, read_run, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table
-from dataset.cli import OneLineParser
+from benchmarks.reporting.tables import csv_table, markdown_table, section
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS, EXACT
@@ -187,11 +186,6 @@ def _origin(label: str, run: RunRecord) -> dict[str, str]:
     }
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
-    """A section with a bullet for each line; nothing without lines."""
-    return [f"## {title}", "", *(f"* {line}" for line in lines), ""] if lines else []
-
-
 def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
     """The guarantee of each private row in sentences for a paper; runs of older versions have none."""
     lines = []
@@ -199,7 +193,7 @@ def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
         statements = [run.privacy for run in row.runs if run.privacy and "paragraph" in run.privacy]
         paragraphs = sorted({str(statement["paragraph"]) for statement in statements})
         lines += [f"**{row.label}**, each seed by itself: {paragraph}" for paragraph in paragraphs]
-    return _section("What the private rows guarantee", lines)
+    return section("## What the private rows guarantee", lines)
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -224,9 +218,9 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 def _left_out(report: Report) -> list[str]:
     half = [f"{run.directory}: {variant(run.config).label}, {run.progress}" for run in report.unfinished]
     return [
-        *_section("Half finished, not in the tables", half),
-        *_section("Broken, not in the tables", [f"{run.directory}: {run.fault}" for run in report.broken]),
-        *_section("Duplicates, not in the tables", [_duplicate(*pair) for pair in report.duplicates]),
+        *section("## Half finished, not in the tables", half),
+        *section("## Broken, not in the tables", [f"{run.directory}: {run.fault}" for run in report.broken]),
+        *section("## Duplicates, not in the tables", [_duplicate(*pair) for pair in report.duplicates]),
     ]
 
 
@@ -293,12 +287,7 @@ WRITERS = {"markdown": (markdown, "md"), "csv": (table_csv, "csv"), "latex": (la
 
 def main(argv: Sequence[str]) -> None:
     """Report finished runs as the paper's Table 1; see the module's text."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.report",
-        description=__doc__,
-        formatter_class=ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("flair.report", __doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, help="where table1.md, .csv and .tex go")
     parser.add_argument("--format", choices=sorted(WRITERS), default="markdown", help="of what is printed")

@@ -13,7 +13,6 @@ Shape letters: N images, K labels, S side in pixels.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,8 @@ import torch
 from torchvision import models as zoo
 from tqdm import tqdm
 
-from dataset.cli import OneLineParser, run
+from benchmarks.core.commands import command_parser
+from dataset.cli import run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, mini_index
 from pfl_ext.checkpoint import save
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
@@ -87,12 +87,7 @@ def write_standin(path: Path, arch: str, method: str, spec: MiniSpec, epochs: in
 
 def main(argv: Sequence[str]) -> None:
     """Make a local stand-in for ImageNet weights."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.standin",
-        description=main.__doc__,
-        formatter_class=ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("flair.standin", main.__doc__)
     parser.add_argument("--output_file", type=Path, required=True, help="a name that ends in .safetensors")
     parser.add_argument("--method", choices=("pretrain", "random"), default="pretrain")
     parser.add_argument("--arch", default="resnet18", help="a classifier of torchvision")

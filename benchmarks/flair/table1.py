@@ -14,13 +14,13 @@ import json
 import subprocess
 import sys
 import time
-from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.core.commands import command_parser
 from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.config.effects import idle_by_mode, reason_for, reasons
@@ -32,7 +32,6 @@ from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import Flair
 from benchmarks.reporting.runs import DAMAGE
-from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from pfl_ext.models.classifier import build_backbone
 
@@ -199,12 +198,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the rows of Table 1, skipping what is done, report, and draw the figures."""
     words = list(argv)
     extra = words[words.index("--") + 1 :] if "--" in words else []
-    parser = OneLineParser(
-        prog="python -m benchmarks.flair.table1",
-        description=main.__doc__,
-        formatter_class=ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("flair.table1", main.__doc__)
     parser.add_argument("--settings", nargs="+", help="default: all twelve")
     parser.add_argument(
         "--seeds", nargs="+", type=int, help="default: 0 1 2 3 4, as the paper; 0 1 at scale mini"

@@ -189,6 +189,16 @@ def per_class_bars(
     save(figure, path)
 
 
+def private_panel(axes: Axes, name: str, label: str) -> None:
+    """Label and scale of one of `PRIVATE_PANELS`."""
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    if name == "fraction clipped":
+        axes.set_ylim(0, 1.02)
+    else:
+        plain_log(axes)
+
+
 def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Clipping bound, fraction of updates clipped and signal-to-noise ratio over a private run's rounds.
 
@@ -201,12 +211,7 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, label) in zip(rows, panels):
         axes.plot(rounds, [values[name] for _, values in lines], color=BLUE)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        if name == "fraction clipped":
-            axes.set_ylim(0, 1.02)
-        else:
-            plain_log(axes)
+        private_panel(axes, name, label)
     axes.set_xlabel("round of training")
     figure.suptitle(title)
     save(figure, path)

@@ -37,3 +37,8 @@ def spread(values: Sequence[float | None], digits: int = 1) -> str:
         return "-"
     deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
     return f"{statistics.fmean(known):.{digits}f}{deviation}"
+
+
+def section(head: str, lines: Sequence[str]) -> list[str]:
+    """The lines of a Markdown section: its head, and a bullet for each line; nothing without lines."""
+    return [head, "", *(f"* {line}" for line in lines), ""] if lines else []

@@ -11,6 +11,7 @@ the centralised run on the same data, where one is among the runs.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.core.config.command_line import arguments
+from benchmarks.core.commands import command_parser
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, split_duplicates
-from benchmarks.reporting.tables import csv_table, markdown_table, spread
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import Row, place, read_finished
@@ -31,50 +32,40 @@ from dataset.files import write_bytes
 from dataset.partitions.dirichlet import meaning
 
 
-def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
-    """A row of the table."""
+def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> dict[str, str]:
+    """A row of the table, by the head of the column."""
     best = [curve.best for curve in row.curves]
-    last = [float(run.outcome["last"]["test"]["accuracy"]) for run in row.runs]
-    relative = [100 * b / row.centralised if row.centralised else None for b in best]
-    reached = []
-    for share in paper.RELATIVE:
-        goal = None if row.centralised is None else row.centralised * share / 100
-        found = [None if goal is None else curve.rounds_to(goal) for curve in row.curves]
-        known = [f for f in found if f is not None]
-        reached.append(f"{np.mean(known):.0f}" if known and len(known) == len(found) else "-")
-    return [
-        row.label,
-        row.partition,
-        ", ".join(str(run.seed) for run in row.runs),
-        str(row.runs[0].outcome["rounds"]),
-        *(spread([curve.at_round(n) for curve in row.curves]) for n in rounds),
-        *(spread([curve.at_batch(n) for curve in row.curves]) for n in batches),
-        spread(last),
-        spread(best),
-        spread(relative),
-        *reached,
-    ]
+    return {
+        "setting": row.label,
+        "partition": row.partition,
+        "seeds": ", ".join(str(run.seed) for run in row.runs),
+        "rounds": str(row.runs[0].outcome["rounds"]),
+        **{f"acc@{n:,} rounds": spread([curve.at_round(n) for curve in row.curves]) for n in rounds},
+        **{f"acc@{n:,} batches": spread([curve.at_batch(n) for curve in row.curves]) for n in batches},
+        "test, last": spread([last_accuracy(run) for run in row.runs]),
+        "best": spread(best),
+        "relative, best": spread([100 * b / row.centralised if row.centralised else None for b in best]),
+        **{f"rounds to {share} %": _rounds_to(row, share) for share in paper.RELATIVE},
+    }
 
 
-def header(rounds: Sequence[int], batches: Sequence[int]) -> list[str]:
-    """The names of `cells`."""
-    return [
-        "setting",
-        "partition",
-        "seeds",
-        "rounds",
-        *(f"acc@{n:,} rounds" for n in rounds),
-        *(f"acc@{n:,} batches" for n in batches),
-        "test, last",
-        "best",
-        "relative, best",
-        *(f"rounds to {share} %" for share in paper.RELATIVE),
-    ]
+def _rounds_to(row: Row, share: int) -> str:
+    """The mean of the rounds that the seeds took to a share of centralised accuracy, if all got there."""
+    if row.centralised is None:
+        return "-"
+    found = [curve.rounds_to(row.centralised * share / 100) for curve in row.curves]
+    known = [rounds for rounds in found if rounds is not None]
+    return f"{np.mean(known):.0f}" if len(known) == len(found) else "-"
+
+
+def last_accuracy(run: RunRecord) -> float:
+    """Test accuracy of a run's last model in percent."""
+    return float(run.outcome["last"]["test"]["accuracy"])
 
 
 def repetition(run: RunRecord, kept: RunRecord) -> str:
     """A run with the config, seed and data of one that is counted, in a line."""
-    theirs, ours = (float(r.outcome["last"]["test"]["accuracy"]) for r in (run, kept))
+    theirs, ours = last_accuracy(run), last_accuracy(kept)
     same = f"{run.directory} repeats {kept.directory}: the same config, seed and data; test accuracy "
     return same + (f"{ours:.2f}, too" if theirs == ours else f"{theirs:.2f}, where {ours:.2f} IS COUNTED")
 
@@ -97,9 +88,7 @@ def centralised_accuracy(runs: Sequence[RunRecord]) -> tuple[dict[str, float], l
                 f"({names}): give the runs of only one"
             )
         else:
-            accuracy[data] = float(
-                np.mean([run.outcome["last"]["test"]["accuracy"] for run in experiments[0]])
-            )
+            accuracy[data] = float(np.mean([last_accuracy(run) for run in experiments[0]]))
     return accuracy, notes
 
 
@@ -129,28 +118,22 @@ def differences(config: Tree, rivals: Sequence[Tree]) -> list[str]:
     ]
 
 
-def paper_cells(name: str, rounds: Sequence[int], batches: Sequence[int]) -> list[str] | None:
-    """The paper's numbers in the same columns, if it has the row."""
+def paper_cells(name: str, rounds: Sequence[int], batches: Sequence[int]) -> dict[str, str]:
+    """The paper's numbers by the head of the column; none where it lacks the row."""
     found = paper.rows().get(name)
     if not found or not found["table"]:
-        return None
-
-    def cell(kind: str, key: int) -> str:
-        value = found.get(kind, {}).get(str(key))
-        return "-" if value is None else str(value)
-
-    return [
-        f"{name}, the paper's",
-        "",
-        "",
-        "",
-        *(cell("accuracy_at_round", n) for n in rounds),
-        *(cell("accuracy_at_batch", n) for n in batches),
-        str(found.get("accuracy", "-")),
-        "-",
-        "-",
-        *(cell("rounds_at_relative", share) for share in paper.RELATIVE),
-    ]
+        return {}
+    after_rounds, after_batches = found.get("accuracy_at_round", {}), found.get("accuracy_at_batch", {})
+    relative = found.get("rounds_at_relative", {})
+    numbers = {
+        **{f"acc@{n:,} rounds": after_rounds.get(str(n)) for n in rounds},
+        **{f"acc@{n:,} batches": after_batches.get(str(n)) for n in batches},
+        "test, last": found.get("accuracy"),
+        **{f"rounds to {share} %": relative.get(str(share)) for share in paper.RELATIVE},
+    }
+    empty = dict.fromkeys(("partition", "seeds", "rounds"), "")
+    known = {head: str(number) for head, number in numbers.items() if number is not None}
+    return {"setting": f"{name}, the paper's", **empty, **known}
 
 
 def markdown(
@@ -162,73 +145,69 @@ def markdown(
         table.append(cells(row, rounds, batches))
         theirs = paper_cells(row.name, rounds, batches)
         table += [theirs] if theirs and not row.reasons else []
-    lines = ["# Federated visual classification", "", markdown_table(header(rounds, batches), table)]
+    heads = list(table[0])
+    lines = [[line.get(head, "-") for head in heads] for line in table]
     clauses = {
         row.partition: meaning(row.partition, len(row.runs[0].outcome.get("per_class_accuracy", ())))
         for row in rows
     }
-    if any(clauses.values()):
-        lines += ["", "Dirichlet's alpha:", ""]
-        lines += [f"* {partition}: {clause}" for partition, clause in clauses.items() if clause]
-    apart = [f"* {row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
-    if apart:
-        lines += ["", "Not comparable with the paper:", "", *apart]
-    machines = {str(run.outcome["hardware"]) for row in rows for run in row.runs}
+    alphas = [f"{partition}: {clause}" for partition, clause in clauses.items() if clause]
+    apart = [f"{row.label}, {row.partition}: {'; '.join(row.reasons)}" for row in rows if row.reasons]
+    machines = sorted({str(run.outcome["hardware"]) for row in rows for run in row.runs})
     commits = sorted({str(run.outcome["commit"])[:7] for row in rows for run in row.runs})
-    lines += ["", f"Hardware: {'; '.join(sorted(machines))}. Commits: {', '.join(commits)}."]
-    lines += [
+    text = [
+        "# Federated visual classification",
+        "",
+        markdown_table(heads, lines),
+        "",
+        *section("Dirichlet's alpha:", alphas),
+        *section("Not comparable with the paper:", apart),
+        f"Hardware: {'; '.join(machines)}. Commits: {', '.join(commits)}.",
         "",
         "Accuracy in percent over the rounds is that of the split `data.scored`; `best` is the greatest of "
         "them: on test it says what a run reached, and is no result of a model that was chosen.",
+        "",
+        *section("Left out:", left_out),
     ]
-    if left_out:
-        lines += ["", "Left out:", "", *(f"* {line}" for line in left_out)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text).rstrip() + "\n"
 
 
-def _numbers(text: str, key: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"--{key} is {text!r}: give whole numbers with commas between them")
+        raise ArgumentTypeError(f"{text!r}: give whole numbers with commas between them")
     return tuple(map(int, parts))
 
 
 def main(argv: Sequence[str]) -> None:
     """Read, write, show."""
-    if not argv or {"--help", "-h"} & set(argv):
-        print(__doc__)
-        return
-    cut = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
-    options = arguments(argv[cut:])
-    unknown = options.keys() - {"output_dir", "rounds", "batches"}
-    if unknown:
-        raise ValueError(f"--{min(unknown)}: the options are --output_dir, --rounds and --batches")
-    rounds = _numbers(options.get("rounds", ",".join(map(str, paper.ROUNDS))), "rounds")
-    batches = _numbers(options.get("batches", ",".join(map(str, paper.BATCHES))), "batches")
+    parser = command_parser("visual_classification.report", __doc__)
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"))
+    parser.add_argument("--rounds", type=_numbers, default=paper.ROUNDS, help="columns after so many rounds")
+    parser.add_argument("--batches", type=_numbers, default=paper.BATCHES, help="and after so many batches")
+    options = parser.parse_args(argv or ["--help"])
     runs, left_out = [], []
-    for directory in find_runs(map(Path, argv[:cut])):
+    for directory in find_runs(options.run_dirs):
         try:
             runs.append(read_finished(directory))
         except ValueError as fault:
             left_out.append(str(fault))
     if not runs:
-        raise ValueError(
-            f"no finished run in {', '.join(argv[:cut])}: {'; '.join(left_out) or 'no run at all'}"
-        )
+        names = ", ".join(map(str, options.run_dirs))
+        raise ValueError(f"no finished run in {names}: {'; '.join(left_out)}")
     runs, repeated = split_duplicates(runs)
     centralised, several = centralised_accuracy(runs)
     left_out += [*(repetition(run, kept) for run, kept in repeated), *several]
     rows = make_rows(runs, centralised)
-    out = Path(options.get("output_dir", "report"))
-    text = markdown(rows, left_out, rounds, batches)
-    write_bytes(out / "report.md", text.encode())
-    write_bytes(
-        out / "report.csv",
-        csv_table(header(rounds, batches), [cells(row, rounds, batches) for row in rows]).encode(),
-    )
-    drawn = figures.draw_all(rows, out)
+    text = markdown(rows, left_out, options.rounds, options.batches)
+    table = [cells(row, options.rounds, options.batches) for row in rows]
+    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
+    write_bytes(written[0], text.encode())
+    write_bytes(written[1], csv_table(list(table[0]), [list(line.values()) for line in table]).encode())
+    written += figures.draw_all(rows, options.output_dir)
     print(text)
-    print(f"written: {', '.join(str(p) for p in [out / 'report.md', out / 'report.csv', *drawn])}")
+    print(f"written: {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_the_picture_is_written_and_a_mistake_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="holds no whole run"):
         main([str(tmp_path / "out.png"), str(tmp_path)])
-    with pytest.raises(ValueError, match="say where to draw"):
+    with pytest.raises(ValueError, match="arguments are required: RUN_DIR"):
         main([str(tmp_path / "out.png")])
     other = run_directory(tmp_path / "other", 2.0, 3, seed=1)
     main([str(tmp_path / "out.png"), str(tmp_path / "a"), str(other)])
