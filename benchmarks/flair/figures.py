@@ -12,17 +12,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
+from scipy.stats import binned_statistic
 
 from benchmarks.core.commands import command_parser
+from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.flair.report import collect
 from benchmarks.flair.skew import EmdCurves, emd_of_users, label_counts, size_curve
@@ -91,20 +91,17 @@ def emd(curves: EmdCurves, name: str) -> Figure:
         "images dealt at random, equal sizes": (curves.equal, BLUE, "--"),
     }
     for label, (values, colour, dash) in shown.items():
-        x = np.sort(values)
-        share = 100 * np.arange(1, len(x) + 1) / len(x)
-        axes.step(
-            np.concatenate([[0.0], x]), np.concatenate([[0.0], share]), where="post", color=colour,
-            linestyle=dash, linewidth=1.8, label=f"{label} (median {np.median(x):.1f})",
-        )  # fmt: skip
+        label = f"{label} (median {np.median(values):.1f})"
+        axes.ecdf(values, color=colour, linestyle=dash, linewidth=1.8, label=label)
     last = float(np.quantile(np.concatenate([curves.real, curves.size_matched, curves.equal]), 0.995))
     axes.set(
         xlabel="earth mover's distance to all images' pixels (levels of 256)",
         ylabel="users at most so far away (%)",
         xlim=(0, 1.05 * last),
-        ylim=(0, 101),
+        ylim=(0, 1.01),
         title=f"{name}\n{curves.num_images:,} images with {curves.label}, of {len(curves.real):,} users",
     )
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     axes.grid(alpha=0.3)
     legend_below(figure, 1)
     return figure
@@ -199,22 +196,14 @@ def per_class(rows: Sequence[Row], name: str) -> Figure:
         else:
             axes.plot(x, mean, marker, color=colour, markersize=2.5, alpha=0.35)
             edges = np.geomspace(x.min(), x.max() * 1.001, 11)
-            bins = [np.flatnonzero((x >= a) & (x < b)) for a, b in pairwise(edges.tolist())]
-            filled = [members for members in bins if len(members)]
-            axes.plot(
-                [np.exp(np.log(x[m]).mean()) for m in filled], [mean[m].mean() for m in filled],
-                color=colour, marker=marker, label=label,
-            )  # fmt: skip
+            at, height = binned_statistic(x, [np.log(x), mean], "mean", edges).statistic
+            filled = ~np.isnan(at)
+            axes.plot(np.exp(at[filled]), height[filled], color=colour, marker=marker, label=label)
     share = [100 * prevalence[n] for n in names]
     if few:
         axes.plot(x, share, "_", color=GREY, markersize=16, label="guessing (share of the images)")
-        axes.set_xticks(
-            x,
-            [f"{n} ({s:.2g} %)" for n, s in zip(names, share)],
-            rotation=50,
-            ha="right",
-            rotation_mode="anchor",
-        )
+        ticks = [f"{n} ({s:.2g} %)" for n, s in zip(names, share)]
+        axes.set_xticks(x, ticks, rotation=50, ha="right", rotation_mode="anchor")
         axes.set_xlim(-0.6, len(names) - 0.4)
     else:
         line = np.geomspace(min(share), max(share), 50)
@@ -233,8 +222,7 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     groups: dict[str, dict[str, npt.NDArray[np.float64]]] = {"C-AP": {}, "O-AP": {}}
     users = 0
     for row in rows:
-        trees = [_users_of(run.directory) for run in row.runs]
-        whole = [tree for tree in trees if tree is not None]
+        whole = [tree for run in row.runs for tree in _users_of(run.directory)]
         if not whole:
             continue
         title = "\n".join((*_label(row, rows).split(", "), f"n = {len(whole)}"))
@@ -256,16 +244,14 @@ def per_user(rows: Sequence[Row], name: str, least_images: int = 2) -> Figure | 
     return figure
 
 
-def _users_of(directory: Path) -> Mapping[str, Any] | None:
+def _users_of(directory: Path) -> list[Tree]:
+    """The run's per_user.json, if it has one."""
     path = directory / "per_user.json"
-    if not path.is_file():
-        return None
     try:
-        return dict(json.loads(path.read_text()))
+        return [dict(json.loads(path.read_text()))] if path.is_file() else []
     except DAMAGE as fault:
-        raise ValueError(
-            f"{path} is damaged ({fault}): make it again with benchmarks.flair.per_user"
-        ) from fault
+        again = "make it again with benchmarks.flair.per_user"
+        raise ValueError(f"{path} is damaged ({fault}): {again}") from fault
 
 
 def private(rows: Sequence[Row], name: str) -> Figure | None:
@@ -284,28 +270,24 @@ def private(rows: Sequence[Row], name: str) -> Figure | None:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     curves, ends, ratios = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for place, row in enumerate(found):
-        scores = [_val_curve(run) for run in row.runs]
-        colour = (
-            shades[cohorts.index(_noise_cohort(row))] if len(cohorts) > 1 else COLOURS[place % len(COLOURS)]
-        )
+        cohort, (steps, scores) = _noise_cohort(row), _val_curves(row)
+        colour = shades[cohorts.index(cohort)] if len(cohorts) > 1 else COLOURS[place % len(COLOURS)]
         style = {"color": colour, "marker": MARKERS[place % len(MARKERS)], "markersize": 4}
-        mean = np.mean([curve for _, curve in scores], axis=0)
         dash = DASHES[place % len(DASHES)]
-        curves.plot(scores[0][0], mean, **style, linestyle=dash, label=_private_label(row))
-        sisters = [other for other in found if _noise_cohort(other) == _noise_cohort(row)]
-        at = _noise_cohort(row) * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
-        last = np.array([curve[-1] for _, curve in scores])
+        curves.plot(steps, scores.mean(0), **style, linestyle=dash, label=_private_label(row))
+        sisters = [other for other in found if _noise_cohort(other) == cohort]
+        at = cohort * 1.06 ** (sisters.index(row) - (len(sisters) - 1) / 2)
+        last = scores[:, -1]
         signal = np.array([_signal_to_noise(run.privacy) for run in row.runs if run.privacy is not None])
         for axes, values in ((ends, last), (ratios, signal)):
             spread = [[values.mean() - values.min()], [values.max() - values.mean()]]
             axes.errorbar([at], [values.mean()], yerr=spread if len(values) > 1 else None, capsize=3, **style)
     for row in rows:
         if row.variant.setting.startswith("PFL") and not row.central:
-            scores = [_val_curve(run) for run in row.runs]
-            mean = np.mean([curve for _, curve in scores], axis=0)
+            steps, scores = _val_curves(row)
             label = f"{row.variant.setting} without noise, n = {len(scores)}"
-            curves.plot(scores[0][0], mean, color=GREY, label=label)
-            ends.axhline(mean[-1], color=GREY)
+            curves.plot(steps, scores.mean(0), color=GREY, label=label)
+            ends.axhline(scores[:, -1].mean(), color=GREY)
     curves.set(xlabel="rounds", ylabel="C-AP exact on val (%)", title="over the rounds, mean of seeds")
     ends.set(ylabel="C-AP exact on val (%)", title="after the last round")
     ratios.set(ylabel="norm of the mean update / of its noise", title="signal to noise, median")
@@ -337,18 +319,20 @@ def _private_label(row: Row) -> str:
     return ", ".join((_shortened(", ".join((row.variant.setting, *other))), counts))
 
 
-def _val_curve(run: RunRecord) -> tuple[list[int], npt.NDArray[np.float64]]:
-    steps, values = run.series("val", "C-AP")
-    if not steps:
-        raise not_whole(run.directory, "no line of metrics.jsonl has val")
-    return steps, values
+def _val_curves(row: Row) -> tuple[list[int], npt.NDArray[np.float64]]:
+    """The steps that were scored, and C-AP on val, a line for each seed."""
+    curves = [run.series("val", "C-AP") for run in row.runs]
+    for run, (steps, _) in zip(row.runs, curves):
+        if not steps:
+            raise not_whole(run.directory, "no line of metrics.jsonl has val")
+    return curves[0][0], np.array([values for _, values in curves])
 
 
 def _has_noise(run: RunRecord) -> bool:
     return run.privacy is not None and "signal-to-noise ratio" in run.privacy["by_round"]
 
 
-def _signal_to_noise(privacy: Mapping[str, Any]) -> float:
+def _signal_to_noise(privacy: Tree) -> float:
     ratios = [value for value in privacy["by_round"]["signal-to-noise ratio"] if value is not None]
     return float(np.median(ratios))
 
@@ -362,23 +346,22 @@ def run_figures(paths: Sequence[Path]) -> Iterator[Named]:
     rows = collect(paths).rows
     if not rows:
         raise ValueError(f"no finished run in {', '.join(map(str, paths))}: nothing to draw")
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.data, *row.runs[0].outcome["per_class_ap"]), []).append(row)
+        groups.setdefault((row.data, tuple(row.runs[0].outcome["per_class_ap"])), []).append(row)
+    several = [len(set(keys)) > 1 for keys in zip(*groups)]
     makers: Mapping[str, Callable[[Sequence[Row], str], Figure | None]] = {
         "per_class": per_class,
         "per_user": per_user,
         "private": private,
     }
-    several = [len(set(parts)) > 1 for parts in zip(*((k[0], k[1:]) for k in groups))]
-    for members in groups.values():
-        results = members[0].runs[0].outcome
-        stem, classes = Path(results["dataset"]).stem, len(results["per_class_ap"])
-        for what, make in makers.items():
-            figure = make(members, f"{stem}, {classes} classes")
+    for (_, classes), members in groups.items():
+        stem = Path(members[0].runs[0].outcome["dataset"]).stem
+        ends = [text for text, differs in zip((stem, str(len(classes))), several) if differs]
+        for kind, make in makers.items():
+            figure = make(members, f"{stem}, {len(classes)} classes")
             if figure is not None:
-                ends = [text for text, differs in zip((stem, str(classes)), several) if differs]
-                yield "_".join((what, *ends)), figure
+                yield "_".join((kind, *ends)), figure
 
 
 def main(argv: Sequence[str]) -> None:
@@ -404,13 +387,8 @@ def main(argv: Sequence[str]) -> None:
     if options.run_dirs:
         found += run_figures(options.run_dirs)
     for name, figure in found:  # all of them, or none
-        write(figure, options.output_dir, name)
-
-
-def write(figure: Figure, directory: Path, name: str) -> None:
-    """Save as PNG and SVG and say so."""
-    save_both(figure, directory / name)
-    print(f"wrote {directory / name}.png and .svg")
+        save_both(figure, options.output_dir / name)
+        print(f"wrote {options.output_dir / name}.png and .svg")
 
 
 if __name__ == "__main__":

@@ -59,30 +59,14 @@ def pretrain(network: torch.nn.Module, spec: MiniSpec, epochs: int, learning_rat
         starts = range(0, len(order) - len(order) % BATCH or 1, BATCH)
         for start in tqdm(starts, desc=f"pre-training, epoch {epoch + 1} of {epochs}", disable=None):
             rows = order[start : start + BATCH]
-            pixels = normalise(
-                resize(torch.from_numpy(images[rows]), spec.image_size), IMAGENET_MEAN, IMAGENET_STD
-            )
+            pixels = resize(torch.from_numpy(images[rows]), spec.image_size)
+            pixels = normalise(pixels, IMAGENET_MEAN, IMAGENET_STD)
             loss = MultiLabel().loss(network(pixels), torch.from_numpy(targets[rows]))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             total += float(loss.detach()) / len(starts)
     return total
-
-
-def write_standin(path: Path, arch: str, method: str, spec: MiniSpec, epochs: int, rate: float) -> str:
-    """Make the weights and write them as safetensors; what the file says of itself."""
-    network = live_network(arch, spec.seed)
-    if method == "pretrain":
-        loss = pretrain(network, spec, epochs, rate)
-        description = (
-            f"STAND-IN, not ImageNet: {epochs} epochs on {spec.train_users} drawn users "
-            f"(mini seed {spec.seed}), last loss {loss:.3f}"
-        )
-    else:
-        description = f"STAND-IN, not ImageNet: random weights (seed {spec.seed})"
-    save(path, network.state_dict(), {"description": description})
-    return description
 
 
 def main(argv: Sequence[str]) -> None:
@@ -105,9 +89,14 @@ def main(argv: Sequence[str]) -> None:
         train_users=args.users, val_users=1, test_users=1, image_size=args.image_size, seed=args.seed,
         num_fine_labels=68, difficulty=0.25,
     )  # fmt: skip
-    description = write_standin(
-        args.output_file, args.arch, args.method, spec, args.epochs, args.learning_rate
-    )
+    network = live_network(args.arch, args.seed)
+    kind = f"random weights (seed {args.seed})"
+    if args.method == "pretrain":
+        loss = pretrain(network, spec, args.epochs, args.learning_rate)
+        drawn = f"{args.users} drawn users (mini seed {args.seed})"
+        kind = f"{args.epochs} epochs on {drawn}, last loss {loss:.3f}"
+    description = f"STAND-IN, not ImageNet: {kind}"
+    save(args.output_file, network.state_dict(), {"description": description})
     print(f"wrote {args.output_file}: {description}")
 
 

@@ -10,6 +10,7 @@ twelve rows and two seeds on the embedded mini set at the scale *tiny*, about te
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -38,9 +40,8 @@ from pfl_ext.models.classifier import build_backbone
 STANDIN = Path("data/standin.safetensors")
 FINE = "-f-"
 """In the names of the fine-tuning settings."""
-LAPTOP = ("mini", "tiny")
-"""``--scale mini`` here: the mini set, at train's scale tiny."""
-POLL_S, TELL_S = 0.5, 60.0  # seconds between looks at a run, and between lines that tell of it
+TELL_S = 60.0
+"""Seconds between lines that say how far a run is."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +108,13 @@ def jobs(
         ValueError: for a setting that is not shipped or an argument that no run could take.
     """
     out = []
-    for seed in seeds:
-        for setting in settings:
-            directory = root / f"{setting}-seed{seed}"
-            argv = ("--config", setting, "--seed", str(seed), *words_for(setting, common))
-            argv += ("--weights", weights) if weights is not None and FINE in setting else ()
-            config = parse(argv).config
-            federated = config.mode == "federated"
-            steps = config.federated.num_rounds if federated else config.centralised.num_epochs
-            out.append(
-                Job(
-                    f"{setting} seed {seed}",
-                    (*argv, "--run_dir", str(directory)),
-                    directory,
-                    steps,
-                    federated,
-                )
-            )
+    for seed, setting in itertools.product(seeds, settings):
+        directory = root / f"{setting}-seed{seed}"
+        argv = ["--config", setting, "--seed", str(seed), *words_for(setting, common)]
+        argv += ["--weights", weights] if weights is not None and FINE in setting else []
+        config = parse(argv).config
+        name, words = f"{setting} seed {seed}", (*argv, "--run_dir", str(directory))
+        out.append(Job(name, words, directory, config.num_steps, config.mode == "federated"))
     return out
 
 
@@ -131,10 +122,9 @@ def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None
     """Why the fine-tuning settings among these cannot get ImageNet weights; None where they can."""
     configs = [parse(("--config", setting, *words_for(setting, common))).config for setting in settings]
     for arch in {config.model.arch for config in configs if config.model.pretrained}:
+        draw = torch.Generator()
         try:
-            build_backbone(
-                arch, 1, norm="frozen_batch", weights="imagenet", init="keras", generator=torch.Generator()
-            )
+            build_backbone(arch, 1, norm="frozen_batch", weights="imagenet", init="keras", generator=draw)
         except ValueError as fault:
             return str(fault)
     return None
@@ -143,25 +133,21 @@ def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None
 def execute(job: Job, log: Path, tell: str) -> int:
     """Run one job to its end, telling how far it is about once a minute; its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    started = said = time.monotonic()
+    started, unit = time.monotonic(), "round" if job.federated else "epoch"
     with log.open("ab") as output:
         command = [sys.executable, "-m", "benchmarks.flair.train", *job.argv]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None:
-                time.sleep(POLL_S)
-                if time.monotonic() - said >= TELL_S:
-                    said = time.monotonic()
-                    unit = "round" if job.federated else "epoch"
-                    print(
-                        f"{tell}: {unit} {min(job.step(), job.steps)} of {job.steps}, {said - started:.0f} s",
-                        flush=True,
-                    )
+            while True:
+                try:
+                    return process.wait(TELL_S)
+                except subprocess.TimeoutExpired:
+                    far = f"{unit} {min(job.step(), job.steps)} of {job.steps}"
+                    print(f"{tell}: {far}, {time.monotonic() - started:.0f} s", flush=True)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    return process.returncode
 
 
 def eta(todo: Sequence[Job], seconds: dict[bool, list[float]]) -> str:
@@ -169,9 +155,7 @@ def eta(todo: Sequence[Job], seconds: dict[bool, list[float]]) -> str:
     everything = [second for kind in seconds.values() for second in kind]
     if not everything:
         return "time left not known yet"
-    mean = {kind: sum(took) / len(took) for kind, took in seconds.items() if took}
-    fallback = sum(everything) / len(everything)
-    left = sum(mean.get(job.federated, fallback) for job in todo)
+    left = sum(fmean(seconds[job.federated] or everything) for job in todo)
     return f"about {left / 60:.0f} min left" if left < 7200 else f"about {left / 3600:.1f} h left"
 
 
@@ -209,9 +193,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--runs_dir", type=Path, help="default: runs/table1-DATA-SCALE")
     parser.add_argument("--verify", action="store_true", help="as benchmarks.flair.report")
     options = parser.parse_args(words[: words.index("--")] if "--" in words else words)
-    laptop = options.scale == LAPTOP[0]
-    data, scale = (options.data_path or "mini", LAPTOP[1]) if laptop else (options.data_path, options.scale)
-    on = [*(["--scale", scale] if scale else []), *(["--data_path", data] if data else [])]
+    laptop = options.scale == "mini"
+    if laptop:  # the mini set, at train's scale tiny
+        options.data_path, options.scale = options.data_path or "mini", "tiny"
+    on = [f"--{key}={value}" for key in ("scale", "data_path") if (value := getattr(options, key))]
     on, file = Flair.resolve_data(on)
     if options.seeds is not None and (min(options.seeds) < 0 or len(set(options.seeds)) < len(options.seeds)):
         raise ValueError(f"--seeds {' '.join(map(str, options.seeds))}: give different numbers from 0 on")
@@ -219,9 +204,10 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"--weights {options.weights}: no such file; the word standin makes a stand-in")
     common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
     settings = [name.lower() for name in options.settings or paper.settings()]
-    seeds = options.seeds if options.seeds is not None else range(2 if laptop else 5)
+    seeds = options.seeds if options.seeds is not None else list(range(2 if laptop else 5))
     changes = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
-    place = ("mini", scale or "mini") if file == MINI_FILE else (file.stem, scale or "full")
+    mini, scale = file == MINI_FILE, options.scale
+    place = ("mini", scale or "mini") if mini else (file.stem, scale or "full")
     name = "-".join(("table1", *place)) + "".join(changes)
     root = options.runs_dir or Path("runs") / name.replace("/", "_")
     for setting in settings:
@@ -232,7 +218,7 @@ def main(argv: Sequence[str]) -> None:
         if not STANDIN.is_file() and any(FINE in setting for setting in settings):
             print(f"making the stand-in for ImageNet weights, {STANDIN}", flush=True)
             make_standin(["--output_file", weights])
-    todo = [job for job in jobs(settings, list(seeds), root, common, weights) if not job.done]
+    todo = [job for job in jobs(settings, seeds, root, common, weights) if not job.done]
     fine = [job for job in todo if FINE in job.name]
     if fine and weights is None:
         fault = imagenet_fault(settings, common)
@@ -240,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
             todo = [job for job in todo if job not in fine]
     Flair.ready_data(parse(on), file)
-    print(f"{len(todo)} runs to make of {len(settings) * len(list(seeds))}, into {root}", flush=True)
+    print(f"{len(todo)} runs to make of {len(settings) * len(seeds)}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")
     written = report.write([root], root)
     if written.rows:
