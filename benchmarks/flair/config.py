@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -154,10 +154,5 @@ def check(config: Config) -> None:
 FLAIR = Benchmark(Config, Path(__file__).parent / "configs", "fl-r-17", RECIPES, PROTOCOL, check, idle)
 
 
-def parse(argv: Sequence[str]) -> Run:
-    """The run that a command line asks for.
-
-    Raises:
-        ValueError: for an unknown key, a wrong type or a combination without meaning.
-    """
-    return FLAIR.parse(argv)
+parse = FLAIR.parse
+"""The run that a command line asks for."""

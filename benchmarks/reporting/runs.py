@@ -7,15 +7,19 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+import benchmarks
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
 from benchmarks.core.config.sections import TrainingConfig
@@ -34,6 +38,7 @@ DAMAGE = (
     OverflowError,
 )
 """With what reading a run's JSON or YAML can end when it is not what it should be."""
+OTHER_VERSION = "its config is of another version of the code"
 ExperimentKey: TypeAlias = tuple[str, str, str | None]
 
 
@@ -186,8 +191,7 @@ def read_run(
     try:
         config = benchmark.read(tree, "config.yaml")
     except ValueError as fault:
-        why = f"its config is of another benchmark, or of another version of the code ({fault})"
-        return RunRecord(directory, fault=why)
+        return RunRecord(directory, fault=_foreign(tree, benchmark) or f"{OTHER_VERSION} ({fault})")
     record = RunRecord(directory, config)
     if not (directory / "results.json").exists():
         return record
@@ -205,6 +209,20 @@ def read_run(
     except DAMAGE as fault:
         return dataclasses.replace(record, fault=f"its files are damaged ({_first_line(fault)})")
     return dataclasses.replace(record, results=results, privacy=privacy, fault=fault_found, data=data)
+
+
+def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
+    """Which other benchmark's a config is; None where it is of none."""
+    for folder in iter_modules(benchmarks.__path__):
+        if find_spec(f"benchmarks.{folder.name}.config") is None:
+            continue
+        module = import_module(f"benchmarks.{folder.name}.config")
+        for other in [value for value in vars(module).values() if isinstance(value, Benchmark)]:
+            with suppress(ValueError):
+                other.read(tree, "config.yaml")
+                asked = benchmark.directory.parent.name
+                return f"it is a run of benchmarks.{folder.name}, not of benchmarks.{asked}"
+    return None
 
 
 def finished_run(

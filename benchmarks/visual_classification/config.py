@@ -6,7 +6,7 @@ Distribution", ECCV 2020, Section 6.5); a setting is a data recipe and method re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Literal
@@ -157,10 +157,5 @@ VISION = Benchmark(
 )
 
 
-def parse(argv: Sequence[str]) -> Run:
-    """The run that a command line asks for.
-
-    Raises:
-        ValueError: for an unknown key, a wrong type or a combination without meaning.
-    """
-    return VISION.parse(argv)
+parse = VISION.parse
+"""The run that a command line asks for."""

@@ -118,8 +118,16 @@ CALLS = [
     ("sweep", "--local=true", "the sweep comes first"),
     ("vision", "nowhere", "nowhere is no directory"),
     ("vision", "empty", "empty holds no run"),
-    ("vision", "half", "half holds no whole run (its config is of another benchmark"),
-    ("vision", "whole", "whole holds no whole run (its config is of another benchmark"),
+    (
+        "vision",
+        "half",
+        "half holds no whole run (it is a run of benchmarks.flair, not of benchmarks.visual",
+    ),
+    (
+        "vision",
+        "whole",
+        "whole holds no whole run (it is a run of benchmarks.flair, not of benchmarks.visual",
+    ),
     ("vision", "vision_cut", "vision_cut holds no whole run"),
     ("vision", "vision --rounds=a", "--rounds: 'a': give whole numbers"),
     ("vision", "vision --batches=", "--batches: '': give whole numbers"),
