@@ -75,26 +75,26 @@ GPU = [
 SETS = {"cpu": CPU, "curves": CURVES, "gpu": GPU, "all": CPU + CURVES + GPU}
 
 
+def _stored(case: Case) -> int:
+    """Pixels of the images in the file, of which training sees crops."""
+    return case.pixels + case.pixels // 8
+
+
 def data_file(case: Case, folder: Path) -> Path:
     """The mini set with FLAIR's histogram at this size, drawn once."""
     path = folder / f"bench-{case.pixels}-{case.users}-{max(case.val_users, 1)}.hdf5"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        spec = MiniSpec(
-            train_users=case.users,
-            val_users=max(case.val_users, 1),
-            test_users=1,
-            image_size=case.pixels + case.pixels // 8,
-        )
+        spec = MiniSpec(case.users, max(case.val_users, 1), test_users=1, image_size=_stored(case))
         write_mini(path, spec)
     return path
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
-    stored = case.pixels + case.pixels // 8
+    words = ("--runtime.engine=fast", f"--runtime.precision={case.precision}", *case.runtime)
     common = (
-        f"--config fl-r-{1628 if case.labels > 17 else 17} --data.image_size {stored} "
+        f"--config fl-r-{1628 if case.labels > 17 else 17} --data.image_size {_stored(case)} "
         f"--model.input_size {case.pixels} --federated.cohort_size {case.cohort} "
         f"--federated.weighting {'users' if case.private else 'images'}"
     ).split()
@@ -102,9 +102,7 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
         simulated = PrivacyConfig(noise_cohort_size=5000, noise_population=41131, mechanism="gaussian")
         sides = Sides(
             parse([*common, *STOCK]),
-            parse(
-                [*common, "--runtime.engine", "fast", "--runtime.precision", case.precision, *case.runtime]
-            ),
+            parse([*common, *words]),
             lambda run: Flair(run, file),
             "val" if case.val_users else None,
             simulated if case.private else None,

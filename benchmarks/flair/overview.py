@@ -18,10 +18,8 @@ from benchmarks.reporting.plots import COLOURS, GREY, save
 from benchmarks.reporting.runs import RunRecord, check_seeds, finished_run
 from dataset.cli import run as run_command
 
-Curve = list[tuple[float, float]]
 
-
-def curve(run: RunRecord) -> Curve:
+def curve(run: RunRecord) -> list[tuple[float, float]]:
     """``(share of the training done, val C-AP)``.
 
     Raises:

@@ -12,9 +12,8 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -39,24 +38,16 @@ OVER_ROUNDS: Mapping[str, Callable[[Any], Any]] = {
 """How the table sums up what a private run wrote of each round."""
 
 
-@dataclass(frozen=True, order=True)
-class Budget:
-    """What distinguishes runs: central privacy first, by epsilon, then local, by that of one update."""
+Budget: TypeAlias = tuple[bool, float]
+"""Whether privacy is local, and epsilon: of the system accounted for, or of one update; infinite for none."""
 
-    local: bool
-    epsilon: float  # of the system accounted for, or of one update; infinite without privacy
 
-    @property
-    def private(self) -> bool:
-        """Whether there is noise at all."""
-        return math.isfinite(self.epsilon)
-
-    def text(self, none: str, prefix: str = "") -> str:
-        """In words; ``none`` without privacy."""
-        local = "local, " if self.local else ""
-        return (
-            f"{local}{prefix}{self.epsilon:g}{' an update' if self.local else ''}" if self.private else none
-        )
+def budget_text(budget: Budget, none: str, prefix: str = "") -> str:
+    """A budget in words; ``none`` without privacy."""
+    local, epsilon = budget
+    if math.isinf(epsilon):
+        return none
+    return f"local, {prefix}{epsilon:g} an update" if local else f"{prefix}{epsilon:g}"
 
 
 def by_budget(runs: Sequence[RunRecord]) -> dict[Budget, list[RunRecord]]:
@@ -66,7 +57,7 @@ def by_budget(runs: Sequence[RunRecord]) -> dict[Budget, list[RunRecord]]:
         local = run.config.local_privacy
         privacy = local or run.config.privacy
         epsilon = math.inf if privacy is None else float(privacy.epsilon)
-        groups[Budget(local is not None, epsilon)].append(run)
+        groups[local is not None, epsilon].append(run)
     return dict(sorted(groups.items()))
 
 
@@ -93,27 +84,27 @@ def table(runs: Sequence[RunRecord]) -> str:
     signal-to-noise ratio, the mean fraction clipped, and the last clipping bound. Means of seeds.
     """
     rows, groups = [], by_budget(runs)
-    for budget in sorted(groups, key=lambda budget: (budget.local, -budget.epsilon)):
-        done = [run for run in groups[budget] if run.finished]
+    for local, epsilon in sorted(groups, key=lambda budget: (budget[0], -budget[1])):
+        done = [run for run in groups[local, epsilon] if run.finished]
         if not done:
             continue
         seeds = ", ".join(str(run.seed) for run in done)
         scores = [spread([run.outcome[split][column] for run in done]) for split, column in SCORES]
         noise = ["-"] * len(OVER_ROUNDS)
-        if budget.private:
+        if math.isfinite(epsilon):
             noise = [
                 spread([float(summed_up(run.series("privacy", name)[1])) for run in done], 2)
                 for name, summed_up in OVER_ROUNDS.items()
             ]
-        rows.append([budget.text("none"), seeds, *scores, *noise])
+        rows.append([budget_text((local, epsilon), "none"), seeds, *scores, *noise])
     return markdown_table(HEADS, rows)
 
 
 def picture(runs: Sequence[RunRecord]) -> Figure:
     """Four panels over the rounds: clipping bound, fraction clipped, signal-to-noise ratio, C-AP on val."""
     groups = by_budget(runs)
-    private = [budget for budget in groups if budget.private]
     colours = dict.fromkeys(groups, GREY)
+    private = [budget for budget in groups if math.isfinite(budget[1])]
     colours |= {budget: COLOURS[i % len(COLOURS)] for i, budget in enumerate(reversed(private))}
     figure = Figure(figsize=(7.2, 5.6), layout="constrained")
     grid: list[Axes] = list(figure.subplots(2, 2, sharex=True).flat)
@@ -128,7 +119,8 @@ def picture(runs: Sequence[RunRecord]) -> Figure:
     grid[3].grid(alpha=0.3)
     for axes in grid[2:]:
         axes.set_xlabel("round of training")
-    handles = [Line2D([], [], color=colours[b], label=b.text("no privacy", "epsilon ")) for b in groups]
+    labels = {budget: budget_text(budget, "no privacy", "epsilon ") for budget in groups}
+    handles = [Line2D([], [], color=colours[budget], label=label) for budget, label in labels.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(groups), frameon=False)
     return figure
 
