@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ from pfl_ext.workers.launch import Launch
 COLLECTIVE_S = 30 * 24 * 3600.0
 """Collectives give up by themselves after so many seconds, which is never: waiting for a worker that works is
 no fault, and one that is lost or stands still is the watchdog's, which names it."""
+
+PAUSE_S = 0.001
+"""Between two looks at a collective of Horovod, whose own cycle takes as long."""
 
 
 class Transport(Protocol):
@@ -151,22 +155,29 @@ class _HorovodTransport:
         self._nccl = on_own_gpus and bool(self._hvd.nccl_built())
         return "NCCL" if self._nccl else "Gloo"
 
+    def _result(self, handle: int) -> Any:
+        """What a collective ends in. Horovod's own waiting asks again after 100 ns, which takes a whole core
+        from the workers that still train."""
+        while not self._hvd.poll(handle):
+            time.sleep(PAUSE_S)
+        return self._hvd.synchronize(handle)
+
     def sum_(self, flat: Tensor) -> None:
         carried = flat if self._nccl or not flat.is_cuda else flat.cpu()
-        self._hvd.allreduce_(carried, op=self._hvd.Sum)
+        self._result(self._hvd.allreduce_async_(carried, op=self._hvd.Sum))
         if carried is not flat:
             flat.copy_(carried)
 
     def gather(self, data: Tensor) -> Tensor:
-        rows = self._hvd.allgather(data.cpu())
+        rows = self._result(self._hvd.allgather_async(data.cpu()))
         return torch.as_tensor(rows).view(-1, len(data)).to(data.device)
 
     def exchange(self, data: Tensor) -> Tensor:
-        received = self._hvd.alltoall(data.cpu())
+        received, _ = self._result(self._hvd.alltoall_async(data.cpu()))
         return torch.as_tensor(received).view_as(data).to(data.device)
 
     def broadcast(self, data: Tensor) -> Tensor:
-        return torch.as_tensor(self._hvd.broadcast(data, root_rank=0))
+        return torch.as_tensor(self._result(self._hvd.broadcast_async(data, root_rank=0)))
 
     def store(self, timeout: float) -> Any:
         return _client(*self._address, timeout, "horovod")
