@@ -39,6 +39,7 @@ SERVER = "WARM_SERVER"
 MODULES = (
     "benchmarks.flair.train",
     "benchmarks.visual_classification.train",
+    "benchmarks.reporting.plots",
     "torch.distributed.run",
     "horovod.torch",
     "horovod.runner.launch",

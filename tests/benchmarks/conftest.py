@@ -8,6 +8,7 @@ import pytest
 from benchmarks.flair.train import main
 from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
+from tests.benchmarks.sparing import sparingly
 
 TINY = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
 COMMON = (
@@ -36,11 +37,12 @@ def mini_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0) -> Path:
-    """Run the training command, which must end with this code; the run directory."""
+def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0, draw: bool = False) -> Path:
+    """Run the training command, which must end with this code, `sparingly`; the run directory."""
     small = CENTRAL if any(word.startswith("--config=c-") for word in argv) else SMALL
     words = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *small, *argv]
-    assert run(main, words) == code
+    with sparingly(draw):
+        assert run(main, words) == code
     return directory
 
 
@@ -48,7 +50,7 @@ def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0) -> P
 def train(mini_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
-    def call(*argv: str, name: str = "run", code: int = 0) -> Path:
-        return train_into(tmp_path / name, mini_file, *argv, code=code)
+    def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
+        return train_into(tmp_path / name, mini_file, *argv, code=code, draw=draw)
 
     return call

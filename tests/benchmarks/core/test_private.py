@@ -49,7 +49,7 @@ def test_the_paper_setting_is_calibrated_to_its_known_noise() -> None:
 
 
 def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = train(*PRIVATE)
+    directory = train(*PRIVATE, draw=True)
     told = privacy(directory)
     assert told["unit"] == "one user with all of their images"
     assert (told["num_rounds"], told["rounds_done"], told["delta"]) == (3, 3, 0.01)
@@ -180,7 +180,7 @@ LOCAL = ("--federated.weighting=users", "--local_privacy.epsilon=4", "--local_pr
 def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds(
     mechanism: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(*LOCAL, f"--local_privacy.mechanism={mechanism}", "--seed=1")
+    directory = train(*LOCAL, f"--local_privacy.mechanism={mechanism}", "--seed=1", draw=True)
     told = privacy(directory)
     made = LocalPrivacyConfig(mechanism, epsilon=4, delta=0.001)  # type: ignore[arg-type]
     assert (told["kind"], told["rounds_done"], told["epsilon_of_one_participation"]) == ("local", 3, 4)

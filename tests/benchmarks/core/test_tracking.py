@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import Flair
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.test_private import REAL
+from tests.launching import ROOT, environment, warmly
 
 KEY = "deadbeef" * 5  # wandb takes 40 characters for a key
 LINES: list[Tree] = [
@@ -115,7 +117,8 @@ def test_a_public_release_shows_trackers_and_pictures_nothing_of_the_training_im
         real(self, results, title, folder)
 
     monkeypatch.setattr(Flair, "draw", watched)
-    directory = train(*REAL, "--privacy.release=public", "--runtime.track=wandb", "--federated.num_rounds=2")
+    words = (*REAL, "--privacy.release=public", "--runtime.track=wandb", "--federated.num_rounds=2")
+    directory = train(*words, draw=True)
     assert drawn
     assert drawn[0] <= set(PUBLIC_RESULTS)
     kinds = {record.WhichOneof("record_type") for record in wandb_records(directory)}
@@ -128,7 +131,8 @@ def test_numbers_are_flattened_and_the_rest_left_out() -> None:
 
 
 def test_wandb_holds_the_lines_of_metrics_jsonl(train: Train) -> None:
-    directory = train("--runtime.track=wandb", "--runtime.artifact=true", "--federated.num_rounds=2")
+    words = ("--runtime.track=wandb", "--runtime.artifact=true", "--federated.num_rounds=2")
+    directory = train(*words, draw=True)
     *rows, final = wandb_history(directory)
     told = lines_of(directory)
     assert [row["_step"] for row in rows] == [line["round"] for line in told] == [0, 1, 2]
@@ -200,7 +204,7 @@ def test_tensorboard_shows_the_final_table_and_the_plots(
         real(self, event)
 
     monkeypatch.setattr(EventFileWriter, "add_event", watch)
-    train("--federated.num_rounds=1", "--runtime.track=tensorboard")
+    train("--federated.num_rounds=1", "--runtime.track=tensorboard", draw=True)
     assert {"results/text_summary", "config/text_summary", "plots/training_curve"} <= set(tags)
 
 
@@ -277,16 +281,9 @@ def test_what_a_server_lacks_is_sent_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_wandb_has_what_was_sent_before_a_kill(tmp_path: Path) -> None:
     """SIGKILL leaves no time for anything: what tracking.json counts as sent must be in wandb's own file."""
-    script = (
-        "import os, pathlib, signal, sys\n"
-        "from tests.benchmarks.core.test_tracking import LINES, Tracking, wanted\n"
-        "here = pathlib.Path(sys.argv[1])\n"
-        "tracker = Tracking(wanted(here, 'wandb'), here, 'tiny', 'round')\n"
-        "for line in LINES[:3]: tracker.tell(line)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, env=clean)
+    clean = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
+    command = warmly("tests.benchmarks.core.test_tracking", str(tmp_path))
+    assert subprocess.run(command, check=False, env=clean, cwd=ROOT).returncode == -signal.SIGKILL
     assert json.loads((tmp_path / "tracking.json").read_text())["wandb"]["sent"] == 2
     rows = len(wandb_history(tmp_path))
     tracker = Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round")
@@ -369,3 +366,15 @@ def test_no_key_or_environment_reaches_a_file_or_the_screen(
     for place, content in places.items():
         for name, value in secrets.items():
             assert value.encode() not in content, (place, name)
+
+
+def tell_and_die(directory: Path) -> None:
+    """Track three lines in a process that is then killed."""
+    tracker = Tracking(wanted(directory, "wandb"), directory, "tiny", "round")
+    for line in LINES[:3]:
+        tracker.tell(line)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    tell_and_die(Path(sys.argv[1]))

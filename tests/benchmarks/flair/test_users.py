@@ -34,7 +34,7 @@ def tree(path: Path) -> Tree:
 def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(*ROUND, "--evaluation.per_user=true", *PERSONAL)
+    directory = train(*ROUND, "--evaluation.per_user=true", *PERSONAL, draw=True)
     told, results = tree(directory / "per_user.json"), tree(directory / "results.json")
     assert len(told["user_ids"]) == len(told["O-AP"]) == results["per_user"]["users"] == TINY.test_users
     assert results["per_user"]["quantiles"]["O-AP"]["n"] == TINY.test_users

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
-from benchmarks.flair.train import main as flair_main
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
 from benchmarks.visual_classification.train import main
@@ -21,7 +20,8 @@ from dataset.cli import run
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile, DataWriter
 from dataset.store.index import TAXONOMIES, DatasetIndex
-from tests.benchmarks.conftest import TINY
+from tests.benchmarks.conftest import TINY, train_into
+from tests.benchmarks.sparing import sparingly
 
 COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
 SMALL = (
@@ -48,11 +48,14 @@ def classes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(classes_file: Path, tmp_path: Path) -> Train:
     """Run the training command on the tiny data set; the run directory."""
 
-    def call(*argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0) -> Path:
+    def call(
+        *argv: str, name: str = "run", config: str = "cifar10-fedavgm", code: int = 0, draw: bool = False
+    ) -> Path:
         directory = tmp_path / name
         small = CENTRAL if config.endswith("centralised") else SMALL
         words = [f"--config={config}", f"--data_path={classes_file}", f"--run_dir={directory}", *small, *argv]
-        assert run(main, words) == code
+        with sparingly(draw):
+            assert run(main, words) == code
         return directory
 
     return call
@@ -74,7 +77,7 @@ def weights(directory: Path) -> np.ndarray:
 def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train()
+    directory = train(draw=True)
     told = results(directory)
     assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"]
     assert told["best_step"] == told["rounds"] == 2, "no model is chosen on test"
@@ -148,15 +151,14 @@ def test_an_unknown_partition_is_refused_in_one_line(
 def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) -> None:
     """Our form of FedIR for several labels an image, in both engines."""
     found = {}
+    common = ("--local.batch_size=4", "--local.learning_rate=0.05", "--federated.num_rounds=2")
+    server = ("--server.optimizer=sgd", "--server.learning_rate=1")
     for name, words in {
         "plain": [],
         "fast": ["--federated.reweight=fedir", "--federated.max_importance=10"],
         "stock": ["--federated.reweight=fedir", "--federated.max_importance=10", "--runtime.engine=stock"],
     }.items():
-        directory = tmp_path / name
-        argv = ["--config=fl-r-17", f"--data_path={mini_file}", f"--run_dir={directory}", *SMALL, *words]
-        assert run(flair_main, [*argv, "--server.optimizer=sgd", "--server.learning_rate=1"]) == 0
-        found[name] = weights(directory)
+        found[name] = weights(train_into(tmp_path / name, mini_file, *common, *server, *words))
     moved = np.linalg.norm(found["fast"] - found["plain"])
     assert np.linalg.norm(found["fast"] - found["stock"]) <= 0.01 * moved
 
