@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import RandomResizedCrop
 
 from pfl_ext.data.transforms import (
@@ -89,6 +91,33 @@ def test_both_ways_of_an_exact_crop_give_the_stored_pixels(exact: bool) -> None:
     out = cropped(images, crops, 32, exact=exact)
     assert_close_as_vector(out, cropped(images, crops, 32), 8)
     assert (out * 255 - (out * 255).round()).abs().max() < 1e-4, "pixels are not mixed"
+
+
+class Resampling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operations mix pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if re.search("mm|matmul|einsum|upsample|grid_sampler", name):
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("crop", ["crop", "padded"])
+@pytest.mark.parametrize("exact", [True, None])
+def test_exact_crops_and_flips_are_gathered_and_never_resampled(exact: bool | None, crop: Crop) -> None:
+    """On a CPU, where resampling would end in the same numbers, but slower."""
+    images, crops = made_images(16, 40), torch.from_numpy(draw_crops(rng(), 16, 40, 32, crop, "both"))
+    with Resampling() as noted:
+        cropped(images, crops, 32, exact=exact)
+        assert not noted.seen
+        crops[7, 2] = 31
+        cropped(images, crops, 32)
+        assert noted.seen, "one crop of another size is resampled, and it shows"
 
 
 @pytest.mark.parametrize("exact", [True, False, None])
