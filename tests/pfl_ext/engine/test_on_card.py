@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +30,26 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+def trained(name: str) -> Setting:
+    return Setting(SIZES, rounds=2, **TRAININGS[name])
+
+
+def trained_privately(clipping: Clipping) -> Setting:
+    return Setting(SIZES, rounds=2, by_images=False, more=[private(len(SIZES), clipping=clipping)])
+
+
+def trained_in(amp: torch.dtype | None, private_mean: bool) -> Setting:
+    more = [private(len(SIZES))] if private_mean else []
+    return Setting(SIZES, by_images=not private_mean, more=more, amp=amp)
+
+
+@functools.cache
+def on_cpu(make: Callable[..., Setting], *words: Any, rounding: Any = ()) -> tuple[dict[str, Any], float]:
+    """What a CPU computes of a setting, and how far rounding may take another computation away from it."""
+    theirs, *_ = make(*words).run(True, lanes=1, cpu_kernels=False)
+    return theirs, rounding_of(make(*words), *rounding)
+
+
 def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
     with card() as waits:
         update, *_ = setting.run(True, **options)
@@ -38,11 +60,9 @@ def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_card_trains_as_a_cpu_does(name: str, fuse: bool) -> None:
-    setting = Setting(SIZES, rounds=2, **TRAININGS[name])
-    theirs, *_ = setting.run(True, lanes=1, cpu_kernels=False)
-    rounding = rounding_of(setting)
+    theirs, rounding = on_cpu(trained, name)
     for lanes in (1, 3):
-        assert distance(on_card(setting, lanes=lanes, fuse=fuse)[0], theirs) <= rounding
+        assert distance(on_card(trained(name), lanes=lanes, fuse=fuse)[0], theirs) <= rounding
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -54,23 +74,16 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
     as for two computations, although the other one is float32 here: autocast may round a gradient once more.
     The lower bound, a thirtieth of a unit, is far above the rounding of float32: it was bfloat16.
     """
-
-    def setting(amp: torch.dtype | None) -> Setting:
-        return Setting(SIZES, by_images=not more, more=[private(len(SIZES))] if more else [], amp=amp)
-
-    theirs, *_ = setting(None).run(True, lanes=1, cpu_kernels=False)
-    ours, _ = on_card(setting(torch.bfloat16), lanes=2, fuse=fuse)
-    assert 2**-14 < distance(ours, theirs) <= rounding_of(setting(None), *BFLOAT16)
+    theirs, rounding = on_cpu(trained_in, None, more, rounding=BFLOAT16)
+    ours, _ = on_card(trained_in(torch.bfloat16, more), lanes=2, fuse=fuse)
+    assert 2**-14 < distance(ours, theirs) <= rounding
 
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_card_trains_privately_as_a_cpu_does(clipping: Clipping, fuse: bool) -> None:
-    def setting() -> Setting:
-        return Setting(SIZES, rounds=2, by_images=False, more=[private(len(SIZES), clipping=clipping)])
-
-    theirs, *_ = setting().run(True, lanes=1, cpu_kernels=False)
-    assert distance(on_card(setting(), lanes=2, fuse=fuse)[0], theirs) <= rounding_of(setting())
+    theirs, rounding = on_cpu(trained_privately, clipping)
+    assert distance(on_card(trained_privately(clipping), lanes=2, fuse=fuse)[0], theirs) <= rounding
 
 
 @pytest.mark.parametrize(("more", "fuse"), [(False, False), (False, True), (True, False)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -46,6 +47,7 @@ class OneWorkersNoise(PrivateMean):
         return (noise if get_ops().distributed.global_rank == 0 else torch.zeros(size)), std
 
 
+@cache
 def games() -> dict[str, Game]:
     """By name: without defect, with one worker's noise, with all users trained by all workers; the engine."""
     many = Game(claimed(1.0, "poisson", COLUMNS), Directions(COLUMNS))
