@@ -141,11 +141,17 @@ def wide_backbone() -> nn.Module:
 
 
 @torch.no_grad()
-def in_float64(backbone: nn.Module, off: float = 0.0, seed: int = 0) -> nn.Module:
-    """The network in float64, each weight multiplied by a draw from ``1 - off .. 1 + off``."""
+def move_weights(backbone: nn.Module, off: float, seed: int) -> None:
+    """Multiply each weight by a draw from ``1 - off .. 1 + off``."""
     draw = torch.Generator().manual_seed(seed)
-    for parameter in backbone.double().parameters():
-        parameter.mul_(1 + off * (2 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 1))
+    for parameter in backbone.parameters():
+        factors = 1 + off * (2 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 1)
+        parameter.copy_(parameter.double() * factors)
+
+
+def in_float64(backbone: nn.Module, off: float = 0.0, seed: int = 0) -> nn.Module:
+    """The network in float64, with `move_weights`."""
+    move_weights(backbone.double(), off, seed)
     backbone.register_forward_pre_hook(lambda _, images: (images[0].double(),))
     return backbone
 
@@ -303,16 +309,23 @@ def rounding_of(setting: Setting, unit: float = 2.0**-24, roundings: float | Non
         unit: of rounding.
         roundings: instead of ``sqrt(n)`` of the layer with most products.
     """
-    layers = [m for m in setting.backbone().modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    off = unit * (roundings or math.sqrt(max(layer.weight[0].numel() for layer in layers)))
-    exact, *moved = (
-        replace(setting, amp=None, more=copy.deepcopy(setting.more), inexact=inexact).run(False)
-        for inexact in ((0.0, 0), (off, 1), (off, 2))
-    )
+    exact, *moved = (each.run(False) for each in inexact_settings(setting, unit, roundings))
     apart = max(distance(updates, exact[0]) for updates, *_ in moved)
     steps = setting.sampling.num_epochs * -(-max(setting.sizes) // setting.sampling.batch_size)
     weights: float = norm(dict(setting.backbone().named_parameters()))
     return 2 * apart + 2 * math.sqrt(steps) * 2.0**-24 * exact[1] * weights / max(norm(exact[0]), 1e-30)
+
+
+def inexact_settings(
+    setting: Setting, unit: float = 2.0**-24, roundings: float | None = None
+) -> list[Setting]:
+    """The round in float64, and twice from weights that are off; for `rounding_of`."""
+    layers = [m for m in setting.backbone().modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    off = unit * (roundings or math.sqrt(max(layer.weight[0].numel() for layer in layers)))
+    return [
+        replace(setting, amp=None, more=copy.deepcopy(setting.more), inexact=inexact)
+        for inexact in ((0.0, 0), (off, 1), (off, 2))
+    ]
 
 
 def norm(tensors: dict[str, Tensor]) -> float:

@@ -55,6 +55,30 @@ def rounding(terms: int, winograd: bool = False) -> float:
     return UNIT * (2 * math.sqrt(terms) + 4)
 
 
+HALF, CHAIN, HELD = 2.0**-11, 64, 128
+"""The unit of half floats, and how many terms a sum of them has: in `winograd.h`, whose chains are then added
+as half floats, and in `direct.h`, where it then goes to float32."""
+STORED = 2 * BFLOAT16
+"""Of a result in bfloat16, whichever way it is rounded."""
+
+
+def half_rounding(depth: int, winograd: bool = False) -> float:
+    """As `rounding`, of independent products that are added as half floats.
+
+    Adding rounds by at most a unit of the whole sum, as often as a sum has terms; what is added was rounded
+    twice. Winograd, which adds ``depth`` terms, magnifies what the sums and the three transforms lose; the
+    mean square of a rounding to nearest is a third of a unit's square.
+    """
+    if winograd:
+        sums = math.sqrt(min(depth, CHAIN)) + math.sqrt(depth / CHAIN)
+        return WINOGRAD * HALF / math.sqrt(3) * (sums + 4 + 3 * math.sqrt(6))
+    return HALF * (math.sqrt(HELD) + 2)
+
+
+ALIKE = HALF * HELD / 2
+"""Of sums of equal numbers, which may all be rounded in one direction: the k-th by a unit of k of them."""
+
+
 def roundings_of(x: Tensor, e: Tensor, form: Form, winograd: bool = False) -> tuple[float, float, float]:
     """`rounding` of a convolution's output, and of the gradients of its images and weights."""
     taps, (_, k, down, across) = form.high * form.wide, e.shape
