@@ -29,11 +29,7 @@ from pfl.postprocessor.base import Postprocessor
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, hardware
-from benchmarks.core.federated import (
-    means,
-    setup,
-    training_data,
-)
+from benchmarks.core.federated import means, setup, training_data
 from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json

@@ -22,12 +22,7 @@ from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import Means, Setup, refuse
 from pfl_ext.algorithms.fedir import importance_weights
-from pfl_ext.data.federated_dataset import (
-    FederatedImageDataset,
-    ImageStore,
-    Partition,
-    Sampler,
-)
+from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier

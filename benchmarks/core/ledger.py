@@ -188,12 +188,7 @@ class CentralLedger(Ledger):
     """
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        population: int,
-        unit: ProtectedUnit,
-        secret: Secret,
-        directory: Path,
+        self, config: TrainingConfig, population: int, unit: ProtectedUnit, secret: Secret, directory: Path
     ) -> None:
         assert config.privacy is not None
         super().__init__(config, unit, secret, directory)
@@ -266,10 +261,7 @@ class LocalLedger(Ledger):
         self.config, self._federated, self._users = config.local_privacy, config.federated, users
         self._start_counting()
         self.mechanism = LocallyPrivateMean(
-            self.config,
-            self._federated.num_rounds,
-            noise_seed=secret.noise_seed,
-            threads=os.cpu_count() or 1,
+            self.config, self._federated.num_rounds, noise_seed=secret.noise_seed, threads=os.cpu_count() or 1
         )
         self._most_at_end = self._most(self._federated.num_rounds)
         self.announce()
@@ -335,11 +327,7 @@ class LocalLedger(Ledger):
 
 
 def open_ledger(
-    config: TrainingConfig,
-    users: FederatedImageDataset,
-    unit: ProtectedUnit,
-    secret: Secret,
-    directory: Path,
+    config: TrainingConfig, users: FederatedImageDataset, unit: ProtectedUnit, secret: Secret, directory: Path
 ) -> Ledger:
     """The ledger of a private run, which says on stderr what is promised."""
     if config.privacy is not None:

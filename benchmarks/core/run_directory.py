@@ -65,11 +65,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self,
-        run: AnyRun,
-        path: Path,
-        data_sha256: str = "",
-        content_sha256: Callable[[], str] | None = None,
+        self, run: AnyRun, path: Path, data_sha256: str = "", content_sha256: Callable[[], str] | None = None
     ) -> None:
         self.run, self.path, self.data_sha256 = run, path, data_sha256
         self._content_sha256 = content_sha256 or (lambda: data_sha256)

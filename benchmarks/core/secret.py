@@ -148,12 +148,7 @@ def _read(directory: Path, path: Path, keys: tuple[str, str], precision: str) ->
 
 def _draw(path: Path, keys: tuple[str, str], precision: str) -> str:
     text = str(secrets.randbits(128))
-    content = {
-        "secret": text,
-        "config_sha256": keys[0],
-        "data_sha256": keys[1],
-        "precision": precision,
-    }
+    content = {"secret": text, "config_sha256": keys[0], "data_sha256": keys[1], "precision": precision}
     write_bytes(path, json.dumps(content).encode(), mode=0o600)
     return text
 

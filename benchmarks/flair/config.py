@@ -15,8 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.checks import check_training
-from benchmarks.core.config.effects import Idle, idle_in_training
+from benchmarks.core.config.effects import Idle, check_training, idle_in_training
 from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT

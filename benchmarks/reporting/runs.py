@@ -24,19 +24,10 @@ from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree, read_yaml
-from benchmarks.core.facts import dataset_facts
-from benchmarks.core.weights import sha256_of
+from benchmarks.core.facts import dataset_facts, sha256_of
 from dataset.store.hdf5 import DataFile
 
-DAMAGE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-)
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """With what reading a run's JSON or YAML can end when it is not what it should be."""
 OTHER_VERSION = "its config is of another version of the code"
 ExperimentKey: TypeAlias = tuple[str, str, str | None]

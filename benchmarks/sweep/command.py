@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.core.config.benchmark import AnyRun
-from benchmarks.core.config.building import build
 from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.trees import build
 from benchmarks.core.tracking import has_wandb_key
 from benchmarks.sweep.local import LocalSweep, Options
 from benchmarks.sweep.space import Sweep, command_words, read_sweep

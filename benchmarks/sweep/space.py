@@ -21,8 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core.config.building import build
-from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.sweep.parameter import Parameter
 from pfl_ext.configs import STRICT

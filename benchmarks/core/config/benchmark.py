@@ -8,26 +8,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from benchmarks.core.config.building import build
-from benchmarks.core.config.checks import check_training
 from benchmarks.core.config.command_line import CommandLine
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import (
     Idle,
     Reasons,
+    check_training,
     idle_in_runtime,
     idle_in_training,
     reason_for,
     reasons,
 )
 from benchmarks.core.config.privacy_matrix import check_privacy
-from benchmarks.core.config.sections import (
-    PrivacySection,
-    Runtime,
-    TrainingConfig,
-)
-from benchmarks.core.config.trees import Tree, dotted, merge, put, read_yaml, without
-from benchmarks.core.weights import with_weights
+from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
+from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
+from benchmarks.core.facts import with_weights
 
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
 

@@ -18,9 +18,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from pydantic import Field, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
-from benchmarks.core.config.building import leaves, section_in
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.trees import Tree, leaves, section_in
 
 WIDTH = 112
 NOTHING = ("none", "null")

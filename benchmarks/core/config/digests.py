@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.core.config.building import leaves
 from benchmarks.core.config.sections import REPETITION, TrainingConfig
-from benchmarks.core.config.trees import Tree, dotted
+from benchmarks.core.config.trees import Tree, dotted, leaves
 
 
 def config_tree(config: TrainingConfig) -> Tree:

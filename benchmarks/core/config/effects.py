@@ -1,4 +1,5 @@
-"""Which fields of a config have no effect on its run, because another field has switched them off.
+"""Which fields of a config have no effect on its run, because another field has switched them off; and
+which values cannot stand together.
 
 A key without effect is refused where somebody gives it, and stands at its default in the resolved config: two
 configs that make the same run are equal, and have the same digest.
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from pfl_ext.algorithms.algorithm import option_keys
+from pfl_ext.algorithms.algorithm import option_keys, refuse
 
 
 class Idle(NamedTuple):
@@ -117,3 +118,23 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     if runtime.track != "wandb":
         keys = "project entity name artifact"
         yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")
+
+
+def check_training(config: TrainingConfig) -> None:
+    """Refuse combinations that no run of any benchmark could mean.
+
+    Raises:
+        ValueError: one line that names the key and what to do.
+    """
+    if config.model.input_size > config.data.image_size:
+        raise ValueError(
+            f"model.input_size is {config.model.input_size}, more than data.image_size = "
+            f"{config.data.image_size}: the network's input is cut from the image"
+        )
+    federated = config.federated
+    if config.mode == "federated":
+        config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
+        config.local.check_virtual(federated.weighting == "images")
+        proportional = federated.sampling == "proportional"
+        refusals = federated.algorithm_class.refusals
+        refuse(refusals, replacement=federated.replacement, proportional=proportional)

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.core.config.benchmark import AnyRun, Run
-from benchmarks.core.config.building import build
-from benchmarks.core.config.checks import check_training
+from benchmarks.core.config.effects import check_training
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.trees import Tree, merge
+from benchmarks.core.config.trees import Tree, build, merge
 from benchmarks.core.facts import commit, hardware
 from benchmarks.core.federated import train_federated, training_data
 from benchmarks.core.recorder import Recorder

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.building import build, leaves, section_in
 from benchmarks.core.config.digests import config_tree, digest, experiment_digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.trees import build, leaves, section_in
 from benchmarks.core.experiment import build_model
-from benchmarks.core.weights import is_torchvisions
+from benchmarks.core.facts import is_torchvisions
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
 from benchmarks.visual_classification.config import VISION
