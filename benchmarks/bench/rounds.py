@@ -33,7 +33,7 @@ from benchmarks.core.federated import means, setup, training_data
 from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
-from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -108,47 +108,75 @@ class Clock:
 class Side:
     """One engine with a model of its own, a round at a time."""
 
-    def __init__(self, sides: Sides, run: AnyRun, clock: Clock) -> None:
-        self._scored, self._clock = sides.scored is not None, clock
+    def __init__(self, sides: Sides, run: AnyRun) -> None:
         trainable = sides.opened(run)
         store, module = trainable.split("train"), trainable.module()
         self.data = training_data(run, store, module.task)
         evaluation = CentralEvaluation(
             trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
-        self._evaluate = clock.around("evaluation", evaluation)
         training = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
         self.engine, self.model = training.engine, training.model
-        self._algorithm = run.config.federated.algorithm_class.start(training)
+        self.clock = Clock(1 if self.engine is None else len(self.engine.lanes))
+        if self.engine is not None:
+            self.engine.watch = self.clock
+        self.times: list[float] = []
+        """Seconds of each counted round."""
+        self._evaluate, self._algorithm = evaluation, run.config.federated.algorithm_class.start(training)
         self._watch()
 
     def _watch(self) -> None:
         """Charge what the clock is to tell apart; reading on other threads is free unless waited for."""
-        clock = self._clock
+        clock = self.clock
         self.model.do_multiple_epochs_of = clock.around("training", self.model.do_multiple_epochs_of)
         get_cohort = self.data.get_cohort
         self.data.get_cohort = lambda size: clock.iterator("data", get_cohort(size))  # type: ignore[method-assign, assignment]
 
-    def round(self, number: int) -> float:
-        """Seconds of one round, as pfl's training loop goes about it."""
+    def round(self, number: int) -> None:
+        """One round, as pfl's training loop goes about it; the first, which has number 0, is not counted."""
         _synchronise()
         begin = time.perf_counter()
         self._algorithm.round(self.model, number)
         _synchronise()
-        return time.perf_counter() - begin
+        if number:
+            self.times.append(time.perf_counter() - begin)
+        else:
+            self.clock.seconds = dict.fromkeys(PARTS, 0.0)
 
     def evaluation(self) -> float:
         """Seconds of scoring the split once."""
-        if not self._scored:
-            return 0.0
         begin = time.perf_counter()
         self._evaluate(self.model)
         _synchronise()
         return time.perf_counter() - begin
 
+    def close(self) -> None:
+        """Stop the engine's threads, if it has an engine."""
+        if self.engine is not None:
+            self.engine.close()
+
     def weights(self) -> torch.Tensor:
         """All trained parameters, in one vector."""
         return torch.cat([p.detach().reshape(-1).float().cpu() for p in self.model.variable_map.values()])
+
+    def summary(self, cohort: int, images: float, scoring: float) -> Tree:
+        """A mean round with a part ``scoring`` of an evaluation: its seconds, speeds, and shares of time."""
+        whole = float(np.mean(self.times)) + scoring
+        lanes = {"data": self.clock.lanes, "training": self.clock.lanes}
+        parts = {
+            part: seconds / len(self.times) / lanes.get(part, 1)
+            for part, seconds in self.clock.seconds.items()
+        }
+        parts["evaluation"] = scoring
+        parts["bookkeeping"] = max(0.0, whole - sum(parts[p] for p in PARTS[:3]))
+        return {
+            "round_s": whole,
+            "rounds_s": [round(s, 4) for s in self.times],
+            "rounds_per_s": 1 / whole,
+            "users_per_s": cohort / whole,
+            "image_passes_per_s": images / whole,
+            "share": {part: s / whole for part, s in parts.items()},
+        }
 
 
 def _mechanism(sides: Sides, run: AnyRun, store: ImageStore) -> Postprocessor | None:
@@ -165,106 +193,56 @@ def _synchronise() -> None:
 
 def measure(sides: Sides, rounds: int) -> Tree:
     """Both engines on one case; seconds, shares of them, and the ratio."""
-    clocks = {"stock": Clock(), "fast": Clock()}
-    times: dict[str, list[float]] = {"stock": [], "fast": []}
-    scoring: dict[str, list[float]] = {"stock": [], "fast": []}
-    pair = {
-        "stock": Side(sides, sides.stock, clocks["stock"]),
-        "fast": Side(sides, sides.fast, clocks["fast"]),
-    }
-    size, engine = sides.fast.config.federated.cohort_size, pair["fast"].engine
-    assert engine is not None
-    images = steps = 0
-    deviation = 0.0
-    engine.watch, clocks["fast"].lanes = clocks["fast"], len(engine.lanes)
+    pair = {"stock": Side(sides, sides.stock), "fast": Side(sides, sides.fast)}
+    stock, fast = pair.values()
+    cohort, scoring = sides.fast.config.federated.cohort_size, dict.fromkeys(pair, 0.0)
+    images, steps, before, deviation = 0, 0, stock.weights(), 0.0
     for number in range(rounds + 1):
-        before = pair["stock"].weights()
         for name, side in pair.items():
-            seconds, scored = side.round(number), side.evaluation() if number <= 1 else 0.0
-            if number == 0:
-                clocks[name].seconds = dict.fromkeys(PARTS, 0.0)
-                continue
-            times[name].append(seconds)
-            scoring[name] += [scored] if number == 1 else []
+            side.round(number)
+            if sides.scored is not None and number <= 1:
+                scoring[name] = side.evaluation() / 10
         if number == 0:
-            moved = pair["stock"].weights() - before
-            gap = pair["fast"].weights() - pair["stock"].weights()
+            gap, moved = fast.weights() - stock.weights(), stock.weights() - before
             deviation = float(gap.norm() / moved.norm())
-        else:
-            members = _members(pair["fast"].data, number, size)
-            images += sum(m.num_passes for m in members)
-            steps += sum(m.num_steps for m in members)
-    engine.close()
-    work: Tree = {"image_passes_a_round": images / rounds, "steps_a_round": steps / rounds}
-    if sides.privacy is not None:
-        work["private_over_plain"] = cost_of_privacy(sides, rounds)
-    # after the server's optimiser, which magnifies it
-    return {
-        **work,
-        "deviation_of_the_models_first_move": deviation,
-        **_summary(sides, times, scoring, clocks, images / rounds, len(engine.lanes)),
+            continue
+        fast.data.set_round(number)
+        members = fast.data.members(cohort)
+        images += sum(m.num_passes for m in members)
+        steps += sum(m.num_steps for m in members)
+    fast.close()
+    out: Tree = {
+        "image_passes_a_round": images / rounds,
+        "steps_a_round": steps / rounds,
+        **({} if sides.privacy is None else {"private_over_plain": cost_of_privacy(sides, rounds)}),
+        "deviation_of_the_models_first_move": deviation,  # after the server's optimiser, which magnifies it
+        **{name: side.summary(cohort, images / rounds, scoring[name]) for name, side in pair.items()},
+        "ratio_of_each_round": [round(a / b, 3) for a, b in zip(stock.times, fast.times)],
+        "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
+    out["ratio"] = out["stock"]["round_s"] / out["fast"]["round_s"]
+    if get_default_device().type == "cuda":
+        out["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        card = torch.cuda.get_device_name()
+        peak = next((flops for key, flops in PEAK_FLOPS.items() if key in card), None)
+        if peak is not None and sides.flops_of_an_image is not None:
+            for name in pair:
+                flops = out[name]["image_passes_per_s"] * sides.flops_of_an_image
+                out[name]["model_flop_utilisation"] = flops / peak
+    return out
 
 
 def cost_of_privacy(sides: Sides, rounds: int) -> Tree:
     """Rounds of the fast engine for the same cohorts, plain and private in turn: seconds, and their ratio."""
     kinds = {"plain": replace(sides, privacy=None), "private": sides}
-    pair = {name: Side(kind, kind.fast, Clock()) for name, kind in kinds.items()}
-    times: dict[str, list[float]] = {name: [] for name in pair}
+    pair = {name: Side(kind, kind.fast) for name, kind in kinds.items()}
     for number in range(rounds + 1):
-        for name, side in pair.items():
-            times[name].append(side.round(number))
+        for side in pair.values():
+            side.round(number)
     for side in pair.values():
-        if side.engine is not None:
-            side.engine.close()
-    counted = {name: [round(s, 4) for s in seconds[1:]] for name, seconds in times.items()}
+        side.close()
+    counted = {name: [round(s, 4) for s in side.times] for name, side in pair.items()}
     return {**counted, "ratio": sum(counted["private"]) / sum(counted["plain"])}
-
-
-def _members(data: FederatedImageDataset, number: int, cohort: int) -> list[Any]:
-    data.set_round(number)
-    return data.members(cohort)
-
-
-def _summary(
-    sides: Sides,
-    times: Mapping[str, list[float]],
-    scoring: Mapping[str, list[float]],
-    clocks: Mapping[str, Clock],
-    images: float,
-    lanes: int,
-) -> Tree:
-    out: Tree = {}
-    for name in ("stock", "fast"):
-        seconds = times[name]
-        a_tenth = float(np.mean(scoring[name])) / 10
-        whole = float(np.mean(seconds)) + a_tenth
-        parts = {part: s / len(seconds) for part, s in clocks[name].seconds.items()}
-        if name == "fast":
-            parts = {part: s / (lanes if part in ("data", "training") else 1) for part, s in parts.items()}
-        parts["evaluation"] = a_tenth
-        parts["bookkeeping"] = max(0.0, whole - sum(parts[p] for p in PARTS[:3]))
-        out[name] = {
-            "round_s": whole,
-            "rounds_s": [round(s, 4) for s in seconds],
-            "rounds_per_s": 1 / whole,
-            "users_per_s": sides.fast.config.federated.cohort_size / whole,
-            "image_passes_per_s": images / whole,
-            "share": {part: s / whole for part, s in parts.items()},
-        }
-        if get_default_device().type == "cuda" and sides.flops_of_an_image is not None:
-            card = torch.cuda.get_device_name()
-            peak = next((flops for key, flops in PEAK_FLOPS.items() if key in card), None)
-            if peak is not None:
-                out[name]["model_flop_utilisation"] = images * sides.flops_of_an_image / whole / peak
-    out["ratio"] = out["stock"]["round_s"] / out["fast"]["round_s"]
-    out["ratio_of_each_round"] = [round(a / b, 3) for a, b in zip(times["stock"], times["fast"])]
-    out["peak_memory_gb"] = (
-        torch.cuda.max_memory_allocated() / 1e9
-        if get_default_device().type == "cuda"
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    )
-    return out
 
 
 Cases = Mapping[str, Sequence[Any]]
