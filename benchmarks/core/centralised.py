@@ -90,7 +90,7 @@ def train_centralised(
     """Train to the last epoch, from the run's checkpoint if it has one; the model after the last epoch."""
     config = run.config
     model, recorder.arithmetic = centralised_model(run, module)
-    evaluation = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
+    evaluation = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     first, model = recorder.restore(model)
     for epoch in range(first, config.centralised.num_epochs):
         if epoch % config.evaluation.every_epochs == 0:

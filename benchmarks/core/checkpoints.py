@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pfl.model.pytorch import PyTorchModel
@@ -16,26 +16,11 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
 from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm
 from pfl_ext.workers.distributed import from_main, is_main, tensors_from_main
 
 BEST = "best/"
 """What the names of the best model's tensors begin with."""
-
-
-class Kept(Protocol):
-    """How a state of training becomes the tensors of a checkpoint: an algorithm, or `ModelState`."""
-
-    def tensors(self, state: Any) -> dict[str, torch.Tensor]:
-        """For the checkpoint that is about to be written."""
-        ...
-
-    def saved(self) -> None:
-        """That checkpoint has taken its name."""
-        ...
-
-    def load(self, state: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The state in the tensors of a checkpoint; ``state`` is the one before the first step."""
-        ...
 
 
 class ModelState:
@@ -73,7 +58,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path, run: AnyRun) -> None:
         self.last = directory / "checkpoint" / "last.safetensors"
-        self.algorithm: Kept = ModelState()
+        self.algorithm: Algorithm[Any] | ModelState = ModelState()
+        """How the state of training becomes the tensors of a checkpoint."""
         self._run, self._saved_at = run, time.perf_counter()
 
     def due(self, step: int) -> bool:

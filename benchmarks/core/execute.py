@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from benchmarks.core.centralised import train_centralised
 from benchmarks.core.checkpoints import Checkpoints
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.digests import short_digest
+from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.devices import started
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.core.federated import check_federated, train_federated
@@ -36,7 +37,48 @@ from dataset.store.probe import probe
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
-from pfl_ext.workers.distributed import current, is_main
+from pfl_ext.workers.distributed import connected, current, is_main
+
+PFL_DEVICE = "PFL_PYTORCH_DEVICE"
+"""The environment variable from which pfl takes its device."""
+
+
+@contextlib.contextmanager
+def pfl_device(name: str) -> Iterator[None]:
+    """Have pfl use this device within; ``auto`` leaves the choice to pfl.
+
+    Raises:
+        ValueError: for a device that torch does not know or that this machine lacks.
+    """
+    before = os.environ.get(PFL_DEVICE)
+    try:
+        if name != "auto":
+            torch.empty(0, device=name)
+            os.environ[PFL_DEVICE] = name
+    except (RuntimeError, AssertionError) as fault:
+        raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(PFL_DEVICE, None)
+        else:
+            os.environ[PFL_DEVICE] = before
+
+
+@contextlib.contextmanager
+def started(runtime: Runtime) -> Iterator[None]:
+    """Threads, device and the connection to the other workers, if a launcher started some."""
+    if runtime.threads is not None:
+        torch.set_num_threads(runtime.threads)
+    workers = connected(
+        runtime.device,
+        threads=runtime.threads,
+        timeout=runtime.worker_timeout_s,
+        compress=runtime.reduce == "bf16",
+    )
+    with workers as device, pfl_device(device):
+        yield
 
 
 def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: str) -> None:

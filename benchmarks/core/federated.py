@@ -183,7 +183,7 @@ def train_federated(
     users = training_data(run, store, module.task, partition, secret)
     if secret is not None:
         recorder.ledger = open_ledger(config, users, protected, secret, recorder.files.path)
-    score = partial(recorder.score, CentralEvaluation(val, threads=run.runtime.reader_threads))
+    score = partial(recorder.progress.timed, CentralEvaluation(val, threads=run.runtime.reader_threads))
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
     training = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None

@@ -39,34 +39,12 @@ PUBLIC_METRICS = ("clipping bound", "noise std. dev. on the mean", "noisy fracti
 noise is in the budget, and the bound follows from it."""
 PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
 """What a line of metrics.jsonl holds in public mode, besides its number."""
-PUBLIC_RESULTS = [
-    "setting",
-    "dataset",
-    "seed",
-    "rounds",
-    "unit",
-    "val",
-    "test",
-    "tracked",
-    "last",
-    "best_step",
-    "per_class_ap",
-    "per_class_accuracy",
-    "prevalence",
-    "per_user",
-    "weights",
-    "parameters",
-    "trainable_parameters",
-    "norm",
-    "start_probe",
-    "hardware",
-    "arithmetic",
-    "commit",
-    "torch",
-    "config_sha256",
-    "model_sha256",
-    "model_probe",
-]
+PUBLIC_RESULTS = (
+    "setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
+    "per_class_ap", "per_class_accuracy", "prevalence", "per_user", "weights", "parameters",
+    "trainable_parameters", "norm", "start_probe", "hardware", "arithmetic", "commit", "torch",
+    "config_sha256", "model_sha256", "model_probe",
+)  # fmt: skip
 """What results.json holds in public mode: the model, and what it scores on users who did not train it."""
 
 
@@ -115,9 +93,9 @@ class Ledger(ABC):
         Raises:
             ValueError: when it is not one, or was written with another secret.
         """
-        own = dict(state)
-        self.secret.check(own.pop("secret_sha256", None))
-        self.mechanism.load_state(own)
+        of_mechanism = dict(state)
+        self.secret.check(of_mechanism.pop("secret_sha256", None))
+        self.mechanism.load_state(of_mechanism)
 
     def line(self, number: str, line: Tree) -> Tree:
         """What of a line of metrics.jsonl may be written; ``number`` is the key of the round's number."""
@@ -226,8 +204,8 @@ class CentralLedger(Ledger):
 
     def _five_runs(self) -> str:
         system = self.calibration.simulated
-        own = describe_epsilon(system.epsilon_of_runs(5, self.calibration.num_rounds))
-        return own + (" for the simulated system" if self.calibration.is_simulation else "")
+        epsilon = describe_epsilon(system.epsilon_of_runs(5, self.calibration.num_rounds))
+        return epsilon + (" for the simulated system" if self.calibration.is_simulation else "")
 
     def _content(self, rounds: int) -> Tree:
         calibration = self.calibration

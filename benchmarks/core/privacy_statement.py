@@ -153,12 +153,12 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
         f"the {'privacy loss distributions' if real.accountant == 'pld' else 'Renyi accounting'} of "
         f"dp-accounting {version('dp-accounting')}"
     )
-    own = calibration.epsilon_executed
+    epsilon = describe_epsilon(calibration.epsilon_executed)
     delta = f"delta = {rounded_up(real.delta)}"
     sentences = []
     if not calibration.is_simulation:
         sentences.append(
-            f"Training was differentially private with {describe_epsilon(own)} at {delta}, for "
+            f"Training was differentially private with {epsilon} at {delta}, for "
             f"{unit} as the unit of privacy: two data sets are neighbours if {_changed(real.sampler, noun)}."
         )
     else:
@@ -168,7 +168,7 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
             f"{noun}s in cohorts of {real.cohort_size:,}, with the noise on the mean update that a system of "
             f"{there.population:,} {noun}s in cohorts of {there.cohort_size:,} would add; that system would "
             f"have {describe_epsilon(calibration.epsilon)} at {delta}. The run itself has "
-            f"{describe_epsilon(own)} at {delta}, for {unit} as the unit of privacy: two data sets are "
+            f"{epsilon} at {delta}, for {unit} as the unit of privacy: two data sets are "
             f"neighbours if {_changed(real.sampler, noun)}."
         )
     sentences += [

@@ -7,7 +7,7 @@ had t updates. The files are those of `RunDirectory` and `Checkpoints`, the scre
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pfl.metrics import Metrics
@@ -56,10 +56,6 @@ class Recorder:
     def close(self) -> None:
         """No more will come from this process."""
         self.progress.close()
-
-    def score(self, evaluation: Callable[[PyTorchModel], Metrics], model: PyTorchModel) -> Metrics:
-        """The model's scores."""
-        return self.progress.timed(evaluation, model)
 
     def evaluated(self, step: int, metrics: Metrics, model: PyTorchModel) -> None:
         """Take note of val at ``step``; keep the model if it is the best so far.

@@ -15,10 +15,10 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -54,25 +54,6 @@ def columns_of(rows: Rows) -> list[str]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-class Backend(Protocol):
-    """One way of showing a run. `id` is the same after a resumption if the earlier steps are still there."""
-
-    id: str
-    where: str
-    """For people: the address of the run, or how to get at it."""
-    last: float
-    """The last step that a server answered to have of this run; infinity where there is none to ask."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step."""
-
-    def finish(self, step: int, results: Tree, rows: Rows, directory: Path) -> None:
-        """The final table and the pictures of a run that has ended."""
-
-    def close(self, failed: bool) -> None:
-        """No more will come from this process."""
 
 
 def has_wandb_key() -> bool:
@@ -119,8 +100,11 @@ class WandbBackend:
             ),
         )
         self.id: str = self._run.id
+        """The same after a resumption if the earlier steps are still there."""
         self.where = self._run.url or f"offline, wandb sync {Path(self._run.dir).parent}"
+        """For people: the address of the run, or how to get at it."""
         self.last = math.inf if self._run.offline else self._run.step - 1
+        """The last step that a server answered to have of this run; infinity where there is none to ask."""
         self._file = Path(self._run.settings.sync_file)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -199,10 +183,8 @@ class TensorBoardBackend:
         self._writer.close()
 
 
-BACKENDS: Mapping[str, Callable[[AnyRun, Path, str, str | None], Backend]] = {
-    "wandb": WandbBackend,
-    "tensorboard": TensorBoardBackend,
-}
+Backend = WandbBackend | TensorBoardBackend
+BACKENDS: Mapping[str, type[Backend]] = {"wandb": WandbBackend, "tensorboard": TensorBoardBackend}
 
 
 class Tracking:

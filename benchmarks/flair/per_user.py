@@ -18,9 +18,8 @@ from pfl.model.pytorch import PyTorchModel
 from safetensors.torch import load_file
 from torch import optim
 
-from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.devices import pfl_device
+from benchmarks.core.execute import pfl_device
 from benchmarks.core.experiment import build_model
 from benchmarks.flair.config import FLAIR, Run, parse
 from benchmarks.flair.paper import SCORES as REPORTED
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
         print(__doc__)
         return
     first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    foreign = [key for key in arguments(words[first:]) if not key.startswith(ALLOWED)]
+    foreign = [key for key in FLAIR.words(words[first:]) if not key.startswith(ALLOWED)]
     if foreign:
         raise ValueError(
             f"--{foreign[0]} is the run's own, and only personal.*, runtime.* and data_path can be given here"

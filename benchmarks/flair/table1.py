@@ -23,7 +23,6 @@ from statistics import fmean
 import torch
 
 from benchmarks.core.commands import command_parser
-from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.config.effects import idle_by_mode, reason_for, reasons
 from benchmarks.core.config.trees import read_yaml
@@ -89,7 +88,7 @@ class Job:
 def words_for(setting: str, common: Sequence[str]) -> list[str]:
     """The arguments of all runs without those that are for rows of the other mode than this one."""
     other = reasons(iter([idle_by_mode(parse(("--config", setting)).config.mode)]))
-    asked = arguments(common)
+    asked = FLAIR.words(common)
     return [f"--{key}={value}" for key, value in asked.items() if reason_for(key, other) is None]
 
 
@@ -205,7 +204,9 @@ def main(argv: Sequence[str]) -> None:
     common = ["--evaluation.per_user=true", *on, *extra]  # for Figure 5
     settings = [name.lower() for name in options.settings or paper.settings()]
     seeds = options.seeds if options.seeds is not None else list(range(2 if laptop else 5))
-    changes = [f"-{key}={value}" for key, value in arguments(extra).items() if not key.startswith("runtime.")]
+    changes = [
+        f"-{key}={value}" for key, value in FLAIR.words(extra).items() if not key.startswith("runtime.")
+    ]
     mini, scale = file == MINI_FILE, options.scale
     place = ("mini", scale or "mini") if mini else (file.stem, scale or "full")
     name = "-".join(("table1", *place)) + "".join(changes)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.core.config.benchmark import AnyRun
-from benchmarks.core.config.command_line import arguments
+from benchmarks.core.config.command_line import own_arguments
 from benchmarks.core.config.trees import build
 from benchmarks.core.tracking import has_wandb_key
 from benchmarks.sweep.local import LocalSweep, Options
@@ -39,7 +39,7 @@ def training_words(sweep: Sweep, extra: Sequence[str]) -> list[str]:
         ValueError: where a swept key is fixed too, by which every trial would be the same.
     """
     after = sweep.command[sweep.command.index(sweep.program_module) + 1 :]
-    for key in arguments(extra).keys() & sweep.parameters.keys():
+    for key in sweep.experiment.benchmark.words(extra).keys() & sweep.parameters.keys():
         raise ValueError(f"--{key} is swept: take it out of the arguments, or of the sweep's parameters")
     return [*(word for word in after if word != "${args}"), *extra]
 
@@ -62,9 +62,9 @@ def ranked_run(sweep: Sweep, words: Sequence[str]) -> AnyRun:
 def local(name: str, options: Options, extra: Sequence[str]) -> None:
     """Run a sweep with no server."""
     sweep, tree, path = read_sweep(name, options.program)
-    training = training_words(sweep, extra)
-    for key in sorted({"run_dir", "resume", "runtime.device"} & arguments(training).keys()):
-        where = "the arguments" if key in arguments(extra) else f"the command of {path}"
+    training, words_of = training_words(sweep, extra), sweep.experiment.benchmark.words
+    for key in sorted({"run_dir", "resume", "runtime.device"} & words_of(training).keys()):
+        where = "the arguments" if key in words_of(extra) else f"the command of {path}"
         raise ValueError(
             f"--{key} is the sweep's to give: remove it from {where} (there are --sweep_dir and --devices)"
         )
@@ -77,9 +77,9 @@ def local(name: str, options: Options, extra: Sequence[str]) -> None:
             "the runs in its trials/, and choose another --sweep_dir"
         )
     sweep.experiment.ready_data(run, data_path)
-    if "runtime.track" not in arguments(extra):
+    if "runtime.track" not in words_of(extra):
         words.append("--runtime.track=none")
-    words = command_words({**arguments(words), "data_path": data_path})
+    words = command_words({**words_of(words), "data_path": data_path})
     if options.devices is None and (cuda := torch.cuda.device_count()):
         options = dataclasses.replace(options, devices=",".join(f"cuda:{i}" for i in range(cuda)))
     refusal = f"{directory} is being worked on: wait, or choose another --sweep_dir"
@@ -94,7 +94,7 @@ def with_wandb(name: str, options: Options, extra: Sequence[str]) -> None:
     if not joined:
         sweep, tree, path = read_sweep(name, options.program)
         words = training_words(sweep, extra)
-        if "run_dir" not in arguments(words):
+        if "run_dir" not in sweep.experiment.benchmark.words(words):
             extra = [*extra, f"--run_dir=runs/sweeps/{sweep.name or path.stem}/{{digest}}"]
         _, point = next(sweep.candidates(0, 0, []))
         ranked_run(sweep, [*words, *command_words(point)])  # names an unknown key before any trial does
@@ -128,12 +128,10 @@ def main(argv: Sequence[str]) -> None:
     name, *rest = argv
     if name.startswith("--"):
         raise ValueError(f"the sweep comes first: python -m benchmarks.sweep NAME_OR_YAML {name} ...")
-    known = {item.name for item in dataclasses.fields(Options)}
-    values = arguments(rest)
-    extra = [f"--{key}={value}" for key, value in values.items() if key not in known]
-    options = build(Options, {key: values[key] for key in values.keys() & known}, "the sweep's options")
+    values, extra = own_arguments(Options, rest)
+    options = build(Options, values, "the sweep's options", "--")
     if options.local:
         return local(name, options, extra)
-    for key in sorted(values.keys() & known - {"local", "count", "program"}):
+    for key in sorted(values.keys() - {"local", "count", "program"}):
         raise ValueError(f"--{key} is for local sweeps: add --local true (LOCAL=1), or remove it")
     return with_wandb(name, options, extra)

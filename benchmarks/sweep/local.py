@@ -22,7 +22,6 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.run_directory import config_differences
@@ -126,7 +125,9 @@ class LocalSweep:
         """The arguments of a trial; the worker's device comes last and wins."""
         device = self._devices[worker % len(self._devices)]
         words = [*self.words, f"--runtime.device={device}"]
-        if "runtime.threads" not in arguments(self.words) and not device.startswith("cuda"):
+        if "runtime.threads" not in self.sweep.experiment.benchmark.words(
+            self.words
+        ) and not device.startswith("cuda"):
             share = len(os.sched_getaffinity(0)) // (self._num_workers * self.options.np)
             words.append(f"--runtime.threads={max(1, share)}")
         return [*words, *command_words(trial.user_attrs["point"])]

@@ -33,8 +33,7 @@ class Parameter:
     mu: float = 0.0
     sigma: float = 1.0
 
-    def check(self) -> None:
-        """Refuse what makes no sense."""
+    def __post_init__(self) -> None:
         kind = self.kind
         if kind.startswith("categorical") and not self.values:
             raise ValueError("values is missing or empty")

@@ -60,14 +60,14 @@ class EarlyTerminate:
     s: PositiveInt = 1
     eta: PositiveInt = 3
 
-    def check(self) -> None:
-        """Refuse what makes no sense or cannot be expressed."""
+    def __post_init__(self) -> None:
         if (self.min_iter is None) == (self.max_iter is None):
-            raise ValueError("give either min_iter or max_iter (with s)")
+            raise ValueError("early_terminate: give either min_iter or max_iter (with s)")
         if self.eta < 2:
-            raise ValueError("eta must be at least 2")
+            raise ValueError("early_terminate: eta must be at least 2")
         if self.max_iter is not None and self.max_iter % self.eta**self.s:
-            raise ValueError(f"max_iter is {self.max_iter}: give a multiple of eta**s, {self.eta**self.s}")
+            multiple = f"give a multiple of eta**s, {self.eta**self.s}"
+            raise ValueError(f"early_terminate: max_iter is {self.max_iter}: {multiple}")
 
     def pruner(self) -> SuccessiveHalvingPruner:
         """optuna's, for trials that report their best value so far after each value of theirs."""
@@ -222,12 +222,6 @@ def read_sweep(name: str, program: str | None = None) -> tuple[Sweep, Tree, Path
 
 def _check(sweep: Sweep) -> None:
     """Refuse what makes no sense or ranks by test."""
-    for where, part in (*sweep.parameters.items(), ("early_terminate", sweep.early_terminate)):
-        try:
-            if part is not None:
-                part.check()
-        except ValueError as fault:
-            raise ValueError(f"{where}: {fault}") from None
     if sweep.command.count("${args}") != 1 or len([w for w in sweep.command if TRAIN.fullmatch(w)]) != 1:
         raise ValueError(
             f"command must hold -m {DEFAULT_PROGRAM} and, once, ${{args}}; without a command, that is what "

@@ -102,15 +102,15 @@ class Benchmark(Generic[C_co]):
 
     def _layers(self, tree: Tree, where: str) -> tuple[Tree, Tree, Tree]:
         """What the macros ``recipe`` and ``scale`` of a tree stand for, and the tree without them."""
-        own, recipes = dict(tree), Tree()
-        recipe, scale = own.pop("recipe", None), own.pop("scale", None)
+        keys, recipes = dict(tree), Tree()
+        recipe, scale = keys.pop("recipe", None), keys.pop("scale", None)
         for name in [] if recipe is None else str(recipe).split("+"):
             if name not in self.recipes:
                 raise ValueError(f"{where}: recipe is {recipe!r}: choose one of {', '.join(self.recipes)}")
             recipes = merge(recipes, dict(self.recipes[name]))
         if scale is not None and scale not in self.scales:
             raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")
-        return recipes, {} if scale is None else read_yaml(self.scales[scale]), own
+        return recipes, {} if scale is None else read_yaml(self.scales[scale]), keys
 
     def _merged(self, *layers: tuple[Tree, Tree, Tree]) -> Tree:
         """The protocol under these layers, the last of which is the strongest.
@@ -119,13 +119,12 @@ class Benchmark(Generic[C_co]):
         command line asks for privacy.
         """
         private = any(
-            isinstance(part.get("privacy"), dict) for recipes, _, own in layers for part in (recipes, own)
+            isinstance(part.get("privacy"), dict) for recipes, _, keys in layers for part in (recipes, keys)
         )
         tree = dict(self.protocol)
-        for recipes, scale, own in layers:
-            dropped = () if private else ("privacy",)
-            kept = {key: value for key, value in scale.items() if key not in dropped}
-            tree = merge(merge(merge(tree, recipes), kept), own)
+        for recipes, scale, keys in layers:
+            of_scale = scale if private else without(scale, ["privacy"])
+            tree = merge(merge(merge(tree, recipes), of_scale), keys)
         return tree
 
     def path(self, name: str) -> Path:
@@ -154,10 +153,15 @@ class Benchmark(Generic[C_co]):
         """What ``program --help`` prints: ``text``, then every key by section."""
         return self._command_line.help(text, program)
 
+    def words(self, argv: Sequence[str]) -> dict[str, str]:
+        """Every option and key of a command line and its word, see `CommandLine.words`."""
+        return self._command_line.words(argv)
+
     def parse(self, argv: Sequence[str]) -> Run[C_co]:
         """The run that a command line asks for. Defaults < YAML < command line.
 
-        :raises ValueError: for an unknown key, a wrong type or a combination without meaning.
+        Raises:
+            ValueError: for an unknown key, a wrong type or a combination without meaning.
         """
         typed = self._command_line.parse(argv)
         plain = {n: typed.pop(n, None) for n in ("config", "data_path", "run_dir", "weights", "resume")}

@@ -1,4 +1,4 @@
-"""Command lines: of training, by pydantic-settings from the config's fields, and plain pairs.
+"""Command lines by pydantic-settings: of training from a config's fields, of other commands from a dataclass.
 
 pydantic-settings makes one argparse parser of all sections: dotted keys, ``--key value`` and ``--key=value``,
 and a help text by section with the fields' own docstrings. Four things it could not do are done here: say
@@ -9,6 +9,7 @@ whole and by its keys.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -19,19 +20,15 @@ from pydantic import Field, create_model
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.trees import Tree, leaves, section_in
+from benchmarks.core.config.trees import Tree, dotted, leaves, section_in
 
 WIDTH = 112
 NOTHING = ("none", "null")
 """Words for None where a field may be empty."""
 
 
-def arguments(argv: Sequence[str]) -> dict[str, str]:
-    """``--key value`` and ``--key=value`` pairs, the last of each key.
-
-    Raises:
-        ValueError: for anything else.
-    """
+def _pairs(argv: Sequence[str]) -> dict[str, str]:
+    """``--key value`` and ``--key=value`` pairs, the last of each key."""
     out: dict[str, str] = {}
     rest = list(argv)
     while rest:
@@ -81,6 +78,36 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         option, _, reason = message.removeprefix("argument ").partition(": ")
         raise ValueError(_without_value(option) if reason == "expected one argument" else message)
+
+
+def own_arguments(kind: type, argv: Sequence[str]) -> tuple[Tree, list[str]]:
+    """The arguments that are a command's own options, and the others, which are those of training.
+
+    Args:
+        kind: the dataclass of the command's options.
+        argv: both in any order.
+
+    Returns:
+        A tree of words to be checked by `build`; and each other argument once, as ``--key=value``.
+
+    Raises:
+        ValueError: for anything else than keys and values.
+    """
+    others: list[str] = []
+
+    def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
+        found, unknown = parser.parse_known_args(words)
+        others.extend(f"--{key}={value}" for key, value in _pairs(unknown).items())
+        return found
+
+    hints = get_type_hints(kind)
+    fields: Tree = {item.name: (hints[item.name], item.default) for item in dataclasses.fields(kind)}
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        create_model("Arguments", __base__=BaseSettings, **fields),
+        root_parser=_Parser(allow_abbrev=False, add_help=False),
+        parse_args_method=parse,
+    )
+    return source(args=list(argv))(), others
 
 
 def describe(kind: Any) -> None:
@@ -141,7 +168,7 @@ class CommandLine:
             section = next((name for name in vars(found) if key.startswith(f"{name}.")), None)
             if section is not None:
                 raise ValueError(f"--{key}: --{section} was given a value of its own")
-        for key, value in arguments(unknown).items():
+        for key, value in _pairs(unknown).items():
             if not key.startswith(self._open):  # what is within a mapping, no type declares
                 near = difflib.get_close_matches(key, [*self._hints, *Options.model_fields], 1)
                 hint = f"did you mean {near[0]}?" if near else "--help lists the keys"
@@ -156,6 +183,16 @@ class CommandLine:
             ValueError: for an unknown key, a key without a value, or anything else than keys and values.
         """
         return self._values(self._source(args=list(argv))())
+
+    def words(self, argv: Sequence[str]) -> dict[str, str]:
+        """Every option and key that is given and its word, in the order in which they are given.
+
+        Raises:
+            ValueError: as `parse`.
+        """
+        found = dotted(self.parse(argv))
+        names = dict.fromkeys(word.removeprefix("--").partition("=")[0] for word in argv)
+        return {name: "none" if found[name] is None else found[name] for name in names if name in found}
 
     def _values(self, tree: Tree, prefix: str = "") -> Tree:
         """The tree with None for the words that mean it, and only for those."""

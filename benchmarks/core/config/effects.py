@@ -40,11 +40,10 @@ def reasons(rules: Iterator[Idle]) -> Reasons:
 
 def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
     """Why a dotted key has no effect; None where it has one."""
-    return next((why for name, why in idle.items() if key == name or _inside(key, name)), None)
-
-
-def _inside(key: str, section: str) -> bool:
-    return section.endswith(".") and key.startswith(section)
+    for name, why in idle.items():
+        if key == name or (name.endswith(".") and key.startswith(name)):
+            return why
+    return None
 
 
 def idle_by_mode(mode: str) -> Idle:

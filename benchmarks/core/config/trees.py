@@ -115,9 +115,9 @@ def leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
                 yield leaf._replace(metadata={**leaf.metadata, **item.metadata})
 
 
-def _explain(fault: Any, kind: Any) -> str:
+def _explain(fault: Any, kind: Any, prefix: str) -> str:
     """One fault of pydantic's, in one line that names the key and what to do."""
-    name = ".".join(map(str, fault["loc"]))
+    name = prefix + ".".join(map(str, fault["loc"]))
     if fault["type"] == "value_error":  # a section's own check, which names the key
         return str(fault["ctx"]["error"])
     if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
@@ -128,19 +128,25 @@ def _explain(fault: Any, kind: Any) -> str:
         kind = section_in(get_type_hints(kind)[section])
     known = [f.name for f in dataclasses.fields(kind)]
     near = difflib.get_close_matches(str(fault["loc"][-1]), known, 1)
-    prefix = "".join(f"{part}." for part in fault["loc"][:-1])
+    section = "".join(f"{part}." for part in fault["loc"][:-1])
     return f"there is no config key {name}; " + (
-        f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
+        f"did you mean {prefix}{section}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
     )
 
 
-def build(kind: type[Node], tree: Mapping[str, Any], where: str) -> Node:
+def build(kind: type[Node], tree: Mapping[str, Any], where: str, prefix: str = "") -> Node:
     """A dataclass from a tree: every key must be a field, every value of its type.
 
+    Args:
+        kind: the dataclass.
+        tree: its values, or words for them.
+        where: the place that the tree is from, for the error.
+        prefix: what stands before a key there: ``--`` on a command line.
+
     Raises:
-        ValueError: one line that names the first wrong key, what it may be, and ``where`` it stands.
+        ValueError: one line that names the first wrong key, what it may be.
     """
     try:
         return TypeAdapter(kind).validate_python(dict(tree))
     except ValidationError as faults:
-        raise ValueError(f"{where}: {_explain(faults.errors()[0], kind)}") from faults
+        raise ValueError(f"{where}: {_explain(faults.errors()[0], kind, prefix)}") from faults

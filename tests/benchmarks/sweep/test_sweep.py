@@ -23,13 +23,12 @@ from optuna.trial import TrialState
 from wandb.apis.public import sweeps as wandb_sweeps
 from wandb.wandb_agent import Agent
 
-from benchmarks.core.config.command_line import arguments
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
 from benchmarks.core.secret import open_secret, secret_path
 from benchmarks.flair import train as flair_train
-from benchmarks.flair.config import parse
+from benchmarks.flair.config import FLAIR, parse
 from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep, Options, read_values
 from benchmarks.sweep.report import Row, parallel_coordinates, table
@@ -53,7 +52,7 @@ def double(words: Sequence[str], pause: float, fails: float, dies: float, togeth
     first to end. The learning rates ``fails`` and ``dies``
     end badly at their first attempt.
     """
-    values = arguments(words)
+    values = FLAIR.words(words)
     rate, here = float(values["local.learning_rate"]), Path(values["run_dir"])
     here.mkdir(parents=True, exist_ok=True)
     SEEN.append(rate)
@@ -373,7 +372,7 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     "argv, message",
     [
         (["nowhere", "--local=true"], "no such file and no shipped sweep; the shipped ones are bayes, clip-"),
-        (["learning-rates", "--local=true", "--workers=0"], "workers is '0'"),
+        (["learning-rates", "--local=true", "--workers=0"], "--workers is '0'"),
         (
             ["learning-rates", "--local=true", "--run_dir=x"],
             "--run_dir is the sweep's to give: remove it from the arg",
