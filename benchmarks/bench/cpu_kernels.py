@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.core.facts import commit, hardware
+from benchmarks.reporting.tables import print_row
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from pfl_ext.engine.cpu.build import Unavailable
@@ -132,17 +133,19 @@ def main(argv: Sequence[str]) -> None:
     ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")
     names = ["ours", "ours in bf16"][: len(types(kernels))]
-    _row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))
-    _row(*["---"] * (2 + 2 * len(names)))
+    print_row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))
+    print_row(*["---"] * (2 + 2 * len(names)))
     for pixels in options.pixels:
         for images in options.images:
             works = [step(theirs, images, pixels)]
             works += [step(ours, images, pixels, dtype) for dtype in types(kernels)]
             first, *others = least(works, options.repeats)
-            _row(f"{pixels}, {images}", f"{first:.1f}", *(f"{t:.1f} | {first / t:.2f}" for t in others))
+            print_row(f"{pixels}, {images}", f"{first:.1f}", *(f"{t:.1f} | {first / t:.2f}" for t in others))
     print()
-    _row("images", "C, K, side, kernel, stride", "layers", "way", "torch, forward + backward, ms", *names)
-    _row(*["---"] * (5 + len(names)))
+    print_row(
+        "images", "C, K, side, kernel, stride", "layers", "way", "torch, forward + backward, ms", *names
+    )
+    print_row(*["---"] * (5 + len(names)))
     for pixels in options.pixels:
         for images in options.images:
             for key, (layer, count) in layers(ours, images, pixels).items():
@@ -150,11 +153,7 @@ def main(argv: Sequence[str]) -> None:
                 times = layer_times(layer, images, side, options.repeats)
                 way = "Winograd" if layer.form.pays(images, side, side) else "direct"
                 pairs = (f"{a:.2f} + {b:.2f}" for a, b in zip(times[::2], times[1::2]))
-                _row(str(images), ", ".join(map(str, key)), str(count), way, *pairs)
-
-
-def _row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+                print_row(str(images), ", ".join(map(str, key)), str(count), way, *pairs)
 
 
 if __name__ == "__main__":

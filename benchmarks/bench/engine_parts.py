@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.core.facts import commit, hardware
+from benchmarks.reporting.tables import print_row
 from dataset.cli import OneLineParser
 from dataset.cli import run as run_command
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -112,8 +113,8 @@ def main(argv: Sequence[str]) -> None:
     sizes = [SIZES[i] for i in picked]
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}; users' images {sizes}\n")
     names = [name for name in PARTS if name != "all"]
-    _row("network, pixels", "a round, s", *names)
-    _row(*["---"] * (2 + len(names)))
+    print_row("network, pixels", "a round, s", *names)
+    print_row(*["---"] * (2 + len(names)))
     for arch, pixels in [*(("resnet18", p) for p in args.pixels), *NETWORKS]:
         times = measured(arch, pixels, sizes, args.repeats)
         whole = times["all"]
@@ -121,11 +122,7 @@ def main(argv: Sequence[str]) -> None:
         for name in names:
             ratios = [without / base for without, base in zip(times[name], whole, strict=True)]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        _row(f"{arch}, {pixels}", f"{statistics.median(whole):.2f}", *cells)
-
-
-def _row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+        print_row(f"{arch}, {pixels}", f"{statistics.median(whole):.2f}", *cells)
 
 
 if __name__ == "__main__":

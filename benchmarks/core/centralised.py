@@ -56,14 +56,8 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     total = 0.0
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
-        crops = draw_crops(
-            rng,
-            len(images),
-            images.shape[1],
-            config.model.input_size,
-            config.augment.crop,
-            config.augment.flip,
-        )
+        side, crop, flip = images.shape[1], config.augment.crop, config.augment.flip
+        crops = draw_crops(rng, len(images), side, config.model.input_size, crop, flip)
         optimizer.zero_grad()
         with model.amp_context or contextlib.nullcontext():
             loss = module.loss(

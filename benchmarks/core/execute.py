@@ -18,7 +18,6 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.centralised import train_centralised
-from benchmarks.core.checkpoints import Checkpoints
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.sections import Runtime
@@ -26,7 +25,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.core.federated import check_federated, train_federated
-from benchmarks.core.recorder import Recorder, columns
+from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import tracking
@@ -50,20 +49,20 @@ def pfl_device(name: str) -> Iterator[None]:
     Raises:
         ValueError: for a device that torch does not know or that this machine lacks.
     """
-    before = os.environ.get(PFL_DEVICE)
+    if name == "auto":
+        yield
+        return
     try:
-        if name != "auto":
-            torch.empty(0, device=name)
-            os.environ[PFL_DEVICE] = name
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as fault:
         raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+    before = {key: value for key, value in os.environ.items() if key == PFL_DEVICE}
+    os.environ[PFL_DEVICE] = name
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(PFL_DEVICE, None)
-        else:
-            os.environ[PFL_DEVICE] = before
+        del os.environ[PFL_DEVICE]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -82,14 +81,7 @@ def started(runtime: Runtime) -> Iterator[None]:
 
 
 def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: str) -> None:
-    """The training command of a benchmark: parse, train, report.
-
-    Args:
-        kind: the benchmark's experiment.
-        argv: the command line.
-        text: what ``--help`` says before the list of keys.
-        module: what is started, for ``--help``.
-    """
+    """The training command of a benchmark: parse, train, report; ``text`` and ``module`` are for the help."""
     if {"--help", "-h"} & set(argv):
         print(kind.benchmark.help(text, f"python -m {module}"))
         return
@@ -175,7 +167,7 @@ def _train(
     files.begin()
     recorder = Recorder(files, experiment.followed)
     shown = tracking(run, files.path, data_path.stem, recorder.unit)
-    with contextlib.closing(recorder), shown as recorder.tracking:
+    with contextlib.closing(recorder.progress), shown as recorder.tracking:
         with held(recorder.unit) as recorder.held:
             train, val = experiment.split("train"), experiment.split("val")
             if config.mode == "federated":

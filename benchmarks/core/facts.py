@@ -112,20 +112,15 @@ def _description(weights: Path) -> str | None:
     return None if description is None else str(description)
 
 
-def norm_layers(module: torch.nn.Module) -> str:
-    """The normalisation layers by kind, most frequent first: ``20 GroupNorm``."""
-    kinds = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) or "none"
-
-
 @torch.no_grad()
 def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path | None) -> Tree:
     """Of a network before its first step: weights, size, normalisation, and what it says to a fixed batch."""
+    norms = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
     return {
         "weights": weights_facts(config, weights),
         "parameters": sum(p.numel() for p in module.parameters()),
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        "norm": norm_layers(module),
+        "norm": ", ".join(f"{count} {kind}" for kind, count in norms.most_common()) or "none",
         "start_probe": probe_checksum(module),
     }
 

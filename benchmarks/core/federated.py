@@ -102,9 +102,20 @@ def means(
     mechanism: Postprocessor | None = None,
 ) -> Means:
     """What the run's algorithm trains with; ``mechanism``: of a private run."""
-    config, local = run.config, run.config.local
-    accumulate = torch.float64 if run.runtime.accumulate == "fp64" else torch.float32
+    config, local, runtime = run.config, run.config.local, run.runtime
+    accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
+    engine = None
+    if runtime.engine == "fast":
+        engine = CohortEngine(
+            chosen.module,
+            lanes=runtime.lanes,
+            accumulate=accumulate,
+            prefetch=runtime.prefetch,
+            reader_threads=runtime.reader_threads,
+            fuse=runtime.fuse,
+            cpu_kernels=runtime.cpu_kernels,
+        )
     return Means(
         **vars(chosen),
         model=pfl_model(run, chosen.module),
@@ -118,24 +129,9 @@ def means(
         server_rate=partial(config.server.rate, num_rounds=config.federated.num_rounds),
         seed=config.seed,
         postprocessors=[weighting] if mechanism is None else [weighting, mechanism],
-        engine=cohort_engine(run, chosen.module, accumulate),
+        engine=engine,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
-    )
-
-
-def cohort_engine(run: AnyRun, module: ImageClassifier, accumulate: torch.dtype) -> CohortEngine | None:
-    """What trains the cohorts; None: pfl's own loop."""
-    if run.runtime.engine == "stock":
-        return None
-    return CohortEngine(
-        module,
-        lanes=run.runtime.lanes,
-        accumulate=accumulate,
-        prefetch=run.runtime.prefetch,
-        reader_threads=run.runtime.reader_threads,
-        fuse=run.runtime.fuse,
-        cpu_kernels=run.runtime.cpu_kernels,
     )
 
 
@@ -170,7 +166,7 @@ def train_federated(
     """Train to the last round, from the run's checkpoint if it has one; the model after the last round.
 
     Args:
-        run: what and how.
+        run: what is trained, and by what.
         store: the training images.
         val: what the model is scored on between rounds.
         module: the network before its first step.

@@ -23,6 +23,11 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> st
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def print_row(*cells: str) -> None:
+    """One row of a Markdown table, on the screen at once."""
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def csv_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table as CSV; None is an empty cell."""
     text = io.StringIO()

@@ -113,7 +113,6 @@ _DATASET: Mapping[str, Sequence[str]] = {
 }
 _BENCHMARKS: Mapping[str, Sequence[str]] = {
     "core/ledger": ["core/test_private"],
-    "core/checkpoints": ["core/test_faults", "core/test_recorder"],
     "core/recorder": ["core/test_recorder", "test_train", "core/test_faults"],
     "core/run_directory": ["core/test_recorder", "core/test_faults"],
     "core/secret": ["core/test_secret", "core/test_private"],

@@ -81,14 +81,8 @@ class _Parser(ArgumentParser):
 
 
 def own_arguments(kind: type, argv: Sequence[str]) -> tuple[Tree, list[str]]:
-    """The arguments that are a command's own options, and the others, which are those of training.
-
-    Args:
-        kind: the dataclass of the command's options.
-        argv: both in any order.
-
-    Returns:
-        A tree of words to be checked by `build`; and each other argument once, as ``--key=value``.
+    """The words of the options in a dataclass, to be checked by `build`; and each other argument, which is
+    one of training's, once, as ``--key=value``.
 
     Raises:
         ValueError: for anything else than keys and values.

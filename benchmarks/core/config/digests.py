@@ -27,7 +27,7 @@ def config_tree(config: TrainingConfig) -> Tree:
 
 
 def tree_digest(tree: Mapping[str, Any]) -> str:
-    """SHA-256 of the content of a ``config.yaml`` in a fixed form."""
+    """SHA-256 of the content of a ``config.yaml``, or of another tree, in a fixed form."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -37,14 +37,8 @@ def digest(config: TrainingConfig) -> str:
 
 
 def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
-    """What runs that differ only in their seed have in common.
-
-    Args:
-        tree: a resolved config.
-        kind: the benchmark's type of config.
-
-    Returns:
-        Every field by its dotted key, without those that their section marks as `REPETITION`.
+    """What runs that differ only in their seed have in common: every field of a resolved config by its dotted
+    key, without those that their section marks as `REPETITION`.
     """
     apart = {leaf.key for leaf in leaves(kind) if leaf.metadata == REPETITION}
     return {key: value for key, value in dotted(tree).items() if key not in apart}
@@ -52,8 +46,7 @@ def experiment(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> Tree:
 
 def experiment_digest(tree: Mapping[str, Any], kind: type[TrainingConfig]) -> str:
     """SHA-256 of `experiment` in a fixed form."""
-    text = json.dumps(experiment(tree, kind), sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return tree_digest(experiment(tree, kind))
 
 
 def short_digest(config: TrainingConfig) -> str:

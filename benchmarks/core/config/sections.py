@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, field, fields
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.trees import build
 from pfl_ext.algorithms.algorithm import Choice, algorithm_class
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
@@ -84,15 +85,8 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
                 raise ValueError(
                     f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
                 )
-        options = None
-        if known:
-            try:
-                options = asdict(kind.options(**self.options or {}))
-            except ValidationError as faults:
-                fault = faults.errors()[0]
-                key = ".".join(map(str, fault["loc"]))
-                raise ValueError(f"federated.options.{key} is {fault['input']!r}: {fault['msg']}") from faults
-        object.__setattr__(self, "options", options)
+        options = build(kind.options, self.options or {}, self.algorithm, "federated.options.")
+        object.__setattr__(self, "options", asdict(options) if known else None)
 
     @property
     def algorithm_class(self) -> type[Choice]:

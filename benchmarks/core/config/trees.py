@@ -144,7 +144,7 @@ def build(kind: type[Node], tree: Mapping[str, Any], where: str, prefix: str = "
         prefix: what stands before a key there: ``--`` on a command line.
 
     Raises:
-        ValueError: one line that names the first wrong key, what it may be.
+        ValueError: one line that names the first wrong key and what it may be.
     """
     try:
         return TypeAdapter(kind).validate_python(dict(tree))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from pfl.metrics import Metrics, MetricValue, Weighted
 
-from benchmarks.core.checkpoints import Best
-from benchmarks.core.recorder import Recorder
+from benchmarks.core.recorder import Best, Recorder
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import parse
 from pfl_ext.evaluation import LOSS, SCORES

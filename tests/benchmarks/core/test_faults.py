@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from benchmarks.core import recorder
-from benchmarks.core.checkpoints import Best
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.recorder import Best
 from benchmarks.core.run_directory import RunDirectory
 from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
