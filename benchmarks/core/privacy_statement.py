@@ -143,10 +143,7 @@ def _origin(public: bool) -> str:
 def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: bool) -> str:
     """The guarantee of a finished run in sentences that a paper can print as they are.
 
-    Args:
-        calibration: noise, rounds and both systems.
-        unit: whom it protects.
-        public: whether the noise came from the run's seed.
+    The noise is ``public`` if it came from the run's seed.
     """
     real, noun = calibration.executed, unit.noun
     accounting = (
@@ -188,13 +185,7 @@ def local_paragraph(
 ) -> str:
     """The same of a run whose updates were noised on each device.
 
-    Args:
-        config: mechanism and epsilon of one update.
-        unit: whose updates they are.
-        rounds: of training.
-        most: rounds of the user or client who took part most often.
-        spent: that one's epsilon over all its updates.
-        public: whether the noise came from the run's seed.
+    The user or client who took part most often did so in ``most`` rounds, and has ``spent`` that epsilon.
     """
     noun, laplace = unit.noun, config.mechanism == "laplace"
     once = f"epsilon = {config.epsilon:g}" + ("" if laplace else f" and delta = {rounded_up(config.delta)}")
@@ -217,13 +208,8 @@ def local_paragraph(
 def not_covered(
     config: TrainingConfig, unit: ProtectedUnit, public_seed: bool, five_runs: str | None = None
 ) -> Sequence[str]:
-    """What the guarantee says nothing of, although the run wrote or used it.
-
-    Args:
-        config: of the run; ``privacy.release`` decides what was written.
-        unit: whom it protects.
-        public_seed: whether the noise came from the run's seed.
-        five_runs: epsilon of five runs like this one together, in words.
+    """What the guarantee says nothing of, although the run wrote or used it; ``privacy.release`` decides what
+    was written. ``five_runs`` is the epsilon of five runs like this one together, in words.
     """
     noun = unit.noun
     full = config.privacy is None or config.privacy.release == "full"

@@ -71,12 +71,9 @@ class Progress:
         return seconds
 
     def step_done(self, done: int, seconds: float, scored: bool) -> None:
-        """Move the bar. After this process's first step, say how long the rest will take if it is long.
+        """Move the bar; ``done`` counts from the start of the run, ``seconds`` may hold the time of a score.
 
-        Args:
-            done: steps since the start of the run.
-            seconds: what this step took.
-            scored: whether the model was scored in that time.
+        After this process's first step, say how long the rest will take if it is long.
         """
         self._bar.update(1)
         self._steps_here += 1

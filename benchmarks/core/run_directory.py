@@ -162,10 +162,7 @@ class RunDirectory:
         return {"metrics_bytes": len(lines), "metrics_sha256": hashlib.sha256(lines).hexdigest()}
 
     def cut(self, state: Tree) -> int:
-        """Leave the lines that a checkpoint knows; how many lines there were before.
-
-        Args:
-            state: with what `flushed` gave when the checkpoint was written.
+        """Leave the lines that a checkpoint knows by `flushed`; how many lines there were before.
 
         Raises:
             ValueError: when some of them are gone or changed.

@@ -39,11 +39,7 @@ class Row:
 def table(rows: Sequence[Row], varied: Sequence[str], metric: Metric, headline: str) -> list[list[str]]:
     """The header, then the trials, the best first and those without a score last.
 
-    Args:
-        rows: the trials.
-        varied: the parameters that get a column.
-        metric: of `Row.score`.
-        headline: the name of the score of `Row.test`.
+    A column is for each of the ``varied`` parameters; ``headline`` names the score of `Row.test`.
     """
     sign = -1 if metric.goal == "maximize" else 1
     out = [["rank", "trial", *varied, f"best {metric.name}", "at", f"test {shown(headline)}", "status",

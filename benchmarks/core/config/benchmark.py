@@ -115,16 +115,16 @@ class Benchmark(Generic[C_co]):
     def _merged(self, *layers: tuple[Tree, Tree, Tree]) -> Tree:
         """The protocol under these layers, the last of which is the strongest.
 
-        A scale's ``privacy`` is for private settings only: those in which a recipe, the YAML file or the
-        command line asks for privacy.
+        The ``privacy`` of the protocol and of a scale is for private settings only: those in which a recipe,
+        the YAML file or the command line asks for privacy.
         """
         private = any(
             isinstance(part.get("privacy"), dict) for recipes, _, keys in layers for part in (recipes, keys)
         )
-        tree = dict(self.protocol)
+        dropped = () if private else ("privacy",)
+        tree = without(self.protocol, dropped)
         for recipes, scale, keys in layers:
-            of_scale = scale if private else without(scale, ["privacy"])
-            tree = merge(merge(merge(tree, recipes), of_scale), keys)
+            tree = merge(merge(merge(tree, recipes), without(scale, dropped)), keys)
         return tree
 
     def path(self, name: str) -> Path:
@@ -146,8 +146,8 @@ class Benchmark(Generic[C_co]):
 
     @cached_property
     def default_config(self) -> C_co:
-        """The config without a setting, which is the protocol."""
-        return build(self.kind, self.protocol, "the protocol")
+        """The config without a setting, which is the protocol without privacy."""
+        return build(self.kind, without(self.protocol, ["privacy"]), "the protocol")
 
     def help(self, text: str, program: str) -> str:
         """What ``program --help`` prints: ``text``, then every key by section."""
@@ -196,7 +196,9 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        return self.resolved(build(self.kind, merge(dict(self.protocol), without(tree, self.retired)), where))
+        dropped = () if isinstance(tree.get("privacy"), dict) else ("privacy",)
+        base = without(self.protocol, dropped)
+        return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:
         """Why each key or section without effect has none; of the runtime too, where one is given."""
@@ -233,7 +235,8 @@ class Benchmark(Generic[C_co]):
         idle, tree = self.idle_keys(config), dataclasses.asdict(config)
         defaults = dotted(dataclasses.asdict(self.default_config))
         if config.privacy is not None:
-            defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection())})
+            values = {"epsilon": config.privacy.epsilon, **self.protocol.get("privacy", {})}
+            defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection(**values))})
         for key, default in defaults.items():
             if reason_for(key, idle) is not None:
                 put(tree, key, default)

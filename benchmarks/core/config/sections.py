@@ -85,7 +85,7 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
                 raise ValueError(
                     f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
                 )
-        options = build(kind.options, self.options or {}, self.algorithm, "federated.options.")
+        options: Any = build(kind.options, self.options or {}, self.algorithm, "federated.options.")
         object.__setattr__(self, "options", asdict(options) if known else None)
 
     @property

@@ -43,7 +43,7 @@ def put(tree: Tree, key: str, value: Any) -> None:
     tree[leaf] = value
 
 
-def without(tree: Tree, keys: Sequence[str], prefix: str = "") -> Tree:
+def without(tree: Mapping[str, Any], keys: Sequence[str], prefix: str = "") -> Tree:
     """A tree without some dotted keys or whole sections."""
     out: Tree = {}
     for key, value in tree.items():

@@ -106,7 +106,7 @@ class Trace(Recorder):
     """Keeps the model after each round instead of writing lines."""
 
     def step_done(self, step: int, values: Mapping[str, Any], state: Any) -> None:
-        model = self.checkpoints.algorithm.model(state)  # type: ignore[attr-defined]
+        model = self.checkpoints.algorithm.model(state)  # type: ignore[union-attr]
         self.seen = [*getattr(self, "seen", []), vector(model.pytorch_model)]
 
 
