@@ -28,7 +28,7 @@ from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.secret import statement_path
-from benchmarks.core.tracking import tracking
+from benchmarks.core.tracking import Tracking
 from dataset.cli import held
 from dataset.files import file_digest, write_json
 from dataset.store.hdf5 import DataFile
@@ -166,7 +166,7 @@ def _train(
         )
     files.begin()
     recorder = Recorder(files, experiment.followed)
-    shown = tracking(run, files.path, data_path.stem, recorder.unit)
+    shown = Tracking(run, files.path, data_path.stem, recorder.unit)
     with contextlib.closing(recorder.progress), shown as recorder.tracking:
         with held(recorder.unit) as recorder.held:
             train, val = experiment.split("train"), experiment.split("val")
@@ -178,8 +178,7 @@ def _train(
         scores = _final_scores(experiment, recorder, model)
         if is_main():
             results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
-            if recorder.tracking is not None:
-                recorder.tracking.finish(results, experiment.rows(results))
+            shown.finish(results, experiment.rows(results))
     return results
 
 

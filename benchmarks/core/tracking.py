@@ -187,13 +187,17 @@ Backend = WandbBackend | TensorBoardBackend
 BACKENDS: Mapping[str, type[Backend]] = {"wandb": WandbBackend, "tensorboard": TensorBoardBackend}
 
 
-class Tracking:
-    """The tracker of one run: each step once, and one warning line instead of any exception."""
+class Tracking(contextlib.AbstractContextManager["Tracking"]):
+    """The tracker that ``runtime.track`` asks for, if it does, on the first worker: each step once, and one
+    warning line instead of any exception.
+    """
 
     def __init__(self, run: AnyRun, directory: Path, dataset: str, unit: str) -> None:
         self._name, self._unit, self._path = run.runtime.track, unit, directory / STATE
         self._directory = directory
         self._backend: Backend | None = None
+        if self._name == "none" or not is_main():
+            return
         with self._guard():
             states = json.loads(self._path.read_text()) if self._path.exists() else {}
             state = states.get(self._name, {})
@@ -228,23 +232,12 @@ class Tracking:
             with self._guard():
                 self._backend.finish(int(results["rounds"]), results, rows, self._directory)
 
-    def close(self, failed: bool) -> None:
+    def __exit__(self, kind: object, fault: object, trace: object) -> None:
         """This process has done with the run, whether it ended or was stopped."""
+        self.close(kind is not None)
+
+    def close(self, failed: bool) -> None:
+        """Nothing more will come from this process."""
         if self._backend is not None:
             with self._guard():
                 self._backend.close(failed)
-
-
-@contextlib.contextmanager
-def tracking(run: AnyRun, directory: Path, dataset: str, unit: str) -> Iterator[Tracking | None]:
-    """The tracker that ``runtime.track`` asks for, on the first worker only; None where there is none."""
-    if run.runtime.track == "none" or not is_main():
-        yield None
-        return
-    tracker = Tracking(run, directory, dataset, unit)
-    failed = True
-    try:
-        yield tracker
-        failed = False
-    finally:
-        tracker.close(failed)

@@ -236,8 +236,7 @@ def test_whatever_fails_in_a_tracker_becomes_one_line(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "BACKENDS", {"wandb": lambda *_: Broken(place)})
-    with tracking.tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
-        assert tracker is not None
+    with Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
         for line in LINES:
             tracker.tell(line)
         tracker.finish({"rounds": 4}, {})
@@ -312,8 +311,9 @@ def test_a_server_that_is_not_there_costs_one_line_and_no_run(
 
 def test_only_the_first_worker_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "is_main", lambda: False)
-    with tracking.tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
-        assert tracker is None
+    with Tracking(wanted(tmp_path, "wandb"), tmp_path, "tiny", "round") as tracker:
+        for line in LINES:
+            tracker.tell(line)
     assert list(tmp_path.iterdir()) == []
 
 
