@@ -53,12 +53,6 @@ def is_torchvisions(arch: str, sha256: str) -> bool:
     return name is not None and sha256.startswith(PurePosixPath(name).stem.rpartition("-")[2])
 
 
-def weights_sha256(arch: str, file: Path) -> str | None:
-    """SHA-256 of a weights file; None where it is torchvision's own, which needs no name."""
-    sha256 = sha256_of(file)
-    return None if is_torchvisions(arch, sha256) else sha256
-
-
 def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
     """The config with the hash of the weights file that ``--weights`` names.
 
@@ -74,7 +68,8 @@ def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
         )
     if not file.is_file():
         raise ValueError(f"--weights {file}: no such file")
-    found, wanted = weights_sha256(config.model.arch, file), config.model.weights_sha256
+    sha256, wanted = sha256_of(file), config.model.weights_sha256
+    found = None if is_torchvisions(config.model.arch, sha256) else sha256  # torchvision's own needs no name
     if wanted not in (None, found):
         raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
