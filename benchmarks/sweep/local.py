@@ -125,9 +125,8 @@ class LocalSweep:
         """The arguments of a trial; the worker's device comes last and wins."""
         device = self._devices[worker % len(self._devices)]
         words = [*self.words, f"--runtime.device={device}"]
-        if "runtime.threads" not in self.sweep.experiment.benchmark.words(
-            self.words
-        ) and not device.startswith("cuda"):
+        fixed = self.sweep.experiment.benchmark.words(self.words)
+        if "runtime.threads" not in fixed and not device.startswith("cuda"):
             share = len(os.sched_getaffinity(0)) // (self._num_workers * self.options.np)
             words.append(f"--runtime.threads={max(1, share)}")
         return [*words, *command_words(trial.user_attrs["point"])]
@@ -144,13 +143,11 @@ class LocalSweep:
         trials = self.trials()
         known = {trial.user_attrs["digest"] for trial in trials}
         for params, point in self.sweep.candidates(self.options.sweep_seed, len(trials), trials):
-            digest = short_digest(
-                self.sweep.experiment.benchmark.parse([*self.words, *command_words(point)]).config
-            )
+            run = self.sweep.experiment.benchmark.parse([*self.words, *command_words(point)])
+            digest = short_digest(run.config)
             if digest not in known:
-                self._add(
-                    params, {"point": point, "digest": digest, "name": f"{len(trials):03d}-{digest[:8]}"}
-                )
+                name = f"{len(trials):03d}-{digest[:8]}"
+                self._add(params, {"point": point, "digest": digest, "name": name})
                 return
 
     def _next(self) -> Trial | None:
