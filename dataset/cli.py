@@ -1,7 +1,7 @@
 """What every command of the project shares: its arguments, its one-line errors, how it ends and is stopped.
 
 Exit codes: 0: done. 2: one line, ``error: ...``. 75: a signal stopped it, and the same command goes on.
-130: interrupted.
+130: interrupted. 141: nobody reads its output any longer (``| head``), as of a process that SIGPIPE ended.
 
 Slurm sends SIGTERM (or what ``--signal`` says, often SIGUSR1) before it takes a machine away. Where nothing
 is lost by it, a command stops at once; within `held` it notes the signal, finishes its step, and stops then.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import NoReturn
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RESUMABLE = 75
 """Exit code (EX_TEMPFAIL of sysexits.h): stopped by a signal; what was done is kept, and it can go on."""
+CLOSED_PIPE = 128 + signal.SIGPIPE
 MAX_LINE = 1600
 MAX_NAME_BYTES = 200
 """Of an output's name; a file system has 255, of which the names of its temporary files need some."""
@@ -48,12 +50,30 @@ def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None
         print(f"error: there is too little memory for this: {_line(str(mistake))}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as mistake:
+        if isinstance(mistake, BrokenPipeError) and _unread():
+            return CLOSED_PIPE
         print("error: " + _line(str(mistake)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _unread() -> bool:
+    """Whether the reader of standard output has gone; what is still to be printed is then dropped."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # it is no file
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)
+    return True
 
 
 def _line(text: str) -> str:

@@ -19,7 +19,7 @@ from benchmarks.flair.config import Config
 from benchmarks.flair.table import classes_without_positives
 from benchmarks.reporting.tables import text_table
 from dataset.files import write_json
-from dataset.store.label_sets import LabelSetView
+from dataset.store.views import LabelSetView
 from pfl_ext.algorithms.per_user import (
     FloatArray,
     Personalisation,

@@ -30,7 +30,7 @@ from benchmarks.flair.config import FLAIR, Config, Run
 from benchmarks.flair.results import SPLIT
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from dataset.store.label_sets import LabelSetView, SplitImages
+from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.algorithms.per_user import users_with
 from pfl_ext.data.federated_dataset import Partition, iid_partition
 from pfl_ext.models.classifier import ImageClassifier

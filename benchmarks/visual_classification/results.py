@@ -13,7 +13,7 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.visual_classification import paper
 from benchmarks.visual_classification.config import Config
 from dataset.partitions.statistics import distances, mean_emd
-from dataset.store.single_label import SingleLabelView
+from dataset.store.views import SingleLabelView
 from pfl_ext.evaluation import SCORES
 
 

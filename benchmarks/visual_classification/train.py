@@ -28,7 +28,7 @@ from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
-from dataset.store.single_label import CARVED, SingleLabelView
+from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
-from dataset.store.annotations import IntArray, LabelMatrix
+from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
 from dataset.store.hdf5 import DataWriter, Storage
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 
@@ -148,21 +148,15 @@ def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray)
     names = index.label_mappings["fine_grained_labels"]
     parents = np.array([COARSE_LABELS.index(name.split("/")[0]) for name in names])
     looks = keyed(0, "look", [zlib.crc32(name.encode()) for name in names])  # the same in every data set
-    starts, counts = fine.indptr[rows], np.diff(fine.indptr)[rows]
-    columns = fine.indices[np.repeat(starts, counts) + _within(counts)]
+    marks = fine.take(rows)
     scene = Scene(
         image_keys=keyed(spec.seed, "image", code, rows),
         user_keys=keyed(spec.seed, "user", code, users),
-        mark_image=np.repeat(np.arange(len(rows)), counts),
-        mark_coarse=parents[columns],
-        mark_fine=looks[columns],
+        mark_image=np.repeat(np.arange(len(rows)), np.diff(marks.indptr)),
+        mark_coarse=parents[marks.indices],
+        mark_fine=looks[marks.indices],
     )
     return draw(scene, spec.image_size, spec.difficulty)
-
-
-def _within(counts: IntArray) -> IntArray:
-    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
@@ -173,20 +167,14 @@ def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
     name = [f"{split}-{u:05d}" for u in range(num_users)]
     return SplitIndex(
         user_ids=name,
-        user_offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        user_offsets=offsets_of(sizes),
         user_index=user.astype(np.int32),
-        image_ids=[f"{name[u]}-{i:04d}" for u, i in zip(user.tolist(), _within(sizes).tolist())],
+        image_ids=[f"{name[u]}-{i:04d}" for u, i in zip(user.tolist(), positions(sizes).tolist())],
         annotations={
-            "labels": _csr(np.flatnonzero(coarse), len(coarse), len(COARSE_LABELS)),
+            "labels": LabelMatrix.from_pairs(*np.nonzero(coarse), *coarse.shape),
             "fine_grained_labels": _fine_labels(spec.seed, code, sizes, coarse, fine),
         },
     )
-
-
-def _csr(places: IntArray, num_rows: int, num_labels: int) -> LabelMatrix:
-    """From the ascending flat positions (row * K + column) of the positives."""
-    indptr = np.searchsorted(places, np.arange(num_rows + 1) * num_labels).astype(np.int64)
-    return LabelMatrix(indptr, (places % num_labels).astype(np.uint16), num_labels)
 
 
 def _sizes(spec: MiniSpec, code: int, num_users: int) -> tuple[IntArray, IntArray]:
@@ -279,7 +267,7 @@ def _fine_labels(
     """The fine labels of each image: for every coarse label it has, at least one that belongs to it."""
     image, parent = np.nonzero(coarse)
     extra = np.searchsorted(_extra_bounds(), uniform(keyed(seed, "fine labels", code, image, parent)))
-    number = _within(1 + extra)
+    number = positions(1 + extra)
     image, parent = np.repeat(image, 1 + extra), np.repeat(parent, 1 + extra)
     user = np.repeat(np.arange(len(sizes)), sizes)[image]
     place = uniform(keyed(seed, "fine label", code, image, parent, number))
@@ -293,9 +281,7 @@ def _fine_labels(
     order = np.lexsort((number > 0, image))
     first = np.searchsorted(image[order], image[order])
     order = order[np.arange(len(order)) - first < MAX_FINE]
-    places = np.sort(image[order] * len(fine.names) + column[order])
-    places = places[np.concatenate([[True], places[1:] != places[:-1]])]
-    return _csr(places, len(coarse), len(fine.names))
+    return LabelMatrix.from_pairs(image[order], column[order], len(coarse), len(fine.names))
 
 
 def _extra_bounds() -> _Floats:

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from dataset.files import write_bytes
 from dataset.store.hdf5 import DataFile
-from dataset.store.single_label import SingleLabelView
+from dataset.store.views import SingleLabelView
 
 if TYPE_CHECKING:
     from dataset.partitions.statistics import Dealt

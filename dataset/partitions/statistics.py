@@ -25,7 +25,7 @@ from dataset.files import write_bytes
 from dataset.store import probe
 from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
-from dataset.store.single_label import PARTITIONED, SingleLabelView
+from dataset.store.views import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"
 """What the file's own users are called beside its partitions."""

@@ -10,13 +10,12 @@ Masks and boxes refer to the image in its own size, whatever the size at which i
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 from PIL import Image
 
 IntArray = npt.NDArray[np.int64]
@@ -24,15 +23,6 @@ Kind = Literal["label set", "class", "mask", "boxes"]
 
 VOID = 255
 """The number of a mask's pixels that belong to no class."""
-
-ARROW: dict[Kind, pa.DataType] = {
-    "label set": pa.list_(pa.string()),
-    "class": pa.string(),
-    "mask": pa.large_binary(),
-    "boxes": pa.list_(pa.struct([("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))])),
-}
-"""The type of a source's column of each kind. A mask is a PNG of class numbers; corners are left, top, right,
-bottom in pixels."""
 
 LEAF_TYPES = {
     "indptr": "<i8",
@@ -54,27 +44,34 @@ class LabelMatrix:
     num_labels: int  # K
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], num_labels: int) -> LabelMatrix:
-        """Build from one sequence of label indices per image; repeated labels count once."""
-        unique = [sorted(set(row)) for row in rows]
-        indptr = np.zeros(len(unique) + 1, np.int64)
-        np.cumsum([len(row) for row in unique], out=indptr[1:])
-        flat = np.fromiter((k for row in unique for k in row), np.int64, count=int(indptr[-1]))
-        if flat.size and (flat.min() < 0 or flat.max() >= num_labels):
-            raise ValueError(f"a label index lies outside 0..{num_labels - 1}")
-        return cls(indptr, flat.astype(np.uint16), num_labels)
+    def from_pairs(
+        cls, rows: IntArray, columns: npt.NDArray[Any], num_images: int, num_labels: int
+    ) -> LabelMatrix:
+        """From the row and column of each label, in any order; repeated pairs count once."""
+        width = max(num_labels, 1)
+        flat = np.unique(rows * width + columns)
+        indptr = np.searchsorted(flat, np.arange(num_images + 1) * width).astype(np.int64)
+        return cls(indptr, (flat % width).astype(np.uint16), num_labels)
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
+    def take(self, rows: IntArray) -> LabelMatrix:
+        """The matrix of these rows, in their order."""
+        counts = np.diff(self.indptr)[rows]
+        places = np.repeat(self.indptr[rows], counts) + positions(counts)
+        return LabelMatrix(offsets_of(counts), self.indices[places], self.num_labels)
+
+    def only(self, label: int) -> LabelMatrix:
+        """The column of one label, ``[N, 1]``."""
+        images = np.repeat(np.arange(len(self)), np.diff(self.indptr))[self.indices == label]
+        return self.from_pairs(images, np.zeros_like(images), len(self), 1)
+
     def dense(self, rows: IntArray) -> npt.NDArray[np.uint8]:
         """The multi-hot rows asked for, ``[len(rows), K]`` uint8."""
-        rows = np.asarray(rows, np.int64)
-        starts, counts = self.indptr[rows], self.indptr[rows + 1] - self.indptr[rows]
-        out = np.zeros((len(rows), self.num_labels), np.uint8)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns = self.indices[np.repeat(starts, counts) + within]
-        out[np.repeat(np.arange(len(rows)), counts), columns] = 1
+        taken = self.take(np.asarray(rows, np.int64))
+        out = np.zeros((len(taken), self.num_labels), np.uint8)
+        out[np.repeat(np.arange(len(taken)), np.diff(taken.indptr)), taken.indices] = 1
         return out
 
     def counts(self) -> IntArray:
@@ -244,6 +241,16 @@ def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
             return cast(npt.NDArray[np.uint8], np.asarray(image))
     except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError) as error:
         raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
+
+
+def offsets_of(counts: npt.NDArray[Any]) -> IntArray:
+    """Where each part begins, and the end of the last: 0, counts[0], counts[0] + counts[1], ..."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def positions(counts: npt.NDArray[Any]) -> IntArray:
+    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def within(values: npt.NDArray[Any], bound: int) -> bool:

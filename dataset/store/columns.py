@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataset.store.annotations import (
-    ARROW,
     Annotation,
     Boxes,
     IntArray,
@@ -23,9 +22,20 @@ from dataset.store.annotations import (
     LabelMatrix,
     Masks,
     OneClass,
+    offsets_of,
+    positions,
 )
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 from dataset.store.native import IdColumn
+
+ARROW: dict[Kind, pa.DataType] = {
+    "label set": pa.list_(pa.string()),
+    "class": pa.string(),
+    "mask": pa.large_binary(),
+    "boxes": pa.list_(pa.struct([("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))])),
+}
+"""The type of a source's column of each kind. A mask is a PNG of class numbers; corners are left, top, right,
+bottom in pixels."""
 
 ID_COLUMNS = ("user_id", "image_id", "partition")
 MAX_ID_BYTES = 255  # ids are held in columns of fixed width
@@ -41,14 +51,6 @@ def kinds(columns: pa.Schema) -> dict[str, Kind]:
     """The annotations of a source's records, by name."""
     by_type = {str(arrow): kind for kind, arrow in ARROW.items()}
     return {one.name: by_type[str(one.type)] for one in columns if one.name not in ID_COLUMNS}
-
-
-def label_matrix(rows: IntArray, columns: IntArray, num_images: int, num_labels: int) -> LabelMatrix:
-    """N x K from (row, column) pairs in any order; repeated pairs count once."""
-    width = max(num_labels, 1)
-    flat = np.unique(rows * width + columns)
-    indptr = np.searchsorted(flat, np.arange(num_images + 1) * width).astype(np.int64)
-    return LabelMatrix(indptr, (flat % width).astype(np.uint16), num_labels)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def build_index(
             order = np.lexsort(keys)
             records, owner = records[order], owner[order]
         placement.split[records], placement.row[records] = number, np.arange(len(records))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(owner))])
+        offsets = offsets_of(np.bincount(owner))
         annotations = {one: column.of(records) for one, column in columns.items()}
         splits[name] = SplitIndex(
             IdColumn(user_ids),
@@ -144,8 +146,7 @@ def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
 
 def _coded(column: pa.ChunkedArray) -> tuple[list[str], IntArray]:
     """Distinct values, and each element as a position among them."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    coded = (array.chunk(0) if isinstance(array, pa.ChunkedArray) else array).dictionary_encode()
+    coded = column.dictionary_encode().combine_chunks()
     return coded.dictionary.to_pylist(), coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
@@ -180,14 +181,14 @@ class _Column:
             return Masks(np.cumsum([0, *map(len, masks)], dtype=np.int64), data, len(self.mapping))
         starts = np.searchsorted(self.record, records)
         counts = np.searchsorted(self.record, records, "right") - starts
-        at = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        at = np.repeat(starts, counts) + positions(counts)
         classes, width = self.classes[at], len(self.mapping)
         if self.kind == "class":
             return OneClass.of(classes, width)
         if self.kind == "boxes":
-            indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-            return Boxes(indptr, self.payload[at], classes.astype(np.uint16), width)
-        return label_matrix(np.repeat(np.arange(len(records)), counts), classes, len(records), width)
+            return Boxes(offsets_of(counts), self.payload[at], classes.astype(np.uint16), width)
+        rows = np.repeat(np.arange(len(records)), counts)
+        return LabelMatrix.from_pairs(rows, classes, len(records), width)
 
 
 def _column(

@@ -27,8 +27,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import IntArray, LabelMatrix
-from dataset.store.columns import label_matrix
+from dataset.store.annotations import IntArray, LabelMatrix, offsets_of
 from dataset.store.index import SPLITS, TAXONOMIES, SplitIndex
 from dataset.store.native import IdColumn, Storage, StoredImages, dataset, opened
 
@@ -122,10 +121,11 @@ class ForeignReader:
             for taxonomy in TAXONOMIES:
                 labels[taxonomy].append(self._pairs(group[user], taxonomy, user, start, len(images)))
             counts.append(len(images))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
         owner = np.repeat(np.arange(len(users), dtype=np.int32), counts)
         matrices = self._matrices(labels, len(owner))
-        return SplitIndex(IdColumn.of(users), offsets, owner, IdColumn(np.concatenate(ids)), matrices)
+        return SplitIndex(
+            IdColumn.of(users), offsets_of(np.array(counts)), owner, IdColumn(np.concatenate(ids)), matrices
+        )
 
     def _single(self, group: h5py.Group) -> SplitIndex:
         ids, owners = list(group), []
@@ -168,13 +168,11 @@ class ForeignReader:
         return np.array(pairs, np.int64).reshape(-1, 2)
 
     def _matrices(self, labels: Mapping[str, list[IntArray]], count: int) -> dict[str, LabelMatrix]:
-        matrices = {}
-        for taxonomy, parts in labels.items():
-            pairs = np.concatenate(parts)
-            matrices[taxonomy] = label_matrix(
-                pairs[:, 0], pairs[:, 1], count, len(self.label_mappings[taxonomy])
-            )
-        return matrices
+        pairs = {taxonomy: np.concatenate(parts) for taxonomy, parts in labels.items()}
+        return {
+            taxonomy: LabelMatrix.from_pairs(*found.T, count, len(self.label_mappings[taxonomy]))
+            for taxonomy, found in pairs.items()
+        }
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:
         """As `Reader.stored`: the pixels of each image in its own size."""

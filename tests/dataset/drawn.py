@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES
 
@@ -43,6 +44,12 @@ def number_in(pixels: npt.NDArray[np.uint8]) -> int:
     cell = pixels.shape[0] // _CELLS
     means = pixels.astype(float).mean(axis=2).reshape(_CELLS, cell, _CELLS, cell).mean(axis=(1, 3))
     return int(((means.ravel() > 127) << np.arange(_CELLS * _CELLS)).sum())
+
+
+def label_rows(rows: Sequence[Sequence[int]], num_labels: int) -> LabelMatrix:
+    """The labels of each image, given as one sequence for each."""
+    images = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    return LabelMatrix.from_pairs(images, np.array([k for row in rows for k in row]), len(rows), num_labels)
 
 
 @dataclass

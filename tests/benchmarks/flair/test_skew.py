@@ -17,8 +17,8 @@ from benchmarks.flair.skew import (
     pixel_histograms,
     size_curve,
 )
-from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
+from tests.dataset.drawn import label_rows
 
 
 def test_emd_of_two_heaps_is_their_distance_in_bins() -> None:
@@ -57,7 +57,7 @@ def test_the_size_curve_starts_with_the_largest_user() -> None:
 
 
 def test_label_counts_count_images_and_users() -> None:
-    matrix = LabelMatrix.from_rows([[0], [0, 2], [0], [2]], 3)
+    matrix = label_rows([[0], [0, 2], [0], [2]], 3)
     images, users = label_counts(matrix, np.array([0, 0, 1, 1], np.int32))
     assert images.tolist() == [3, 0, 2]
     assert users.tolist() == [2, 0, 2]

@@ -25,8 +25,8 @@ from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
 from dataset.store import hdf5
 from dataset.store.hdf5 import DataFile, DataWriter
-from dataset.store.single_label import SingleLabelView
 from dataset.store.validate import validate
+from dataset.store.views import SingleLabelView
 from tests.dataset.cifar10.made_cifar import (
     CIFAR10,
     CIFAR100,

@@ -15,8 +15,7 @@ from dataset.cli import run
 from dataset.partitions.statistics import main as statistics
 from dataset.store.hdf5 import DataFile
 from dataset.store.hdf5 import main as describe
-from dataset.store.label_sets import LabelSetView
-from dataset.store.single_label import SingleLabelView
+from dataset.store.views import LabelSetView, SingleLabelView
 from tests.dataset.cifar10.made_cifar import write_parquet
 
 

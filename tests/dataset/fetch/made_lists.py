@@ -17,7 +17,7 @@ from dataset.fetch.listed import Archive, ListedSet
 from dataset.inaturalist.download_preprocess import INATURALIST
 from dataset.landmarks.download_preprocess import LANDMARKS
 from dataset.store.hdf5 import DataFile
-from dataset.store.single_label import SingleLabelView
+from dataset.store.views import SingleLabelView
 from tests.dataset.drawn import add_member, jpeg, number_in
 
 TRAIN, TEST = range(1, 41), range(41, 53)

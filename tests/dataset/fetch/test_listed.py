@@ -21,8 +21,8 @@ from dataset.fetch import listed
 from dataset.fetch.http import Patience
 from dataset.fetch.listed import ListedSet, keep, read_lists, remote_shard
 from dataset.store.hdf5 import DataFile
-from dataset.store.single_label import SingleLabelView
 from dataset.store.validate import validate
+from dataset.store.views import SingleLabelView
 from tests.dataset.drawn import add_member, jpeg
 from tests.dataset.fetch.faulty_server import FaultyServer, serving
 from tests.dataset.fetch.made_lists import (

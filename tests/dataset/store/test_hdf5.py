@@ -27,7 +27,7 @@ from dataset.store.hdf5 import DataFile, DataWriter, Storage
 from dataset.store.images import decode, jpeg_size, resize
 from dataset.store.index import DatasetIndex, PartitionIndex, SplitIndex
 from dataset.store.native import IdColumn
-from tests.dataset.drawn import draw, jpeg, number_in
+from tests.dataset.drawn import draw, jpeg, label_rows, number_in
 
 COUNTS = (2, 1, 4)
 
@@ -41,8 +41,8 @@ def split_index(users: Sequence[str] = ("a", "b", "c"), first: int = 0) -> Split
         np.repeat(np.arange(len(users), dtype=np.int32), COUNTS[: len(users)]),
         [str(first + i) for i in range(total)],
         {
-            "labels": LabelMatrix.from_rows([[i % 2] for i in range(total)], 2),
-            "fine_grained_labels": LabelMatrix.from_rows([[i % 3, 2] for i in range(total)], 3),
+            "labels": label_rows([[i % 2] for i in range(total)], 2),
+            "fine_grained_labels": label_rows([[i % 3, 2] for i in range(total)], 3),
         },
     )
 

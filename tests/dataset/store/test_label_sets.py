@@ -8,7 +8,7 @@ import pytest
 
 from dataset.flair.mini import MiniSpec, draw_images, mini_index, write_mini
 from dataset.store.hdf5 import DataFile
-from dataset.store.label_sets import LabelSetView
+from dataset.store.views import LabelSetView
 
 SPEC = MiniSpec(train_users=20, val_users=3, test_users=3, image_size=12, num_fine_labels=40)
 
@@ -96,11 +96,11 @@ def test_a_binary_label_is_one_column_of_its_taxonomy(file: DataFile) -> None:
     rows = np.arange(LabelSetView(file).split("train").num_images)
     for taxonomy in ("labels", "fine_grained_labels"):
         full = LabelSetView(file, taxonomy, 12)
-        everything = full.targets("train", rows)
+        everything = full.split("train").targets(rows)
         name = full.label_names[-1]
         binary = LabelSetView(file, "labels", 12, binary_label=name)
         assert binary.label_names == (name,)
-        np.testing.assert_array_equal(binary.targets("train", rows)[:, 0], everything[:, -1])
+        np.testing.assert_array_equal(binary.split("train").targets(rows)[:, 0], everything[:, -1])
         assert binary.split("train").label_counts().tolist() == [everything[:, -1].sum()]
         np.testing.assert_array_equal(full.split("train").label_counts(), everything.sum(0))
 

@@ -11,9 +11,9 @@ import pytest
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex, SplitIndex
-from dataset.store.single_label import SingleLabelImages, SingleLabelView, _carved
+from dataset.store.views import SingleLabelView, SplitImages, _carved
 from pfl_ext.data.federated_dataset import ImageStore, natural_partition
-from tests.dataset.drawn import number_in
+from tests.dataset.drawn import label_rows, number_in
 from tests.dataset.store.test_hdf5 import partitioned, write
 
 CLOTHING = Path("/tmp/clothing.hdf5")
@@ -25,12 +25,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> DataFile:
     return DataFile(write(tmp_path_factory.mktemp("s") / "f.hdf5", "raw", splits=partitioned()))
 
 
-def shown(store: SingleLabelImages, rows: list[int]) -> list[int]:
+def shown(store: SplitImages, rows: list[int]) -> list[int]:
     """The file's rows that the pixels of these rows of a store belong to."""
     return [number_in(image) - 1 for image in store.read(np.array(rows))[0]]
 
 
-def users_rows(store: SingleLabelImages) -> dict[str, list[int]]:
+def users_rows(store: SplitImages) -> dict[str, list[int]]:
     """The file's rows of each user of a store."""
     bounds = zip(store.user_ids, store.user_offsets, store.user_offsets[1:])
     return {user: store.file_rows[start:stop].tolist() for user, start, stop in bounds}
@@ -110,7 +110,7 @@ def test_what_a_file_cannot_give_is_said_in_one_line(file: DataFile, tmp_path: P
 def many_images(count: int) -> SplitIndex:
     """Users of 1, 2, ... images, the last of what is left; image i has labels[i % 2]."""
     sizes = [*range(1, 10), count - 45]
-    labels = LabelMatrix.from_rows([[i % 2] for i in range(count)], 2)
+    labels = label_rows([[i % 2] for i in range(count)], 2)
     return SplitIndex(
         [f"user {size}" for size in range(len(sizes))],
         np.cumsum([0, *sizes]),

@@ -24,7 +24,7 @@ from dataset.store.hdf5 import DataFile, main
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex
 from dataset.store.native import checksum
 from dataset.store.validate import check_index, validate
-from tests.dataset.drawn import records, write_parquet
+from tests.dataset.drawn import label_rows, records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 
@@ -155,9 +155,7 @@ def test_a_flipped_bit_in_an_image_is_reported_with_its_user_and_image(
 def test_each_image_of_a_split_larger_than_a_threads_block_is_checked(tmp_path: Path) -> None:
     """70 images are two blocks and a part: the first and the last of each are images as the others."""
     users = [f"user-{u:02d}" for u in range(35)]
-    labels = {
-        name: LabelMatrix.from_rows([[0]] * 70, k) for name, k in (("labels", 2), ("fine_grained_labels", 3))
-    }
+    labels = {name: label_rows([[0]] * 70, k) for name, k in (("labels", 2), ("fine_grained_labels", 3))}
     owners = np.repeat(np.arange(35, dtype=np.int32), 2)
     train = SplitIndex(users, np.arange(0, 71, 2), owners, [str(i) for i in range(70)], labels)
     path = write(tmp_path / "f.hdf5", "jpeg", splits={"train": train})
@@ -238,7 +236,7 @@ def test_labels_that_contradict_themselves_are_refused(
     damage: Callable[[LabelMatrix], LabelMatrix], message: str
 ) -> None:
     rows = [[0, 1], [2], [], [0, 1, 2], [1], [0], [1, 2]]
-    fine, index = LabelMatrix.from_rows(rows, 3), dataset_index()
+    fine, index = label_rows(rows, 3), dataset_index()
 
     def with_labels(labels: LabelMatrix) -> DatasetIndex:
         train = index.splits["train"]

@@ -1,0 +1,354 @@
+"""A file as training sees it: images, their targets, and whose they are.
+
+Shape letters: U users, N images of a split, K labels or classes, S image side, n rows asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.partitions.dirichlet import known_as, meaning
+from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import SplitIndex
+
+PARTITIONED = "train"
+"""The split that has partitions; the others keep the file's own users."""
+CARVED = "val"
+"""The split that can be carved from the training images."""
+
+ByteArray = npt.NDArray[np.uint8]
+
+_MISSING, _RESERVED = -1, -2  # a place that a thread is filling is reserved, and cannot be read yet
+
+
+class PixelCache:
+    """The images of a file at one size. Each image is decoded once and kept, until the budget is used up.
+
+    Nothing is evicted: users are drawn at random, so that every image is as likely to be asked for again.
+    All splits share one block of memory, of which the operating system provides only what has been written.
+
+    Args:
+        file: where the images are.
+        image_size: S in pixels.
+        num_bytes: the budget for the decoded images of all splits together.
+    """
+
+    def __init__(self, file: DataFile, image_size: int, num_bytes: int) -> None:
+        self._file, self._size = file, image_size
+        counts = {name: file.split(name).num_images for name in file.splits} if num_bytes else {}
+        self._capacity = min(num_bytes // (image_size**2 * 3), sum(counts.values()))
+        self._kept = np.empty((self._capacity, image_size, image_size, 3), np.uint8)
+        self._place = {name: np.full(count, _MISSING, np.int64) for name, count in counts.items()}
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def read(self, split: str, rows: IntArray) -> ByteArray:
+        """``[n, S, S, 3]``: any rows of a split of the file, in any order, from any thread."""
+        rows = np.asarray(rows, np.int64)
+        if not self._capacity:
+            return self._file.read_images(split, rows, self._size)
+        place = self._place[split][rows]
+        kept = place >= 0
+        if kept.all():
+            return self._kept[place]
+        missing, at = np.unique(rows[~kept], return_inverse=True)
+        decoded = self._file.read_images(split, missing, self._size)
+        self._keep(split, missing, decoded)
+        out = np.empty((len(rows), *decoded.shape[1:]), np.uint8)
+        out[kept], out[~kept] = self._kept[place[kept]], decoded[at]
+        return out
+
+    def _keep(self, split: str, rows: IntArray, images: ByteArray) -> None:
+        """Keep as many of these images as there is room for, but for those that another thread keeps."""
+        places = self._place[split]
+        with self._lock:
+            new = np.flatnonzero(places[rows] == _MISSING)[: self._capacity - self._used]
+            start, self._used = self._used, self._used + len(new)
+            places[rows[new]] = _RESERVED
+        self._kept[start : start + len(new)] = images[new]
+        places[rows[new]] = np.arange(start, start + len(new))  # after the pixels, for the other threads
+
+
+@dataclass(frozen=True)
+class SplitImages:
+    """The images and targets of one split; any rows, in any order, from any thread.
+
+    Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
+    """
+
+    user_ids: Sequence[str]  # [U]
+    user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
+    labels: LabelMatrix  # [N, K]
+    file_split: str
+    file_rows: IntArray  # [N]
+    pixels: PixelCache
+
+    @property
+    def num_images(self) -> int:
+        """N."""
+        return len(self.file_rows)
+
+    @property
+    def classes(self) -> IntArray:
+        """Each image's class in 0..K-1, ``[N]``, of a split whose images have one label each."""
+        return self.labels.indices.astype(np.int64)
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        """Multi-hot ``[n, K]``."""
+        return self.labels.dense(rows)
+
+    def label_counts(self) -> IntArray:
+        """Images of the split with each label, ``[K]``."""
+        return self.labels.counts()
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
+        """Images ``[n, S, S, 3]`` and targets ``[n, K]`` of these rows, in their order."""
+        rows = np.asarray(rows, np.int64)
+        return self.pixels.read(self.file_split, self.file_rows[rows]), self.targets(rows)
+
+
+class _View:
+    """What both views have: the fields that they share, and what follows from them."""
+
+    file: DataFile
+    taxonomy: str
+    image_size: int
+    cache_bytes: int
+
+    @cached_property
+    def pixels(self) -> PixelCache:
+        """The decoded images of all splits, which every call of `split` shares."""
+        return PixelCache(self.file, self.image_size, self.cache_bytes)
+
+    @cached_property
+    def label_names(self) -> tuple[str, ...]:
+        """The K labels' names, in column order."""
+        return tuple(self.file.label_mapping(self.taxonomy))
+
+    def _refuse_ungrouped(self) -> None:
+        if not self.file.grouped:
+            raise ValueError(
+                f"{self.file.path} is not grouped by user: preprocess without --not_group_data_by_user"
+            )
+
+
+@dataclass(frozen=True)
+class LabelSetView(_View):
+    """A file seen as images with a set of labels each.
+
+    ``taxonomy`` gives K targets in the alphabetical order of the labels; ``binary_label`` gives one,
+    1 where an image has that label of either taxonomy (ml-flair's ``--binary_label``).
+    Decoded images are kept in memory as long as those of all splits together fit into ``cache_bytes``.
+
+    Raises:
+        ValueError: when the label is in neither taxonomy, or the file is not grouped by user.
+    """
+
+    file: DataFile
+    taxonomy: str = "labels"
+    image_size: int = 256
+    binary_label: str | None = None
+    cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._refuse_ungrouped()
+        if self.binary_label is not None and not self._binary_taxonomies:
+            first = next(iter(self.file.annotation_names), None)
+            known = ", ".join(self.file.label_mapping(first)) if first else "none"
+            raise ValueError(
+                f"the label {self.binary_label!r} is in neither taxonomy of this file; "
+                f"its coarse labels are {known}"
+            )
+
+    @property
+    def _binary_taxonomies(self) -> list[str]:
+        """The taxonomies that have the binary label."""
+        names = self.file.annotation_names
+        return [name for name in names if self.binary_label in self.file.label_mapping(name)]
+
+    @cached_property
+    def label_names(self) -> tuple[str, ...]:
+        """The K targets' names, in column order."""
+        return super().label_names if self.binary_label is None else (self.binary_label,)
+
+    def split(self, name: str) -> SplitImages:
+        """One split as a store of users' images.
+
+        Raises:
+            ValueError: when the file lacks it or has no image in it.
+        """
+        if name not in self.file.splits or not self.file.split(name).num_images:
+            raise ValueError(f"this file has no images in the split {name!r}")
+        index = self.file.split(name)
+        if self.binary_label is None:
+            labels = index.labels[self.taxonomy]
+        else:
+            taxonomy = self._binary_taxonomies[0]
+            labels = index.labels[taxonomy].only(self.file.label_mapping(taxonomy)[self.binary_label])
+        rows = np.arange(index.num_images)
+        return SplitImages(index.user_ids, index.user_offsets, labels, name, rows, self.pixels)
+
+
+@dataclass(frozen=True)
+class SingleLabelView(_View):
+    """A file seen as images with one of K classes each.
+
+    Images that have no label, or several, in ``taxonomy`` are left out, and with them users who have no
+    other; `num_left_out` counts the images.
+
+    With a ``val_share`` above 0, a file without a val split gets one: that share of each user's training
+    images, which then are in ``val`` and no longer in ``train``. They are chosen by a hash of ``val_seed``,
+    the user's id and the image's id, and of nothing else. A user keeps at least one training image, so that
+    the users of ``train`` stay the same. The expected number of images that a user of n gives is n times the
+    share, also where that is below 1.
+
+    Args:
+        file: where the images are.
+        partition: one of the file's ways to deal the training images to users; None takes the file's users.
+        taxonomy: whose labels are the classes.
+        image_size: S in pixels.
+        cache_bytes: decoded images stay in memory as long as those of all splits together fit into this.
+        val_share: share of the training images that become val, from 0 (none) to below 1.
+        val_seed: another seed chooses other images.
+
+    Raises:
+        ValueError: when the file has no such partition or taxonomy, is not grouped by user, or has a val
+            split of its own beside a ``val_share``.
+    """
+
+    file: DataFile
+    partition: str | None = None
+    taxonomy: str = "labels"
+    image_size: int = 32
+    cache_bytes: int = 0
+    val_share: float = 0.0
+    val_seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._refuse_ungrouped()
+        self.file.label_mapping(self.taxonomy)
+        names = self.partition_names
+        if self.partition is not None and known_as(self.partition, names) not in names:
+            known = ", ".join(self.partition_names) or "none, only users of its own"
+            raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
+        if not 0 <= self.val_share < 1:
+            raise ValueError(f"val_share is {self.val_share}; give a number from 0 to below 1")
+        if self.val_share and CARVED in self.file.splits:
+            raise ValueError(
+                f"{self.file.path} has a split {CARVED!r} of its own: set val_share to 0, which uses it"
+            )
+
+    @cached_property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that `split` can give."""
+        return (*self.file.splits, *([CARVED] if self.val_share else []))
+
+    @cached_property
+    def partition_names(self) -> tuple[str, ...]:
+        """The partitions of the training images, besides the file's own users."""
+        if PARTITIONED not in self.file.splits:
+            return ()
+        return tuple(self.file.split(PARTITIONED).partitions)
+
+    @property
+    def convention(self) -> str:
+        """What the alpha in the partition's name counts, as a clause; empty if it has none."""
+        return meaning(self.partition, len(self.label_names))
+
+    def num_left_out(self, name: str) -> int:
+        """Images of a split (of its partition, if one is chosen) without exactly one label.
+
+        A carved val has none: they are counted with the training images.
+        """
+        if self._carves(name) and name == CARVED:
+            return 0
+        rows = self._dealt(name)[1]
+        return len(rows) - int(_has_one(self.file.split(name), self.taxonomy)[rows].sum())
+
+    def split(self, name: str) -> SplitImages:
+        """One split as a store of users' images.
+
+        Raises:
+            ValueError: when there is no such split, or it has no image with exactly one label.
+        """
+        if name not in self.splits:
+            raise ValueError(f"this file has no images in the split {name!r}")
+        user_ids, rows, owner = self._members(name)
+        if not len(rows):
+            carved = f" at val_share {self.val_share:g}" if self._carves(name) else ""
+            raise ValueError(
+                f"no image in the split {name!r} of {self.file.path} has exactly one label in "
+                f"{self.taxonomy}{carved}"
+            )
+        sizes = np.bincount(owner, minlength=len(user_ids))
+        present = np.flatnonzero(sizes)
+        file_split = self._file_split(name)
+        labels = self.file.split(file_split).labels[self.taxonomy].take(rows)
+        users = [user_ids[user] for user in present.tolist()]
+        return SplitImages(users, offsets_of(sizes[present]), labels, file_split, rows, self.pixels)
+
+    def _file_split(self, name: str) -> str:
+        """The file's split that holds the images of one of `splits`."""
+        return PARTITIONED if self._carves(name) else name
+
+    def _carves(self, name: str) -> bool:
+        return self.val_share > 0 and name in (PARTITIONED, CARVED)
+
+    def _dealt(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
+        """User ids, rows of the file's split in the users' order, and the user of each of them."""
+        file_split = self._file_split(name)
+        index = self.file.split(file_split)
+        if self.partition is None or file_split != PARTITIONED:
+            return index.user_ids, np.arange(index.num_images), index.user_index.astype(np.int64)
+        dealt = index.partitions[known_as(self.partition, index.partitions)]
+        owner = np.repeat(np.arange(len(dealt.user_ids)), np.diff(dealt.offsets))
+        return dealt.user_ids, dealt.rows, owner
+
+    def _members(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
+        """As `_dealt`, for the images with exactly one label that are in this split."""
+        user_ids, rows, owner = self._dealt(name)
+        index = self.file.split(self._file_split(name))
+        usable = _has_one(index, self.taxonomy)[rows]
+        rows, owner = rows[usable], owner[usable]
+        if self._carves(name):
+            images = (index.image_ids[row] for row in rows.tolist())
+            in_val = _carved(images, owner, user_ids, self.val_share, self.val_seed)
+            here = in_val if name == CARVED else ~in_val
+            rows, owner = rows[here], owner[here]
+        return user_ids, rows, owner
+
+
+def _carved(
+    image_ids: Iterable[str], owner: IntArray, user_ids: Sequence[str], share: float, seed: int
+) -> npt.NDArray[np.bool_]:
+    """Whether each image, ``[N]``, becomes val: of every user those whose hashes are the smallest.
+
+    A user of n images gives floor(n share + h) of them, but not all, where h in [0, 1) is a hash of the user.
+    """
+    chance = np.array([_uniform(seed, "image", image) for image in image_ids], np.float64)
+    order = np.lexsort((chance, owner))
+    sizes = np.bincount(owner, minlength=len(user_ids))
+    rank = np.empty(len(owner), np.int64)
+    rank[order] = positions(sizes)
+    rounding = np.array([_uniform(seed, "user", user) for user in user_ids], np.float64)
+    moved = np.minimum(np.floor(sizes * share + rounding), sizes - 1)
+    return np.asarray(rank < moved[owner])
+
+
+def _uniform(seed: int, purpose: str, name: str) -> float:
+    """A number in [0, 1) that is a hash of the arguments."""
+    digest = hashlib.blake2b(f"carved val\x1f{seed}\x1f{purpose}\x1f{name}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+
+def _has_one(index: SplitIndex, taxonomy: str) -> npt.NDArray[np.bool_]:
+    """Whether each image of a split has exactly one label."""
+    return np.asarray(np.diff(index.labels[taxonomy].indptr) == 1)

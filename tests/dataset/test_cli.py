@@ -1,0 +1,47 @@
+"""How commands end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dataset.cli import CLOSED_PIPE, run
+from dataset.flair.mini import MiniSpec, write_mini
+
+LONG = "from dataset.cli import run; import sys; sys.exit(run(lambda argv: print('line\\n' * 10**6)))"
+
+
+@pytest.mark.parametrize("command", [["-m", "dataset.store", "F"], ["-c", LONG]])
+def test_a_command_whose_output_nobody_reads_ends_quietly(tmp_path: Path, command: Sequence[str]) -> None:
+    """As with ``| head``: the pipe closes before the first line, or between two."""
+    path = tmp_path / "f.hdf5"
+    write_mini(path, MiniSpec(train_users=3, val_users=1, test_users=1, image_size=8))
+    words = [str(path) if word == "F" else word for word in command]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run([sys.executable, *words], stdout=writing, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (CLOSED_PIPE, "")
+
+
+def test_another_broken_pipe_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(argv: Sequence[str]) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert run(main, []) == 2
+    assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+def test_reading_a_file_as_training_does_imports_no_pyarrow() -> None:
+    """Importing it takes a fifth of a second of every start."""
+    code = "import dataset.store.views, sys; print([name for name in sys.modules if 'pyarrow' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
