@@ -31,10 +31,9 @@ from dataset.journal import Journal, free
 from dataset.scan import Options, Scan, progress, refuse, scan
 from dataset.store.annotations import IntArray
 from dataset.store.columns import Placement, build_index, kinds
-from dataset.store.hdf5 import DataWriter
-from dataset.store.images import Pixels, decode, resized
+from dataset.store.images import Pixels, Transcoding, decode, other_format, resized, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
-from dataset.store.transcode import Transcoding, other_format, to_jpeg, to_pixels
+from dataset.store.writer import DataWriter
 
 __all__ = ["Options", "check_disk", "checked_output", "preprocess", "side_or_own"]
 

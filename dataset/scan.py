@@ -22,10 +22,9 @@ from dataset.files import prefetched
 from dataset.journal import Journal
 from dataset.store.annotations import fault_of_boxes, fault_of_mask
 from dataset.store.columns import kinds
-from dataset.store.hdf5 import Storage
-from dataset.store.images import decode, jpeg_size
+from dataset.store.images import Transcoding, decode, jpeg_size, other_format, to_jpeg, to_pixels
 from dataset.store.index import DatasetIndex
-from dataset.store.transcode import Transcoding, other_format, to_jpeg, to_pixels
+from dataset.store.native import Storage
 
 MISSING = "it is listed, but its file is missing"
 _JOURNAL = "blocks of version 2"

@@ -35,8 +35,9 @@ from dataset.cli import run
 from dataset.files import write_json
 from dataset.flair import download_preprocess
 from dataset.flair.mini import MiniSpec, mini_index
-from dataset.store.hdf5 import DataFile, DataWriter
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES
+from dataset.store.writer import DataWriter
 
 CONTENDERS = {
     "naive": [],

@@ -34,8 +34,8 @@ from dataset.fetch.source import Source
 from dataset.flair import remote
 from dataset.flair.sources import local
 from dataset.preprocess import Options, check_disk, checked_output, preprocess, side_or_own
+from dataset.store.images import BACKGROUNDS, Transcoding
 from dataset.store.index import TAXONOMIES
-from dataset.store.transcode import BACKGROUNDS, Transcoding
 
 
 def read_vocabulary(path: Path) -> dict[str, list[str]]:

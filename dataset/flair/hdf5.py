@@ -3,7 +3,7 @@
 import sys
 
 from dataset.cli import run
-from dataset.store.hdf5 import main
+from dataset.store.validate import main
 
 if __name__ == "__main__":
     sys.exit(run(main))

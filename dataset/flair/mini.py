@@ -35,8 +35,9 @@ from tqdm import tqdm
 from dataset.cli import OneLineParser, output_file, run
 from dataset.flair.mini_draw import COARSE_LABELS, Scene, draw, keyed, uniform
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
-from dataset.store.hdf5 import DataWriter, Storage
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
+from dataset.store.native import Storage
+from dataset.store.writer import DataWriter
 
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
 

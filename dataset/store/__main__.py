@@ -1,8 +1,8 @@
-"""``python -m dataset.store FILE``: see `dataset.store.hdf5`."""
+"""``python -m dataset.store FILE``: see `dataset.store.validate`."""
 
 import sys
 
 from dataset.cli import run
-from dataset.store.hdf5 import main
+from dataset.store.validate import main
 
 sys.exit(run(main))

@@ -10,9 +10,9 @@ Masks and boxes refer to the image in its own size, whatever the size at which i
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ LEAF_TYPES = {
 class LabelMatrix:
     """A set of labels for each image: a sparse N x K 0/1 matrix in CSR form, sorted and unique in a row."""
 
+    kind: ClassVar[Kind] = "label set"
     indptr: IntArray  # [N + 1]
     indices: npt.NDArray[np.uint16]  # [P]
     num_labels: int  # K
@@ -82,26 +83,34 @@ class LabelMatrix:
 class OneClass(LabelMatrix):
     """One class for each image: a label matrix with one label in each row."""
 
+    kind: ClassVar[Kind] = "class"
+
     @classmethod
     def of(cls, classes: npt.NDArray[Any], num_labels: int) -> OneClass:
         """From the class of each image, ``[N]``."""
         return cls(np.arange(len(classes) + 1, dtype=np.int64), classes.astype(np.uint16), num_labels)
+
+    @property
+    def classes(self) -> npt.NDArray[np.uint16]:
+        """The class of each image, ``[N]``."""
+        return self.indices
 
 
 @dataclass(frozen=True)
 class Masks:
     """A class for each pixel: one PNG of class numbers for each image, of the image's own size."""
 
-    offsets: IntArray  # [N + 1]: the PNG of image i is data[offsets[i]:offsets[i + 1]]
-    data: npt.NDArray[np.uint8]  # [B]; of a file, mapped and not in memory
+    kind: ClassVar[Kind] = "mask"
+    offsets: IntArray  # [N + 1]: the PNG of image i is png[offsets[i]:offsets[i + 1]]
+    png: npt.NDArray[np.uint8]  # [B]; of a file, mapped and not in memory
     num_labels: int  # K
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def png(self, row: int) -> bytes:
-        """The bytes of one mask."""
-        return self.data[int(self.offsets[row]) : int(self.offsets[row + 1])].tobytes()
+    def encoded(self, row: int) -> bytes:
+        """The PNG of one mask."""
+        return self.png[int(self.offsets[row]) : int(self.offsets[row + 1])].tobytes()
 
     def read(self, row: int, side: int | None = None) -> npt.NDArray[np.uint8]:
         """One mask, ``[H, W]``; with a side S, ``[S, S]``: the class at the centre of each of its pixels.
@@ -109,7 +118,7 @@ class Masks:
         Raises:
             ValueError: with a clause that says what is wrong.
         """
-        mask = read_mask(self.png(row))
+        mask = read_mask(self.encoded(row))
         return mask if side is None else np.asarray(Image.fromarray(mask).resize((side, side), 0))
 
 
@@ -117,6 +126,7 @@ class Masks:
 class Boxes:
     """Objects of each image, each with its class and its box."""
 
+    kind: ClassVar[Kind] = "boxes"
     indptr: IntArray  # [N + 1]: image i has the objects indptr[i]:indptr[i + 1]
     corners: npt.NDArray[np.float32]  # [M, 4]: left, top, right, bottom in pixels of the image's own size
     classes: npt.NDArray[np.uint16]  # [M]
@@ -130,17 +140,12 @@ class Boxes:
         here = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
         return self.corners[here], self.classes[here]
 
+    def counts(self) -> IntArray:
+        """Number of objects of each class, ``[K]``."""
+        return np.bincount(self.classes, minlength=self.num_labels).astype(np.int64)
+
 
 Annotation = LabelMatrix | Masks | Boxes
-
-
-def kind_of(annotation: Annotation) -> Kind:
-    """Which kind of column an annotation is."""
-    if isinstance(annotation, Masks):
-        return "mask"
-    if isinstance(annotation, Boxes):
-        return "boxes"
-    return "class" if isinstance(annotation, OneClass) else "label set"
 
 
 LEAVES: dict[Kind, tuple[str, ...]] = {
@@ -154,21 +159,12 @@ LEAVES: dict[Kind, tuple[str, ...]] = {
 
 def stored(annotation: Annotation) -> dict[str, npt.NDArray[Any]]:
     """The data sets of an annotation, by `LEAVES`."""
-    if isinstance(annotation, Masks):
-        found: dict[str, npt.NDArray[Any]] = {"offsets": annotation.offsets, "png": annotation.data}
-    elif isinstance(annotation, Boxes):
-        corners = annotation.corners.reshape(-1, 4)
-        found = {"indptr": annotation.indptr, "corners": corners, "classes": annotation.classes}
-    elif isinstance(annotation, OneClass):
-        found = {"classes": annotation.indices}
-    else:
-        found = {"indptr": annotation.indptr, "indices": annotation.indices}
-    return {leaf: column.astype(LEAF_TYPES[leaf], copy=False) for leaf, column in found.items()}
+    leaves = LEAVES[annotation.kind]
+    return {leaf: getattr(annotation, leaf).astype(LEAF_TYPES[leaf], copy=False) for leaf in leaves}
 
 
-def restored(kind: Kind, column: Callable[[str], npt.NDArray[Any]], num_labels: int) -> Annotation:
-    """The annotation whose data sets ``column`` gives by name."""
-    columns = [column(leaf) for leaf in LEAVES[kind]]
+def restored(kind: Kind, columns: Sequence[npt.NDArray[Any]], num_labels: int) -> Annotation:
+    """The annotation with these data sets, in the order of `LEAVES`."""
     if kind == "class":
         return OneClass.of(columns[0], num_labels)
     if kind == "mask":
@@ -181,7 +177,7 @@ def restored(kind: Kind, column: Callable[[str], npt.NDArray[Any]], num_labels: 
 def check_annotation(name: str, annotation: Annotation, num_images: int) -> None:
     """Raise ValueError if the columns of an annotation contradict one another; masks are not decoded."""
     if isinstance(annotation, Masks):
-        if not rises(annotation.offsets, num_images, len(annotation.data), least=1):
+        if not rises(annotation.offsets, num_images, len(annotation.png), least=1):
             raise ValueError(f"{name}: the offsets of its masks do not rise from 0 to the number of bytes")
         return
     numbers = annotation.classes if isinstance(annotation, Boxes) else annotation.indices

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of
-from dataset.store.index import SPLITS, TAXONOMIES, SplitIndex
-from dataset.store.native import IdColumn, Storage, StoredImages, dataset, opened
+from dataset.store.index import SPLITS, TAXONOMIES, IdColumn, SplitIndex
+from dataset.store.native import Storage, StoredImages, dataset, opened
 
 _NAMES = {"labels": ("label_mapping", "label_counter")}
 _NAMES["fine_grained_labels"] = ("fine_grained_label_mapping", "fine_grained_label_counter")
@@ -44,10 +44,11 @@ def is_foreign(file: h5py.File) -> bool:
 
 
 class ForeignReader:
-    """A predecessor's file behind the interface of `dataset.store.native.Reader`."""
+    """A predecessor's file behind the interface of `dataset.store.native.NativeReader`."""
 
     storage: Storage = "raw"
     image_size: int | None = None  # each data set has a shape of its own
+    content_sha256: str | None = None
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,33 +62,22 @@ class ForeignReader:
             first = next(iter(file[self.splits[0]].values()))
             self.grouped = "images" in first
             self._coordinates = "labels_row" in first
-            raw: dict[str, dict[str, int]] = {}
+            self.label_mappings: dict[str, dict[str, int]] = {}
+            self._to_column: dict[str, IntArray] = {}
             for taxonomy, names in _NAMES.items():
                 present = next(name for name in names if f"metadata/{name}" in file)
-                raw[taxonomy] = self._json(dataset(file, f"metadata/{present}")[()])
-        self.label_mappings = {
-            taxonomy: {name: column for column, name in enumerate(sorted(values))}
-            for taxonomy, values in raw.items()
-        }
-        self._to_column = {taxonomy: self._lookup(taxonomy, values) for taxonomy, values in raw.items()}
+                values = _numbers(dataset(file, f"metadata/{present}")[()])
+                self.label_mappings[taxonomy] = {name: k for k, name in enumerate(sorted(values))}
+                self._to_column[taxonomy] = self._lookup(taxonomy, values)
         maker = "pfl-research" if self._coordinates or present.endswith("mapping") else "ml-flair"
         self.provenance: dict[str, Any] = {"source": f"{maker} HDF5", "file": str(path)}
-
-    def _json(self, text: bytes | str) -> dict[str, int]:
-        try:
-            values = json.loads(text)
-            if isinstance(values, dict) and all(isinstance(value, int) for value in values.values()):
-                return values
-        except (ValueError, TypeError, RecursionError):
-            pass
-        raise ValueError(f"{self._path} is damaged: its metadata are no JSON of numbers by label")
 
     def _lookup(self, taxonomy: str, values: Mapping[str, int]) -> IntArray:
         """Column in the file -> alphabetical column; only coordinates need it."""
         lookup = np.arange(len(values), dtype=np.int64)
         if self._coordinates:
             if sorted(values.values()) != list(range(len(values))):
-                raise ValueError(f"{self._path}: the mapping of {taxonomy} does not number its names from 0")
+                raise ValueError(f"the mapping of {taxonomy} does not number its names from 0")
             for name, column in values.items():
                 lookup[column] = self.label_mappings[taxonomy][name]
         return lookup
@@ -99,7 +89,7 @@ class ForeignReader:
         return self._handle[1]
 
     def split(self, name: str) -> SplitIndex:
-        """As `Reader.split`; gathered at the first call."""
+        """The index of one split; gathered at the first call."""
         with self._lock, _named(self._path, name):
             if name not in self._splits:
                 group = self._file()[name]
@@ -175,18 +165,17 @@ class ForeignReader:
         }
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:
-        """As `Reader.stored`: the pixels of each image in its own size."""
+        """The pixels of the images at these rows, each in its own size."""
         index = self.split(split)
         with self._lock, _named(self._path, split):
             group = self._file()[split]
             if not self.grouped:
                 return [_rgb(dataset(group[index.image_ids[row]], "image")) for row in rows.tolist()]
-            images: list[memoryview | npt.NDArray[np.uint8]] = []
+            images = []
             for row in rows.tolist():
                 user = int(index.user_index[row])
-                images.append(
-                    dataset(group[index.user_ids[user]], "images")[row - int(index.user_offsets[user])]
-                )
+                first = int(index.user_offsets[user])
+                images.append(dataset(group[index.user_ids[user]], "images")[row - first])
             return images
 
     def close(self) -> None:
@@ -198,14 +187,23 @@ class ForeignReader:
 
 @contextmanager
 def _named(path: Path, split: str) -> Iterator[None]:
-    """Turns what h5py raises into one ValueError that names file and split."""
+    """Turn what is wrong with a split into one ValueError that names file and split."""
     try:
         yield
-    except (KeyError, OSError, RuntimeError, TypeError, OverflowError, UnicodeDecodeError) as error:
+    except (KeyError, OSError, RuntimeError, TypeError, OverflowError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"{path}, split {split}, is damaged ({text[:160]})") from None
-    except ValueError as error:
-        raise ValueError(f"{path}, split {split}: {error}") from None
+        raise ValueError(f"{path}, split {split}, is damaged: {text[:400]}") from None
+
+
+def _numbers(text: bytes | str) -> dict[str, int]:
+    """The numbers by label that a metadata text holds."""
+    try:
+        values = json.loads(text)
+        if isinstance(values, dict) and all(isinstance(value, int) for value in values.values()):
+            return values
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise ValueError("its metadata are no JSON of numbers by label")
 
 
 def _text(value: bytes | str) -> str:

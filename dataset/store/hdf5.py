@@ -56,71 +56,51 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dataset.cli import OneLineParser
 from dataset.files import file_digest
-from dataset.store import probe
 from dataset.store.annotations import IntArray
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
-from dataset.store.index import TAXONOMIES, SplitIndex
-from dataset.store.native import REMAKE, NativeReader, Reader, Storage, is_native, opened
-from dataset.store.validate import check_foreign, check_split, describe, validate
-from dataset.store.writer import DataWriter
-
-__all__ = ["DataFile", "DataWriter", "Storage"]
+from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
+from dataset.store.native import NativeReader, damaged, is_native, opened
 
 
 class DataFile:
     """Reads a file. Cheap to construct; may be shared by threads, forked, and pickled (as its path).
 
-    Raises ValueError, in one line, if the file is missing, no HDF5, truncated, of no known layout, or newer
-    than this code.
+    Raises:
+        ValueError: in one line, if the file is missing, no HDF5, truncated, of no known layout, or newer
+            than this code.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._reader = _reader(self.path)
+        self.reader = _reader(self.path)
+        self.splits = self.reader.splits
+        """The splits that the file holds."""
+        self.grouped = self.reader.grouped
+        """Whether the images of a user are neighbours."""
+        self.storage = self.reader.storage
+        """How images are stored."""
+        self.image_size = self.reader.image_size
+        """Side of every stored image in pixels; None if not known or not the same."""
+        self.provenance = self.reader.provenance
+        """Where the data came from."""
+        self.annotation_names = tuple(self.reader.label_mappings)
+        """The annotations that the file holds."""
         self._splits: dict[str, SplitIndex] = {}
         self._lock = threading.Lock()
 
     @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits that the file holds."""
-        return self._reader.splits
-
-    @property
-    def grouped(self) -> bool:
-        """Whether the images of a user are neighbours."""
-        return self._reader.grouped
-
-    @property
-    def storage(self) -> Storage:
-        """How images are stored."""
-        return self._reader.storage
-
-    @property
-    def image_size(self) -> int | None:
-        """Side of every stored image in pixels; None if not known or not the same."""
-        return self._reader.image_size
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """Where the data came from."""
-        return self._reader.provenance
-
-    @property
     def fingerprint(self) -> str:
         """SHA-256 of the content; of a file of another make, of its size and all but its pixels."""
-        if isinstance(self._reader, NativeReader):
-            return self._reader.content_sha256
+        if self.reader.content_sha256 is not None:
+            return self.reader.content_sha256
         digest = hashlib.sha256(f"{self.path.stat().st_size}".encode())
         for name in self.splits:
             split = self.split(name)
@@ -134,21 +114,14 @@ class DataFile:
 
     def content_sha256(self) -> str:
         """SHA-256 of the content; of a file of another make, of all its bytes: it is read once."""
-        if isinstance(self._reader, NativeReader):
-            return self._reader.content_sha256
-        return file_digest(self.path)
+        return self.reader.content_sha256 or file_digest(self.path)
 
     def label_mapping(self, taxonomy: str) -> dict[str, int]:
         """Class name -> class number of an annotation; alphabetical for a label set."""
-        if taxonomy not in self._reader.label_mappings:
-            known = ", ".join(self._reader.label_mappings) or "none"
+        if taxonomy not in self.reader.label_mappings:
+            known = ", ".join(self.reader.label_mappings) or "none"
             raise ValueError(f"{taxonomy!r} is not an annotation of {self.path}; there are {known}")
-        return dict(self._reader.label_mappings[taxonomy])
-
-    @property
-    def annotation_names(self) -> tuple[str, ...]:
-        """The annotations that the file holds."""
-        return tuple(self._reader.label_mappings)
+        return dict(self.reader.label_mappings[taxonomy])
 
     def split(self, name: str) -> SplitIndex:
         """The index of one split; read once."""
@@ -156,13 +129,18 @@ class DataFile:
             raise ValueError(f"{self.path} has no split {name!r}; it has {', '.join(self.splits)}")
         with self._lock:
             if name not in self._splits:
-                split = self._reader.split(name)
+                split = self.reader.split(name)
                 try:
-                    check_split(split, self.grouped, self._reader.label_mappings, ids=False)
+                    check_split(split, self.grouped, self.reader.label_mappings, ids=False)
                 except ValueError as error:
-                    raise ValueError(f"{self.path} is damaged: split {name}: {error}; {REMAKE}") from None
+                    raise damaged(self.path, f"split {name}: {error}") from None
                 self._splits[name] = split
             return self._splits[name]
+
+    def index(self) -> DatasetIndex:
+        """Everything that the file says, without its pixels."""
+        splits = {name: self.split(name) for name in self.splits}
+        return DatasetIndex(splits, self.reader.label_mappings, self.provenance, self.grouped)
 
     def read_images(self, split: str, rows: IntArray, image_size: int) -> npt.NDArray[np.uint8]:
         """The images at these rows, ``[len(rows), S, S, 3]`` RGB uint8 with S = ``image_size``.
@@ -171,7 +149,7 @@ class DataFile:
         same time; decoding then runs in parallel.
         """
         rows = np.asarray(rows, np.int64)
-        stored = self._reader.stored(split, rows)
+        stored = self.reader.stored(split, rows)
         if isinstance(stored, np.ndarray):
             return resize(stored, image_size)
         out = np.empty((len(rows), image_size, image_size, 3), np.uint8)
@@ -191,12 +169,12 @@ class DataFile:
 
     def read_own(self, split: str, rows: IntArray) -> list[npt.NDArray[np.uint8]]:
         """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
-        stored = self._reader.stored(split, np.asarray(rows, np.int64))
-        return [decode(one, None) if isinstance(one, memoryview) else one for one in stored]
+        stored = self.reader.stored(split, np.asarray(rows, np.int64))
+        return [decode(image, None) if isinstance(image, memoryview) else image for image in stored]
 
     def close(self) -> None:
         """Release the file; a later call opens it again."""
-        self._reader.close()
+        self.reader.close()
 
     def __enter__(self) -> DataFile:
         return self
@@ -210,27 +188,10 @@ class DataFile:
         return DataFile, (self.path,)
 
 
-def _reader(path: Path) -> Reader:
+def _reader(path: Path) -> NativeReader | ForeignReader:
     with opened(path) as file:
         if is_native(file):
             return NativeReader(path)
         if is_foreign(file):
             return ForeignReader(path)
     raise ValueError(f"{path} is HDF5, but has none of the layouts that are known here")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Describe a file on standard output and validate it; ValueError at the first damage."""
-    parser = OneLineParser(prog="python -m dataset.store", description=main.__doc__)
-    parser.add_argument("file", type=Path)
-    path = parser.read(argv).file
-    probe.probe(path)
-    reader = _reader(path)
-    try:
-        if isinstance(reader, NativeReader):
-            validate(path)
-        else:
-            check_foreign(path, reader)
-        print(describe(path, reader))
-    finally:
-        reader.close()

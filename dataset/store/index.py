@@ -1,24 +1,68 @@
-"""What is known of a data set without its pixels: users, images and annotations, in columns.
+"""What is known of a data set without its pixels: users, images and annotations, in columns that agree.
 
 Shape letters: U users, N images, K classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import Annotation, IntArray, LabelMatrix
+from dataset.store.annotations import (
+    Annotation,
+    Boxes,
+    IntArray,
+    LabelMatrix,
+    Masks,
+    check_annotation,
+    rises,
+    within,
+)
 
 SPLITS = ("train", "val", "test")
 """The names of the splits. Users are disjoint between them."""
 
 TAXONOMIES = ("labels", "fine_grained_labels")
 """The label sets of a file of version 1 or 2, and of the predecessors' files."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
+BAD_NAME = "its name has other characters than letters, digits and ._+-"
+"""What is wrong with the name of an annotation or partition that is no `NAME`."""
+
+
+class IdColumn(Sequence[str]):
+    """User or image ids as a fixed-width byte array; each becomes a string only when it is looked at."""
+
+    def __init__(self, raw: npt.NDArray[np.bytes_]) -> None:
+        self.raw = raw
+
+    @classmethod
+    def of(cls, ids: Sequence[str]) -> IdColumn:
+        """Pack strings (UTF-8)."""
+        if isinstance(ids, IdColumn):
+            return ids
+        encoded = [one.encode() for one in ids]
+        return cls(np.array(encoded, f"S{max(map(len, encoded), default=1) or 1}"))
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> IdColumn: ...
+    def __getitem__(self, at: int | slice) -> str | IdColumn:
+        if isinstance(at, slice):
+            return IdColumn(self.raw[at])
+        return bytes(self.raw[at]).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (one.decode() for one in self.raw.tolist())
 
 
 @dataclass(frozen=True)
@@ -52,7 +96,7 @@ class SplitIndex:
     @property
     def labels(self) -> dict[str, LabelMatrix]:
         """The annotations that are label sets or classes, by name."""
-        return {name: one for name, one in self.annotations.items() if isinstance(one, LabelMatrix)}
+        return {name: found for name, found in self.annotations.items() if isinstance(found, LabelMatrix)}
 
     @property
     def num_users(self) -> int:
@@ -76,3 +120,98 @@ class DatasetIndex:
     label_mappings: Mapping[str, Mapping[str, int]]  # by annotation
     provenance: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = True
+
+
+def check_index(index: DatasetIndex) -> None:
+    """Raise ValueError, with a sentence that says where, if an index contradicts itself."""
+    kinds = [
+        {name: found.kind for name, found in split.annotations.items()} for split in index.splits.values()
+    ]
+    if any(other != kinds[0] for other in kinds):
+        raise ValueError("its splits have different annotations")
+    for name, kind in kinds[0].items() if kinds else ():
+        if not NAME.fullmatch(name):
+            raise ValueError(f"annotation {name!r}: {BAD_NAME}")
+        mapping = index.label_mappings.get(name) or {}
+        names = sorted(mapping) if kind == "label set" else list(mapping)
+        if dict(mapping) != {label: number for number, label in enumerate(names)}:
+            order = "alphabetical and " if kind == "label set" else ""
+            raise ValueError(f"the mapping of {name} is not {order}numbered from 0")
+    unknown = set(index.splits) - set(SPLITS)
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]!r} is not a split; there are {', '.join(SPLITS)}")
+    owners: dict[bytes, str] = {}
+    for name, split in index.splits.items():
+        try:
+            check_split(split, index.grouped, index.label_mappings)
+        except ValueError as error:
+            raise ValueError(f"split {name}: {error}") from None
+        for user in IdColumn.of(split.user_ids).raw.tolist():
+            if owners.setdefault(user, name) != name:
+                raise ValueError(f"user {user.decode()} is in two splits, {owners[user]} and {name}")
+
+
+def check_split(
+    split: SplitIndex, grouped: bool, mappings: Mapping[str, Mapping[str, int]], ids: bool = True
+) -> None:
+    """Raise ValueError if the columns of a split contradict one another; and its ids, which takes longer."""
+    users, images = split.num_users, split.num_images
+    for what, column in (("user", split.user_ids), ("image", split.image_ids)) if ids else ():
+        _check_ids(what, column)
+    if grouped and not rises(split.user_offsets, users, images, least=1):
+        raise ValueError("user_offsets do not rise from 0 to the number of images")
+    if len(split.user_index) != images or not within(split.user_index, users):
+        raise ValueError("user_index does not give each image one of the users")
+    if grouped:
+        if not np.array_equal(split.user_index, np.repeat(np.arange(users), np.diff(split.user_offsets))):
+            raise ValueError("user_index contradicts user_offsets")
+    elif len(split.user_offsets):
+        raise ValueError("there are user_offsets although images are not grouped by user")
+    for name, annotation in split.annotations.items():
+        if annotation.num_labels != len(mappings[name]):
+            raise ValueError(f"{name} has {annotation.num_labels} columns but {len(mappings[name])} names")
+        check_annotation(name, annotation, images)
+    _check_sizes(split)
+    for name, partition in split.partitions.items():
+        try:
+            _check_partition(name, partition, images, ids)
+        except ValueError as error:
+            raise ValueError(f"partition {name!r}: {error}") from None
+
+
+def _check_sizes(split: SplitIndex) -> None:
+    """Raise ValueError if sizes are missing where annotations refer to them, or boxes reach beyond them."""
+    sizes = split.image_sizes
+    if sizes is not None and (sizes.shape != (split.num_images, 2) or (sizes < 1).any()):
+        raise ValueError("image_sizes does not give each image a height and a width")
+    for name, annotation in split.annotations.items():
+        if isinstance(annotation, (Masks, Boxes)) and sizes is None:
+            raise ValueError(f"{name} needs image_sizes, which are missing")
+        if isinstance(annotation, Boxes) and sizes is not None:
+            bounds = np.repeat(sizes[:, ::-1], np.diff(annotation.indptr), axis=0)
+            if (annotation.corners[:, 2:] > bounds).any():
+                raise ValueError(f"{name}: a box reaches beyond its image")
+
+
+def _check_partition(name: str, partition: PartitionIndex, images: int, ids: bool) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(BAD_NAME)
+    if ids:
+        _check_ids("user", partition.user_ids)
+    if not len(partition.user_ids):
+        raise ValueError("it has no user")
+    if not rises(partition.offsets, len(partition.user_ids), len(partition.rows), least=1):
+        raise ValueError("its offsets do not rise from 0 to the number of its images")
+    if not within(partition.rows, images):
+        raise ValueError(f"a row is out of range (0..{images - 1})")
+    if np.bincount(partition.rows).max(initial=0) > 1:
+        raise ValueError("it deals an image twice")
+
+
+def _check_ids(what: str, column: Sequence[str]) -> None:
+    ordered = np.sort(IdColumn.of(column).raw)
+    if len(ordered) and not ordered[0]:
+        raise ValueError(f"a {what} has an empty id")
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")

@@ -27,21 +27,20 @@ import numpy.typing as npt
 
 from dataset.files import sync
 from dataset.journal import Journal
-from dataset.store.annotations import IntArray, kind_of, stored
-from dataset.store.index import DatasetIndex, SplitIndex
+from dataset.store.annotations import IntArray, offsets_of, stored
+from dataset.store.index import DatasetIndex, IdColumn, SplitIndex, check_index
 from dataset.store.native import (
     FORMATS,
     MAPPINGS,
     PARTITIONS,
     SCHEMA_VERSION,
-    IdColumn,
     Storage,
-    annotation_names,
     checksum,
     content_checksum,
+    leaf_name,
     version_of,
 )
-from dataset.store.validate import check_index, validate
+from dataset.store.validate import validate
 
 _SLACK = 1 << 20  # bytes reserved beyond the data, for what HDF5 adds when the file is completed
 
@@ -66,7 +65,9 @@ class DataWriter:
         journal: of a preprocessing that can be stopped and taken up again.
         origin: what identifies the images' bytes.
 
-    Raises ValueError if the index contradicts itself, OSError if the disk is full.
+    Raises:
+        ValueError: if the index contradicts itself.
+        OSError: if the disk is full.
     """
 
     def __init__(
@@ -102,14 +103,9 @@ class DataWriter:
                 shapes = index.splits[name].image_sizes
                 assert shapes is not None, "raw images of their own size need sizes"
                 sizes = shapes.astype(np.int64).prod(axis=1) * 3
-            self._places[name] = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+            self._places[name] = offsets_of(sizes)
         self._data_at: dict[str, int] = {}
         self._descriptor = -1
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the images in the file, without the index."""
-        return sum(int(places[-1]) for places in self._places.values())
 
     def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +129,12 @@ class DataWriter:
         self._temporary.unlink(missing_ok=True)
         free = shutil.disk_usage(self._path.parent).free
         index_bytes = sum(128 * split.num_images for split in self._index.splits.values())
-        if free < self.num_bytes + index_bytes + _SLACK:
-            raise _full(self._path, self.num_bytes + index_bytes + _SLACK - free)
+        need = sum(int(places[-1]) for places in self._places.values()) + index_bytes + _SLACK
+        if free < need:
+            raise OSError(
+                f"no space left on the disk of {self._path}: {(need - free) / 1e9:.2f} GB are missing; "
+                "free some or choose another disk"
+            )
         self._create()
         self._descriptor = os.open(self._temporary, os.O_RDWR)
         if hasattr(os, "posix_fallocate"):
@@ -260,8 +260,8 @@ class DataWriter:
             else:
                 first = next(iter(self._index.splits.values()))
                 columns = [
-                    {"name": name, "kind": kind_of(one), "classes": list(mappings[name])}
-                    for name, one in first.annotations.items()
+                    {"name": name, "kind": found.kind, "classes": list(mappings[name])}
+                    for name, found in first.annotations.items()
                 ]
                 _put_json(file, "annotations", columns)
             _put_json(file, "provenance", dict(self._index.provenance))
@@ -288,9 +288,8 @@ def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.ND
     else:
         columns["user_index"] = split.user_index.astype(np.int32)
     columns["image_ids"] = IdColumn.of(split.image_ids).raw
-    kinds = {name: kind_of(one) for name, one in split.annotations.items()}
-    for name, leaves in annotation_names(kinds, version).items():
-        columns |= {leaves[leaf]: data for leaf, data in stored(split.annotations[name]).items()}
+    for name, annotation in split.annotations.items():
+        columns |= {leaf_name(name, leaf, version): data for leaf, data in stored(annotation).items()}
     if split.image_sizes is not None:
         columns["image_sizes"] = split.image_sizes.astype(np.int32)
     for name, partition in split.partitions.items():
@@ -334,13 +333,6 @@ def _sweep(path: Path) -> None:
         number = left.name.rpartition("-")[2]
         if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
             left.unlink(missing_ok=True)
-
-
-def _full(path: Path, missing: int) -> OSError:
-    return OSError(
-        f"no space left on the disk of {path}: {missing / 1e9:.2f} GB are missing; "
-        "free some or choose another disk"
-    )
 
 
 @contextmanager

@@ -35,9 +35,9 @@ from dataset.flair.sources import local
 from dataset.preprocess import Options, preprocess
 from dataset.store import probe as probing
 from dataset.store.hdf5 import DataFile
-from dataset.store.hdf5 import main as describe
 from dataset.store.images import decode, jpeg_size
 from dataset.store.native import NativeReader, Storage
+from dataset.store.validate import main as describe
 from pfl_ext import checkpoint
 from pfl_ext.models.classifier import build_backbone
 from tests.benchmarks.made_runs import make_run

@@ -18,8 +18,9 @@ from benchmarks.visual_classification.curves import read_finished
 from benchmarks.visual_classification.train import main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
-from dataset.store.hdf5 import DataFile, DataWriter
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex
+from dataset.store.writer import DataWriter
 from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.sparing import sparingly
 

@@ -24,9 +24,10 @@ from dataset.cli import run
 from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
 from dataset.store import hdf5
-from dataset.store.hdf5 import DataFile, DataWriter
+from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
+from dataset.store.writer import DataWriter
 from tests.dataset.cifar10.made_cifar import (
     CIFAR10,
     CIFAR100,

@@ -14,7 +14,7 @@ from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.cli import run
 from dataset.partitions.statistics import main as statistics
 from dataset.store.hdf5 import DataFile
-from dataset.store.hdf5 import main as describe
+from dataset.store.validate import main as describe
 from dataset.store.views import LabelSetView, SingleLabelView
 from tests.dataset.cifar10.made_cifar import write_parquet
 

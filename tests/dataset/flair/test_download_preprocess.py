@@ -26,7 +26,7 @@ from dataset.fetch import hugging_face
 from dataset.flair import remote
 from dataset.flair.download_preprocess import main
 from dataset.store.hdf5 import DataFile
-from dataset.store.hdf5 import main as describe
+from dataset.store.validate import main as describe
 from tests.dataset.drawn import (
     Record,
     assert_paired,

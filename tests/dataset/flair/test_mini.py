@@ -23,8 +23,7 @@ from dataset.cli import run
 from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, main, mini_index, write_mini
 from dataset.flair.mini_draw import _COLOURS
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex
-from dataset.store.validate import check_index
+from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex, check_index
 
 SMALL = MiniSpec(train_users=60, val_users=12, test_users=12)
 

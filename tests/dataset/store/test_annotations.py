@@ -23,11 +23,12 @@ from dataset.cli import run
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.source import Shard
 from dataset.preprocess import Options, preprocess
-from dataset.store.annotations import VOID, Boxes, Kind, Masks, OneClass, kind_of
+from dataset.store.annotations import VOID, Boxes, Kind, Masks, OneClass
 from dataset.store.columns import schema
-from dataset.store.hdf5 import DataFile, main
+from dataset.store.hdf5 import DataFile
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
+from dataset.store.validate import main
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -108,7 +109,7 @@ def test_every_kind_of_annotation_is_read_as_the_source_had_it(
     path = make(folder, rows(), storage, image_size=side)
     with DataFile(path) as file:
         assert file.annotation_names == tuple(KINDS)
-        assert {name: kind_of(one) for name, one in file.split("val").annotations.items()} == KINDS
+        assert {name: found.kind for name, found in file.split("val").annotations.items()} == KINDS
         assert [list(file.label_mapping(name)) for name in KINDS] == [*NAMES.values()]
         for record in rows():
             split = file.split(record["partition"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dataset.cli import run
-from dataset.store.hdf5 import DataFile, main
+from dataset.store.hdf5 import DataFile
+from dataset.store.validate import main
 from tests.dataset.drawn import assert_paired, number_in, records, write_predecessor
 
 LAYOUTS = [("pfl", True), ("pfl", False), ("ml-flair", True), ("ml-flair", False)]

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
 from dataset.store.annotations import LabelMatrix
-from dataset.store.hdf5 import DataFile, DataWriter, Storage
+from dataset.store.hdf5 import DataFile
 from dataset.store.images import decode, jpeg_size, resize
-from dataset.store.index import DatasetIndex, PartitionIndex, SplitIndex
-from dataset.store.native import IdColumn
+from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex
+from dataset.store.native import Storage
+from dataset.store.writer import DataWriter
 from tests.dataset.drawn import draw, jpeg, label_rows, number_in
 
 COUNTS = (2, 1, 4)

@@ -20,11 +20,12 @@ from PIL import Image
 
 from dataset.cli import MAX_LINE, run
 from dataset.flair import download_preprocess, sources
-from dataset.store import hdf5, probe
+from dataset.store import probe
 from dataset.store.columns import MAX_ID_BYTES
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import MAX_SCANS, decode, jpeg_size
 from dataset.store.native import checksum
+from dataset.store.validate import main as describe
 from tests.dataset.drawn import (
     Record,
     jpeg,
@@ -157,7 +158,7 @@ def test_an_hdf5_file_reads_nothing_but_itself_and_takes_no_more_than_it_holds(
     secret.write_bytes(b"secret" * 100)
     with h5py.File(path, "r+") as file:
         harm(file, secret)
-    assert "damaged" in refused(hdf5.main, capsys, str(path))
+    assert "damaged" in refused(describe, capsys, str(path))
     with pytest.raises(ValueError, match=message):
         read_as_training_does(path)
 
@@ -173,7 +174,7 @@ def test_a_predecessors_file_reads_nothing_but_itself(
         other["ids"] = np.array([b"%d" % i for i in range(count)])
         del file[f"train/{user}/image_ids"]
         file[f"train/{user}/image_ids"] = h5py.ExternalLink(str(tmp_path / "other.hdf5"), "ids")
-    assert "lies in another file" in refused(hdf5.main, capsys, str(path))
+    assert "lies in another file" in refused(describe, capsys, str(path))
 
 
 def test_a_file_on_which_the_hdf5_library_hangs_or_crashes_is_refused(

@@ -23,8 +23,7 @@ from dataset.cli import run
 from dataset.flair.download_preprocess import main
 from dataset.journal import Journal
 from dataset.store.hdf5 import DataFile
-from dataset.store.images import decode
-from dataset.store.transcode import Transcoding, other_format, to_jpeg, to_pixels
+from dataset.store.images import Transcoding, decode, other_format, to_jpeg, to_pixels
 from dataset.store.validate import validate
 from tests.dataset.drawn import SIDE, Record, assert_paired, draw, records, write_parquet
 

@@ -20,10 +20,10 @@ from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
 from dataset.store import validate as validation
 from dataset.store.annotations import LabelMatrix
-from dataset.store.hdf5 import DataFile, main
-from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_index
 from dataset.store.native import checksum
-from dataset.store.validate import check_index, validate
+from dataset.store.validate import main, validate
 from tests.dataset.drawn import label_rows, records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
