@@ -29,7 +29,7 @@ from dataset.fetch.listed import (
     read_lists,
     remote_shard,
 )
-from dataset.fetch.source import Shard, nothing
+from dataset.fetch.source import Shard
 from dataset.files import write_bytes
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
@@ -147,8 +147,21 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         "lists_sha256": digest,
     }
     estimate = spec.mean_image_bytes * len(ids)
+
+    def source(shards: list[Shard], files: Path | None, **more: Any) -> ArchiveSource:
+        return ArchiveSource(
+            listing,
+            lambda _: table,
+            shards,
+            files,
+            schema=table.schema,
+            num_images=len(ids),
+            provenance=provenance,
+            **more,
+        )
+
     if is_address(place):
-        shards = [remote_shard(one, place, folder, wanted) for one in spec.archives]
+        shards = [remote_shard(archive, place, folder, wanted) for archive in spec.archives]
 
         def discard() -> None:
             for shard in shards:
@@ -161,9 +174,7 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         if not all((folder / shard.name).is_file() for shard in shards):
             have = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             need = max(estimate + largest(spec, place) - have, 0)
-        return ArchiveSource(
-            listing, lambda _: table, shards, None, len(ids), estimate, provenance, need, discard
-        )
+        return source(shards, None, image_bytes=estimate, download_bytes=need, discard=discard)
     root = Path(place)
     files = image_files(root, wanted)
     archives = sorted(p for p in root.rglob("*") if p.name.endswith((".tar", ".tar.gz", ".tgz")))
@@ -172,21 +183,8 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
             f"--source {place} holds none of the images that the CSVs list, and no *.tar or *.tar.gz"
         )
     shards = [Shard.on_disk(path, path.name) for path in archives]
-    if not files:
-        return ArchiveSource(listing, lambda _: table, shards, None, len(ids), estimate, provenance)
-    size = sum(path.stat().st_size for path in files.values())
-    return ArchiveSource(
-        listing,
-        lambda _: table,
-        shards,
-        root,
-        len(ids),
-        max(size, estimate if shards else 0),
-        provenance,
-        0,
-        nothing,
-        paths=files,
-    )
+    size = max(sum(path.stat().st_size for path in files.values()), estimate if shards else 0)
+    return source(shards, root if files else None, image_bytes=size, paths=files)
 
 
 def _sizes(text: str) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from dataset.fetch.source import Image, Records, Source
@@ -28,8 +28,16 @@ from dataset.store.native import Storage
 
 MISSING = "it is listed, but its file is missing"
 _JOURNAL = "blocks of version 2"
-_FOUND = ("num_bytes", "height", "width", "fault", "note")
-"""The columns that `Block.packed` adds to a table."""
+_FOUND = pa.schema(
+    [
+        ("num_bytes", pa.int64()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("fault", pa.string()),
+        ("note", pa.string()),
+    ]
+)
+"""The columns of `Checked`, which are added to those of a source's records."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +68,34 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """What was found of an image."""
+
+    num_bytes: int
+    """As it is kept; -1 if it is listed, but nowhere."""
+    height: int = 0
+    width: int = 0
+    fault: str | None = None
+    """What is wrong with it."""
+    note: str | None = None
+    """What was done to it, if it is no JPEG."""
+
+
+@dataclass(frozen=True)
 class Block:
-    """What was found of some images of a part, from image ``start`` on; B of them."""
+    """What was found of some images of a part, from image ``start`` on."""
 
     part: int
     start: int
-    table: pa.Table  # columns.schema
-    num_bytes: npt.NDArray[np.int64]  # [B]; -1: listed, but nowhere
-    sizes: npt.NDArray[np.int32]  # [B, 2]: height and width; 0 where there are none
-    faults: dict[int, str]  # by position in the block
-    notes: dict[int, str]  # likewise: what was done to an image that is no JPEG
+    table: pa.Table  # the columns of the source's records, and of `Checked`
     last: bool  # of its part
 
     def __len__(self) -> int:
-        return len(self.num_bytes)
+        return int(self.table.num_rows)
 
     def packed(self) -> bytes:
         """For the journal: an Arrow stream."""
-        table = self.table.append_column("num_bytes", pa.array(self.num_bytes))
-        for place, name in enumerate(("height", "width")):
-            table = table.append_column(name, pa.array(self.sizes[:, place]))
-        for name, said in (("fault", self.faults), ("note", self.notes)):
-            column = pa.array([said.get(at) for at in range(len(self))], pa.string())
-            table = table.append_column(name, column)
-        table = table.replace_schema_metadata({"last": str(self.last)})
+        table = self.table.replace_schema_metadata({"last": str(self.last)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
@@ -93,14 +105,8 @@ class Block:
     def unpacked(cls, part: int, start: int, content: bytes) -> Block:
         """What `packed` gave."""
         table = pa.ipc.open_stream(content).read_all()
-        faults, notes = (
-            {at: said for at, said in enumerate(table[name].to_pylist()) if said is not None}
-            for name in ("fault", "note")
-        )
         last = table.schema.metadata[b"last"] == b"True"
-        columns = table.select(table.schema.names[: -len(_FOUND)]).replace_schema_metadata(None)
-        sizes = np.stack([table[name].to_numpy() for name in ("height", "width")], axis=1)
-        return cls(part, start, columns, table["num_bytes"].to_numpy(), sizes, faults, notes, last)
+        return cls(part, start, table.replace_schema_metadata(None), last)
 
 
 @dataclass
@@ -108,9 +114,9 @@ class Scan:
     """What the first pass keeps of R records; masks, a few kB each, are among it."""
 
     blocks: list[Block]
-    table: pa.Table
+    table: pa.Table  # the source's records
     num_bytes: npt.NDArray[np.int64]  # [R]
-    sizes: npt.NDArray[np.int32]  # [R, 2]
+    sizes: npt.NDArray[np.int32]  # [R, 2]: height and width; 0 where there are none
     faults: dict[int, str]  # by record
     notes: dict[int, str]  # by record
 
@@ -131,15 +137,18 @@ def scan(source: Source, options: Options, journal: Journal) -> Scan:
             for block in _check(source, part, key, options, journal):
                 blocks.append(block)
                 bar.update(len(block))
-    num_bytes = np.concatenate([np.zeros(0, np.int64), *(block.num_bytes for block in blocks)])
-    starts = np.cumsum([0, *map(len, blocks)])
-    faults = {int(at) + here: f for at, block in zip(starts, blocks) for here, f in block.faults.items()}
-    notes = {int(at) + here: n for at, block in zip(starts, blocks) for here, n in block.notes.items()}
-    if len(num_bytes) == len(faults):
-        raise ValueError(f"{source.provenance['source']} holds no usable image")
     table = pa.concat_tables(block.table for block in blocks)
-    sizes = np.concatenate([block.sizes for block in blocks])
-    return Scan(blocks, table, num_bytes.clip(0), sizes, faults, notes)
+    faults, notes = _said(table, "fault"), _said(table, "note")
+    if table.num_rows == len(faults):
+        raise ValueError(f"{source.provenance['source']} holds no usable image")
+    sizes = np.stack([table["height"].to_numpy(), table["width"].to_numpy()], axis=1)
+    num_bytes = table["num_bytes"].to_numpy().clip(0)
+    return Scan(blocks, table.select(source.schema.names), num_bytes, sizes, faults, notes)
+
+
+def _said(table: pa.Table, name: str) -> dict[int, str]:
+    """The texts of a column by row, without the empty ones."""
+    return {row: text for row, text in enumerate(table[name].to_pylist()) if text is not None}
 
 
 def _check(source: Source, part: int, key: str, options: Options, journal: Journal) -> Iterator[Block]:
@@ -150,83 +159,59 @@ def _check(source: Source, part: int, key: str, options: Options, journal: Journ
     start = 0
     while (kept := journal.get(f"{entry}-{start}")) is not None:
         block = Block.unpacked(part, start, kept)
-        for at, known in block.faults.items():
-            refuse(block.table, at, known, options)
-        source.skip(part, block.table.filter(pa.array(block.num_bytes >= 0)))
+        for row, fault in _said(block.table, "fault").items():
+            refuse(block.table, row, fault, options)
+        source.skip(part, block.table.filter(pc.field("num_bytes") >= 0))
         yield block
         if block.last:
             return
         start += len(block)
+    columns = pa.schema([*source.schema, *_FOUND])
 
-    def check(batch: Records) -> tuple[Records, list[Checked]]:
+    def check(batch: Records) -> pa.Table:
         found = [_checked(image, options, decodes) for image in batch.images]
-        return batch, _with_annotations(batch.table, found, options)
-
-    tables: list[pa.Table] = []
-    num_bytes, sizes, faults, notes = array("q"), array("i"), dict[int, str](), dict[int, str]()
+        found = _with_annotations(batch.table, found, options)
+        for row, image in enumerate(found):
+            if image.fault is not None:
+                refuse(batch.table, row, f"{batch.origin}: {image.fault}", options)
+        added = pa.Table.from_pylist([dataclasses.asdict(image) for image in found], _FOUND)
+        return pa.table([*batch.table.columns, *added.columns], schema=columns)
 
     def finished(last: bool) -> Block:
-        table = pa.concat_tables([source.schema.empty_table(), *tables])
-        shapes = np.array(sizes, np.int32).reshape(-1, 2)
-        lengths = np.array(num_bytes, np.int64)
-        block = Block(part, start, table, lengths, shapes, dict(faults), dict(notes), last)
+        block = Block(part, start, pa.concat_tables([columns.empty_table(), *tables]), last)
         journal.put(f"{entry}-{start}", block.packed())
         return block
 
-    for batch, found in prefetched(
+    tables: list[pa.Table] = []
+    for table in prefetched(
         check, source.records(part, start), ahead=2 * options.workers, threads=options.workers
     ):
-        for at, image in enumerate(found):
-            if image.fault is not None:
-                refuse(batch.table, at, f"{batch.origin}: {image.fault}", options)
-                faults[len(num_bytes)] = image.fault
-            if image.note is not None:
-                notes[len(num_bytes)] = image.note
-            num_bytes.append(image.num_bytes)
-            sizes.extend(image.size)
-        tables.append(batch.table)
-        if len(num_bytes) >= options.block_images:
+        tables.append(table)
+        if (count := sum(map(len, tables))) >= options.block_images:
             yield finished(last=False)
-            start += len(num_bytes)
-            tables, num_bytes, sizes, faults, notes = [], array("q"), array("i"), {}, {}
+            start += count
+            tables = []
     yield finished(last=True)
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What was found of an image."""
-
-    num_bytes: int
-    """As it is kept."""
-    fault: str | None = None
-    """What is wrong with it."""
-    note: str | None = None
-    """What was done to it, if it is no JPEG."""
-    size: tuple[int, int] = (0, 0)
-    """Height and width."""
 
 
 def _checked(image: Image, options: Options, decodes: bool) -> Checked:
     if image is None:
-        return Checked(-1, MISSING)
+        return Checked(-1, fault=MISSING)
     if isinstance(image, np.ndarray):
-        return Checked(image.nbytes, None, None, image.shape[:2])
+        return Checked(image.nbytes, *image.shape[:2])
     note, jpeg = None, image
     try:
         if options.transcode is not None and other_format(image) is not None:
             if options.storage == "raw":
                 pixels, note = to_pixels(image, options.transcode.background)
-                return Checked(len(image), None, note, pixels.shape[:2])
+                return Checked(len(image), *pixels.shape[:2], note=note)
             jpeg, note = to_jpeg(image, options.transcode)
-    except ValueError as error:
-        return Checked(len(image), str(error))
-    try:
         width, height = jpeg_size(jpeg)
         if decodes:
             decode(jpeg, None)
     except ValueError as error:
-        return Checked(len(jpeg), str(error), note)
-    return Checked(len(jpeg), None, note, (height, width))
+        return Checked(len(jpeg), fault=str(error), note=note)
+    return Checked(len(jpeg), height, width, note=note)
 
 
 def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -> list[Checked]:
@@ -235,21 +220,22 @@ def _with_annotations(table: pa.Table, found: list[Checked], options: Options) -
         if kind not in ("mask", "boxes"):
             continue
         num_classes = len((options.vocabulary or {}).get(name, ()))
-        for at, value in enumerate(table[name].to_pylist()):
-            if found[at].fault is not None:
+        for row, (value, image) in enumerate(zip(table[name].to_pylist(), found)):
+            if image.fault is not None:
                 continue
+            size = image.height, image.width
             if kind == "mask":
-                fault = fault_of_mask(value, found[at].size, num_classes)
+                fault = fault_of_mask(value, size, num_classes)
             else:
-                fault = fault_of_boxes(np.array([box["corners"] for box in value]), found[at].size)
-            found[at] = dataclasses.replace(found[at], fault=fault)
+                fault = fault_of_boxes(np.array([box["corners"] for box in value]), size)
+            found[row] = dataclasses.replace(image, fault=fault)
     return found
 
 
-def refuse(table: pa.Table, at: int, fault: str, options: Options) -> None:
+def refuse(table: pa.Table, row: int, fault: str, options: Options) -> None:
     """Raise ValueError for an image that cannot be used, unless the options say that such are skipped."""
     if options.on_bad_image == "fail" or (options.on_bad_image == "skip-missing" and MISSING not in fault):
-        user, image = table["user_id"][at].as_py(), table["image_id"][at].as_py()
+        user, image = table["user_id"][row].as_py(), table["image_id"][row].as_py()
         raise ValueError(
             f"image {image} of user {user} cannot be used, {fault}; repair the source, or leave such images "
             "out with --on_bad_image skip"

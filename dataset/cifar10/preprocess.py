@@ -13,6 +13,7 @@ from pathlib import Path
 from dataset.cifar10.source import (
     IMAGES_BASE,
     LICENCE,
+    PIXELS,
     SIDE,
     SPLITS_BASE,
     Cifar,
@@ -27,6 +28,7 @@ from dataset.cli import OneLineParser, is_address, output_file, output_folder
 from dataset.fetch.http import SourceError
 from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
 from dataset.preprocess import Options, check_disk, preprocess
+from dataset.store.columns import schema
 from dataset.store.index import DatasetIndex, PartitionIndex
 
 NO_SPLITS, OFFICIAL = "none", "official"
@@ -114,7 +116,16 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         train = dataclasses.replace(index.splits["train"], partitions=partitions)
         return dataclasses.replace(index, splits={**index.splits, "train": train})
 
-    source = CifarSource(spec, images, provenance, discard)
+    count = sum(len(split.classes) for split in images.values())
+    source = CifarSource(
+        spec,
+        images,
+        schema=schema({"labels": "class"}),
+        num_images=count,
+        image_bytes=count * PIXELS,
+        provenance=provenance,
+        discard=discard,
+    )
     options = Options(
         output,
         "raw",

@@ -14,20 +14,20 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image as Picture
 
 from dataset.fetch.archives import BoundedHeader, archive_errors
 from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked
-from dataset.fetch.source import BATCH, Image, Records
+from dataset.fetch.parquet import batches, readable
+from dataset.fetch.source import BATCH, Image, Records, Source
 from dataset.files import file_digest
 from dataset.partitions.assignments import (
     TRAIN_CSV,
@@ -39,7 +39,6 @@ from dataset.partitions.assignments import (
     rows_digest,
 )
 from dataset.store.annotations import IntArray
-from dataset.store.columns import schema
 from dataset.store.index import PartitionIndex
 
 SIDE = 32
@@ -84,25 +83,11 @@ class Images:
 
 
 @dataclass
-class CifarSource:
-    """The two splits as a `dataset.fetch.source.Source`; everything of a split has one user."""
+class CifarSource(Source):
+    """The two splits; everything of a split has one user."""
 
     spec: Cifar
     splits: Mapping[str, Images]
-    provenance: dict[str, object]
-    discard: Callable[[], None]
-    schema: pa.Schema = field(default_factory=lambda: schema({"labels": "class"}))
-    download_bytes: int = 0
-
-    @property
-    def num_images(self) -> int:
-        """Of both splits."""
-        return sum(len(images.classes) for images in self.splits.values())
-
-    @property
-    def image_bytes(self) -> int:
-        """Of the pixels."""
-        return self.num_images * PIXELS
 
     @cached_property
     def parts(self) -> Sequence[str]:
@@ -111,9 +96,6 @@ class CifarSource:
             f"{name} {hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes()).hexdigest()}"
             for name, images in self.splits.items()
         ]
-
-    def skip(self, part: int, table: pa.Table) -> None:
-        """As `Source.skip`."""
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`; image ids are positions in the official order."""
@@ -244,19 +226,11 @@ def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
     if not paths:
         raise ValueError(f"--source {folder} holds parquet, but none of it is train-* and test-*")
     for path in paths:
-        try:
-            with pq.ParquetFile(path) as file:
-                if missing := {"img", spec.label_column} - set(file.schema_arrow.names):
-                    raise ValueError(f"it has no column {min(missing)!r}")
-                for batch in file.iter_batches(1024, columns=["img", spec.label_column], use_threads=False):
-                    classes += (int(one) for one in batch.column(spec.label_column).to_pylist())
-                    for row in batch.column("img").to_pylist():
-                        pixels.append(_lossless(row["bytes"], path, len(pixels)))
-        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-            if str(path) in str(error):
-                raise
-            text = " ".join(str(error).split())
-            raise ValueError(f"{path} cannot be read as parquet of {spec.name}: {text}") from None
+        for batch in batches(path, ["img", spec.label_column]):
+            with readable(path):
+                classes += (int(number) for number in batch.column(spec.label_column).to_pylist())
+                for row in batch.column("img").to_pylist():
+                    pixels.append(_lossless(row["bytes"], path, len(pixels)))
     if not pixels:
         raise ValueError(f"{paths[0]} holds no image; download it again")
     return Images(np.stack(pixels), np.array(classes, np.int64))

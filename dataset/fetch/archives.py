@@ -17,13 +17,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import pyarrow as pa
 from typing_extensions import Self
 
 from dataset.fetch import source
-from dataset.fetch.source import Image, Records, Shard, nothing
+from dataset.fetch.source import Image, Records, Shard, Source
 
 MAX_IMAGE_BYTES = 1 << 26
 _MAX_HEADER_BYTES = 1 << 20  # of a long name in a tar archive
@@ -31,7 +31,7 @@ _HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members 
 
 
 @dataclass
-class ArchiveSource:
+class ArchiveSource(Source):
     """Images that a file lists, in tar archives or as files ``<image_id>.jpg``.
 
     Archives are read as streams and never unpacked, and only the last part of a member's name is looked at.
@@ -43,21 +43,11 @@ class ArchiveSource:
     read_listing: Callable[[Path], pa.Table]
     archives: Sequence[Shard]
     files: Path | None
-    num_images: int
-    image_bytes: int
-    provenance: dict[str, Any]
-    download_bytes: int = 0
-    discard: Callable[[], None] = nothing
     paths: Mapping[str, Path] | None = None
     """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
     _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
     _claimed: array[int] = field(default_factory=lambda: array("l"), repr=False)
     """``[R]``: 1 + the first part that has each image; 0 if none has it so far."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """As `Source.schema`."""
-        return self.listed()[0].schema
 
     @property
     def parts(self) -> Sequence[str]:
@@ -86,7 +76,7 @@ class ArchiveSource:
             yield Records(table.take(rows), images, self._origin(part))
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """As `Source.images`; all `records` must have been read, or skipped, before."""
+        """As `Source.images`."""
         return (images for _, images in self._batches(part, start))
 
     def _origin(self, part: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,13 @@ def parquet_shards(
             goes on with half files.
     """
     api = HfApi(endpoint=endpoint)
-    try:
+    refused = f"cannot list {repository} at revision {revision} on Hugging Face"
+    with _named(refused, "check the network and --revision, or give a local copy with --source DIR"):
         commits = api.list_repo_commits(repository, repo_type="dataset")
         commit = next((c.commit_id for c in commits if c.commit_id.startswith(revision)), None)
         if commit is None:
             commit = api.dataset_info(repository, revision=revision).sha
         tree = list(api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset"))
-    except Exception as error:  # its errors come from three libraries and several versions of them
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SourceError(
-            f"cannot list {repository} at revision {revision} on Hugging Face ({text}); check the network "
-            "and --revision, or give a local copy with --source DIR"
-        ) from None
 
     def shard(file: Any) -> Shard:
         def get() -> Path:
@@ -49,7 +45,7 @@ def parquet_shards(
             checked = target.with_name(target.name + ".checked")
             if target.is_file() and checked.exists() and target.stat().st_size == file.size:
                 return target
-            try:
+            with _named(f"cannot download {file.path}", "what has arrived is kept: run the command again"):
                 hf_hub_download(
                     repository,
                     file.path,
@@ -58,11 +54,6 @@ def parquet_shards(
                     local_dir=folder,
                     endpoint=endpoint,
                 )
-            except Exception as error:
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise SourceError(
-                    f"cannot download {file.path} ({text}); what has arrived is kept: run the command again"
-                ) from None
             digest = file_digest(target)
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()
@@ -72,15 +63,24 @@ def parquet_shards(
 
         return Shard(file.path, file.size, get, f"{commit} {file.path} {file.size}")
 
-    shards = [
-        shard(one) for one in sorted(tree, key=lambda one: str(one.path)) if one.path.endswith(".parquet")
-    ]
+    parquet = [file for file in tree if file.path.endswith(".parquet")]
+    shards = [shard(file) for file in sorted(parquet, key=lambda file: str(file.path))]
     if not shards:
         raise SourceError(f"{repository} holds no parquet at revision {revision}; try another --revision")
     return commit, shards
 
 
+@contextmanager
+def _named(failure: str, remedy: str) -> Iterator[None]:
+    """Turn the library's errors, which come from three libraries and several versions, into a SourceError."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(f"{failure} ({text}); {remedy}") from None
+
+
 def discard(folder: Path, shards: Sequence[Shard]) -> None:
     """Delete what was downloaded."""
     shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # huggingface_hub's own notes
-    delete_downloads(folder, [*(one.name for one in shards), ".cache/huggingface"])
+    delete_downloads(folder, [*(shard.name for shard in shards), ".cache/huggingface"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,37 +12,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataset.fetch import source
-from dataset.fetch.source import Image, Records, Shard, nothing
+from dataset.fetch.source import Image, Records, Shard, Source
 
 
 @dataclass
-class ParquetSource:
+class ParquetSource(Source):
     """Parquet shards with the columns of a schema, and ``image``: bytes, or a struct that holds them."""
 
-    schema: pa.Schema
     shards: Sequence[Shard]
-    num_images: int
-    provenance: dict[str, Any]
-    download_bytes: int = 0
-    discard: Callable[[], None] = nothing
-
-    @property
-    def image_bytes(self) -> int:
-        """The shards' size: a JPEG does not compress any further."""
-        return sum(shard.size for shard in self.shards)
 
     @property
     def parts(self) -> Sequence[str]:
         """As `Source.parts`: the shards."""
         return [shard.key for shard in self.shards]
 
-    def skip(self, part: int, table: pa.Table) -> None:
-        """As `Source.skip`."""
-
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`."""
         shard = self.shards[part]
-        for batch in _parquet(shard, [*self.schema.names, "image"], start):
+        for batch in batches(shard.fetch(), [*self.schema.names, "image"], start):
             table = pa.Table.from_batches([batch.select(self.schema.names)])
             try:
                 table = table.cast(self.schema)
@@ -54,31 +42,38 @@ class ParquetSource:
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
         """As `Source.images`."""
-        for batch in _parquet(self.shards[part], ["image"], start):
+        for batch in batches(self.shards[part].fetch(), ["image"], start):
             yield _binary(self.shards[part], batch)
 
 
-def _parquet(shard: Shard, columns: list[str], start: int) -> Iterator[Any]:
-    path = shard.fetch()
+def batches(path: Path, columns: list[str], start: int = 0) -> Iterator[Any]:
+    """The record batches of a file, with these columns, from row ``start`` on."""
+    # A buffer, rather than whole column chunks, bounds the memory whatever the size of a row group.
+    with readable(path), pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise ValueError(f"it has no column {missing[0]!r}; it needs {', '.join(columns)}")
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if start >= rows:
+                start -= rows
+                continue
+            for batch in file.iter_batches(
+                source.BATCH, row_groups=[group], columns=columns, use_threads=False
+            ):
+                if start < len(batch):
+                    yield batch.slice(start)
+                start = max(0, start - len(batch))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a parquet file into one ValueError that names it."""
     try:
-        # A buffer, rather than whole column chunks, bounds the memory whatever the size of a row group.
-        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            missing = [name for name in columns if name not in file.schema_arrow.names]
-            if missing:
-                raise ValueError(f"it has no column {missing[0]!r}; it needs {', '.join(columns)}")
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if start >= rows:
-                    start -= rows
-                    continue
-                batches = file.iter_batches(
-                    source.BATCH, row_groups=[group], columns=columns, use_threads=False
-                )
-                for batch in batches:
-                    if start < len(batch):
-                        yield batch.slice(start)
-                    start = max(0, start - len(batch))
-    except (OSError, ValueError, pa.ArrowException) as error:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        if str(path) in str(error):  # it has a sentence of its own
+            raise
         raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
 
 
@@ -93,7 +88,5 @@ def _binary(shard: Shard, batch: Any) -> list[Image]:
 
 def num_rows(path: Path) -> int:
     """The number of records in a file; ValueError if it is no parquet."""
-    try:
+    with readable(path):
         return int(pq.read_metadata(path).num_rows)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None

@@ -7,10 +7,11 @@ A source has parts (its files, mostly), read from any image on: `Source.records`
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,59 +33,42 @@ class Records:
     origin: str
 
 
-class Source(Protocol):
-    """Users' images with their labels, readable twice in the same order."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The columns of the records: `dataset.store.columns.schema`."""
-        ...
-
-    @property
-    def num_images(self) -> int:
-        """How many images there are (an estimate will do: for the progress bar and the disk)."""
-        ...
-
-    @property
-    def image_bytes(self) -> int:
-        """About how many bytes the images have together."""
-        ...
-
-    @property
-    def download_bytes(self) -> int:
-        """How many bytes are still to be downloaded."""
-        ...
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """Source, revision, licence."""
-        ...
-
-    @property
-    def parts(self) -> Sequence[str]:
-        """What identifies the content of each part: as long as it is the same, so are the bytes."""
-        ...
-
-    def records(self, part: int, start: int = 0) -> Iterator[Records]:
-        """Everything of a part, batch by batch, from image ``start`` on."""
-        ...
-
-    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """The images alone, in the order of `records`."""
-        ...
-
-    def skip(self, part: int, table: pa.Table) -> None:
-        """Take note that an earlier process read these records of a part."""
-        ...
-
-    @property
-    def discard(self) -> Callable[[], None]:
-        """Deletes what was downloaded."""
-        ...
-
-
 def nothing() -> None:
     """What there is to delete of a local source."""
+
+
+@dataclass(kw_only=True)
+class Source(ABC):
+    """Users' images with their annotations, readable twice in the same order."""
+
+    schema: pa.Schema
+    """The columns of the records: `dataset.store.columns.schema`."""
+    num_images: int
+    """How many images there are (an estimate will do: for the progress bar and the disk)."""
+    image_bytes: int
+    """About how many bytes the images have together."""
+    provenance: dict[str, Any]
+    """Source, revision, licence."""
+    download_bytes: int = 0
+    """How many bytes are still to be downloaded."""
+    discard: Callable[[], None] = nothing
+    """Deletes what was downloaded."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[str]:
+        """What identifies the content of each part: as long as it is the same, so are the bytes."""
+
+    @abstractmethod
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """Everything of a part, batch by batch, from image ``start`` on."""
+
+    @abstractmethod
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """The images alone, in the order of `records`; all `records` were read, or skipped, before."""
+
+    def skip(self, part: int, table: pa.Table) -> None:  # noqa: B027
+        """Take note that an earlier process read these records of a part."""
 
 
 @dataclass(frozen=True)

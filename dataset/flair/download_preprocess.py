@@ -31,8 +31,7 @@ from pathlib import Path
 
 from dataset.cli import OneLineParser, cores, input_file, output_folder, run
 from dataset.fetch.source import Source
-from dataset.flair import remote
-from dataset.flair.sources import local
+from dataset.flair import sources
 from dataset.preprocess import Options, check_disk, checked_output, preprocess, side_or_own
 from dataset.store.images import BACKGROUNDS, Transcoding
 from dataset.store.index import TAXONOMIES
@@ -78,7 +77,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--label_mapping", type=Path, help="JSON that fixes the labels: {labels: [], fine_grained_labels: []}"
     )
-    add("--revision", help=f"commit, for --source hf ({remote.REVISION})")
+    add("--revision", help=f"commit, for --source hf ({sources.REVISION})")
     add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
     add("--workers", type=int, default=cores(), help="threads (the number of cores)")
     add("--overwrite", action="store_true", help="replace an existing output file")
@@ -112,11 +111,11 @@ def main(argv: Sequence[str]) -> None:
     folder = arguments.download_folder or output.with_name(output.name + ".download")
     source: Source
     if arguments.source == "hf":
-        source = remote.hugging_face(folder, arguments.revision or remote.REVISION)
+        source = sources.hugging_face(folder, arguments.revision or sources.REVISION)
     elif arguments.source == "apple":
-        source = remote.apple(folder)
+        source = sources.apple(folder)
     else:
-        source = local(Path(arguments.source))
+        source = sources.local(Path(arguments.source))
     check_disk(source, options)
     preprocess(source, options)
     print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""FLAIR from a local copy: Hugging Face's parquet, or Apple's archives or images with their JSON."""
+"""FLAIR from Hugging Face (parquet), from Apple (archives or images, and JSON), or from a copy of either."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataset.fetch import hugging_face as hub
 from dataset.fetch.archives import ArchiveSource
+from dataset.fetch.http import PATIENT, Patience, fetch, remote
 from dataset.fetch.parquet import ParquetSource, num_rows
-from dataset.fetch.source import Shard, Source
+from dataset.fetch.source import Shard, Source, bytes_to_download, delete_downloads
 from dataset.store.columns import ID_COLUMNS, schema
 from dataset.store.index import TAXONOMIES
 
+REPOSITORY = "apple/flair"
+REVISION = "227b0632"
+"""The commit of ``apple/flair`` that is downloaded (a prefix is enough)."""
+APPLE = "https://docs-assets.developer.apple.com/ml-research/datasets/flair/"
+NUM_ARCHIVES, NUM_IMAGES = 43, 429_078  # of the whole of FLAIR
 METADATA = "labels_and_metadata.json"
 LICENCE = (
     "FLAIR: annotations CC BY-NC 4.0, each image under its Flickr owner's licence (ATTRIBUTION.txt); "
@@ -82,9 +89,14 @@ def local(folder: Path) -> Source:
     found = sorted(path for path in folder.rglob("*") if not _hidden(path.relative_to(folder)))
     parquet = [path for path in found if path.suffix == ".parquet"]
     if parquet:
-        count = sum(num_rows(path) for path in parquet)
         shards = [Shard.on_disk(path, str(path.relative_to(folder))) for path in parquet]
-        return ParquetSource(SCHEMA, shards, count, {**provenance, "format": "parquet"})
+        return ParquetSource(
+            shards,
+            schema=SCHEMA,
+            num_images=sum(num_rows(path) for path in parquet),
+            image_bytes=sum(shard.size for shard in shards),
+            provenance={**provenance, "format": "parquet"},
+        )
     listing = next((path for path in found if path.name == METADATA), None)
     if listing is None:
         raise ValueError(f"--source {folder} holds neither *.parquet nor {METADATA}")
@@ -93,16 +105,16 @@ def local(folder: Path) -> Source:
     if files is None and not archives:
         raise ValueError(f"--source {folder} holds {METADATA} but neither small_images/ nor *.tar.gz")
     unpacked = sum(path.stat().st_size for path in files.iterdir()) if files is not None else 0
-    size = max(unpacked, sum(path.stat().st_size for path in archives))
     shards = [Shard.on_disk(path, str(path.relative_to(folder))) for path in archives]
     source = ArchiveSource(
         Shard.on_disk(listing, str(listing.relative_to(folder))),
         read_metadata,
         shards,
         files,
-        0,
-        size,
-        {**provenance, "format": "archives"},
+        schema=SCHEMA,
+        num_images=0,
+        image_bytes=max(unpacked, sum(shard.size for shard in shards)),
+        provenance={**provenance, "format": "archives"},
     )
     source.num_images = len(source.listed()[1])
     return source
@@ -110,3 +122,52 @@ def local(folder: Path) -> Source:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
+
+
+def apple(folder: Path, base: str = APPLE, patience: Patience = PATIENT) -> Source:
+    """Apple's archives of 256-pixel images; downloaded to ``folder``, each when it is needed."""
+
+    def shard(path: str) -> Shard:
+        target, url = folder / Path(path).name, base + path
+        there = remote(url, patience)
+
+        def get() -> Path:
+            fetch(url, target, there, patience)
+            return target
+
+        return Shard(target.name, there.size, get, f"{url} {there.size} {there.version}")
+
+    metadata = shard(f"labels/{METADATA}")
+    archives = [shard(f"images/small/small_images-{i:02d}.tar.gz") for i in range(NUM_ARCHIVES)]
+    downloads = [metadata, *archives]
+    return ArchiveSource(
+        metadata,
+        read_metadata,
+        archives,
+        None,
+        schema=SCHEMA,
+        num_images=NUM_IMAGES,
+        image_bytes=sum(archive.size for archive in archives),
+        provenance={"source": base, "revision": None, "licence": LICENCE, "format": "archives"},
+        download_bytes=bytes_to_download(downloads, folder),
+        discard=lambda: delete_downloads(folder, [shard.name for shard in downloads]),
+    )
+
+
+def hugging_face(folder: Path, revision: str = REVISION, endpoint: str | None = None) -> Source:
+    """``apple/flair`` at one commit; shards come to ``folder`` when needed, and their SHA-256 is checked."""
+    commit, shards = hub.parquet_shards(REPOSITORY, folder, revision, endpoint)
+    return ParquetSource(
+        shards,
+        schema=SCHEMA,
+        num_images=NUM_IMAGES,
+        image_bytes=sum(shard.size for shard in shards),
+        provenance={
+            "source": f"https://huggingface.co/datasets/{REPOSITORY}",
+            "revision": commit,
+            "licence": LICENCE,
+            "format": "parquet",
+        },
+        download_bytes=bytes_to_download(shards, folder),
+        discard=lambda: hub.discard(folder, shards),
+    )

@@ -12,7 +12,7 @@ import pytest
 from dataset.cli import run
 from dataset.fetch.http import Patience, SourceError, fetch, retry_after
 from dataset.fetch.http import remote as remote_file
-from dataset.flair import download_preprocess, remote
+from dataset.flair import download_preprocess, sources
 from tests.dataset.drawn import assert_paired, records, write_archives, write_parquet
 from tests.dataset.fetch.faulty_server import FaultyServer, serving
 from tests.dataset.fetch.test_sources import expected, told
@@ -109,12 +109,12 @@ def test_apples_archives_survive_a_bad_day(
         first: ["short", 500],
         second: ["flipped"],
     }
-    monkeypatch.setattr(remote, "NUM_ARCHIVES", 2)
-    source = remote.apple(tmp_path / "down", server.url, QUICK)
+    monkeypatch.setattr(sources, "NUM_ARCHIVES", 2)
+    source = sources.apple(tmp_path / "down", server.url, QUICK)
     with pytest.raises(ValueError, match=r"small_images-01\.tar\.gz is damaged .*delete it"):
         told(source)
     (tmp_path / "down" / "small_images-01.tar.gz").unlink()
-    assert told(remote.apple(tmp_path / "down", server.url, QUICK)) == expected(rows)
+    assert told(sources.apple(tmp_path / "down", server.url, QUICK)) == expected(rows)
 
 
 def test_hugging_faces_shards_survive_a_bad_day(
@@ -126,9 +126,9 @@ def test_hugging_faces_shards_survive_a_bad_day(
     write_parquet(server.root, rows)
     shards = [f"data/train-0000{i}-of-00003.parquet" for i in range(3)]
     server.faults = {shards[0]: [500], shards[1]: ["flipped"], shards[2]: [404]}
-    real = remote.hugging_face
+    real = sources.hugging_face
     monkeypatch.setattr(
-        remote, "hugging_face", lambda folder, revision: real(folder, revision, server.url[:-1])
+        sources, "hugging_face", lambda folder, revision: real(folder, revision, server.url[:-1])
     )
     output = tmp_path / "f.hdf5"
     codes: list[int] = []

@@ -23,7 +23,7 @@ from dataset.fetch import hugging_face
 from dataset.fetch.http import Patience, Remote, fetch
 from dataset.fetch.http import remote as remote_file
 from dataset.fetch.source import Source
-from dataset.flair import remote
+from dataset.flair import sources
 from dataset.flair.sources import _json_list, local
 from tests.dataset.drawn import (
     Record,
@@ -291,8 +291,8 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
         (server.root / name).mkdir(parents=True)
         for path in folder.glob(place):
             path.rename(server.root / name / path.name)
-    monkeypatch.setattr(remote, "NUM_ARCHIVES", 2)
-    source = remote.apple(tmp_path / "down", server.url)
+    monkeypatch.setattr(sources, "NUM_ARCHIVES", 2)
+    source = sources.apple(tmp_path / "down", server.url)
     total = sum(path.stat().st_size for path in server.root.rglob("*") if path.is_file())
     assert source.download_bytes == total
     batches = source.records(0)
@@ -300,7 +300,7 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
     assert [path for path, _ in server.asked][1:] == ["/images/small/small_images-00.tar.gz"]
     assert told(source) == expected(rows)
     assert len(server.asked) == 3
-    assert remote.apple(tmp_path / "down", server.url).download_bytes == 0
+    assert sources.apple(tmp_path / "down", server.url).download_bytes == 0
     (tmp_path / "down" / "mine.txt").write_text("not downloaded")
     source.discard()
     assert [path.name for path in (tmp_path / "down").iterdir()] == ["mine.txt"]
@@ -358,14 +358,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: Path, hub: Hub) -> None:
-    source = remote.hugging_face(tmp_path / "down")
+    source = sources.hugging_face(tmp_path / "down")
     assert source.provenance["revision"] == COMMIT
     assert source.download_bytes == sum(path.stat().st_size for path in hub.root.rglob("*.parquet"))
     next(iter(source.records(0)))
     assert hub.downloads == [("data/train-00000-of-00003.parquet", COMMIT)]
     assert told(source) == expected(records(30))
     assert len(hub.downloads) == 3
-    again = remote.hugging_face(tmp_path / "down")  # a later run: all is there
+    again = sources.hugging_face(tmp_path / "down")  # a later run: all is there
     assert again.download_bytes == 0
     assert told(again) == expected(records(30))
     assert len(hub.downloads) == 3
@@ -376,14 +376,14 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
 def test_a_shard_that_arrives_damaged_is_not_kept(tmp_path: Path, hub: Hub) -> None:
     hub.damage = True
     with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet arrived damaged"):
-        told(remote.hugging_face(tmp_path / "down"))
+        told(sources.hugging_face(tmp_path / "down"))
     hub.damage = False
-    assert told(remote.hugging_face(tmp_path / "down")) == expected(records(30))
+    assert told(sources.hugging_face(tmp_path / "down")) == expected(records(30))
 
 
 def test_an_unknown_revision_is_said_in_one_line(tmp_path: Path, hub: Hub) -> None:
     with pytest.raises(
         OSError, match=r"cannot list apple/flair at revision abc .*no revision abc.*--source DIR"
     ) as caught:
-        remote.hugging_face(tmp_path / "down", "abc")
+        sources.hugging_face(tmp_path / "down", "abc")
     assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ from PIL import Image
 
 from dataset.cli import run
 from dataset.fetch import hugging_face
-from dataset.flair import remote
+from dataset.flair import sources
 from dataset.flair.download_preprocess import main
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import main as describe
@@ -354,7 +354,7 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
         return str(shutil.copy(served / path, local_dir / path))
 
     api = SimpleNamespace(
-        list_repo_commits=lambda *_, **__: [SimpleNamespace(commit_id=remote.REVISION + "0" * 32)],
+        list_repo_commits=lambda *_, **__: [SimpleNamespace(commit_id=sources.REVISION + "0" * 32)],
         list_repo_tree=lambda *_, **__: [
             SimpleNamespace(path=name, size=(served / name).stat().st_size, lfs=None)
         ],
@@ -371,7 +371,7 @@ def test_downloads_are_deleted_after_success_and_kept_after_failure(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.hdf5", "hub"]
     assert_paired(output, rows)
     with DataFile(output) as file:
-        assert file.provenance["revision"] == remote.REVISION + "0" * 32
+        assert file.provenance["revision"] == sources.REVISION + "0" * 32
 
 
 @pytest.mark.skipif(not CLOTHING.is_dir(), reason=f"the real input {CLOTHING} is not here")

@@ -74,8 +74,16 @@ def source(folder: Path, records: list[dict[str, Any]], kinds: Mapping[str, Kind
     """Images in a folder, and records that are held in memory."""
     table = pa.Table.from_pylist(records, schema(kinds))
     listing = Shard("records", 0, lambda: folder, "records")
-    provenance = {"source": "drawn"}
-    return ArchiveSource(listing, lambda _: table, [], folder, len(records), 0, provenance)
+    return ArchiveSource(
+        listing,
+        lambda _: table,
+        [],
+        folder,
+        schema=table.schema,
+        num_images=len(records),
+        image_bytes=0,
+        provenance={"source": "drawn"},
+    )
 
 
 @pytest.fixture
