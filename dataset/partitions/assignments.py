@@ -14,14 +14,14 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import IntArray
+from dataset.store.annotations import IntArray, offsets_of
 from dataset.store.index import PartitionIndex
 
 NOBODY = "NA"
@@ -59,44 +59,59 @@ def read_listing(text: str, origin: str, user_columns: Mapping[str, str]) -> Lis
         ValueError: that names file and line for a missing column, a row of another length, an empty
             id, a class that is no number from 0 on, and an image that comes twice.
     """
-    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-    needed = ["image_id", "class", *user_columns]
     ids: list[str] = []
     classes: list[int] = []
     labels: list[str] = []
     users: dict[str, list[str]] = {name: [] for name in user_columns.values()}
+    for where, row in csv_rows(text, origin, ["image_id", "class", *user_columns]):
+        if not all(row[column] for column in ("image_id", *user_columns)):
+            raise ValueError(f"{where} has an empty id; download the file again")
+        if not (row["class"].isascii() and row["class"].isdigit() and len(row["class"]) < 6):
+            raise ValueError(f"{where} has the class {row['class']!r}, which is no number from 0 on")
+        ids.append(row["image_id"])
+        classes.append(int(row["class"]))
+        labels += [row["label"]] if "label" in row else []
+        for column, name in user_columns.items():
+            users[name].append(row[column])
+    if not ids:
+        raise ValueError(f"{origin} lists no image; download the file again")
+    return Listing(origin, ids, np.array(classes, np.int64), users, labels or None)
+
+
+def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """The rows of a CSV by column, each with the words that say where it stands.
+
+    Args:
+        text: the CSV.
+        origin: what it is called in an error.
+        needed: the columns that it must have; ``image_id`` is one of them.
+
+    Raises:
+        ValueError: that names file and line for a missing column, a row of another length, and an image that
+            comes twice.
+    """
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     seen: dict[str, int] = {}
     try:
         header = next(rows, [])
         lacking = [name for name in needed if name not in header]
         if lacking:
             raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
-        at = {name: header.index(name) for name in [*needed, *(["label"] if "label" in header else [])]}
-        for row in rows:
+        for fields in rows:
             where = f"{origin}, line {rows.line_num}"
-            if len(row) != len(header):
-                raise ValueError(f"{where} has {len(row)} fields, not {len(header)}; download the file again")
-            image = row[at["image_id"]]
-            if not image or any(not row[at[column]] for column in user_columns):
-                raise ValueError(f"{where} has an empty id; download the file again")
-            if image in seen:
-                raise ValueError(f"{where} lists image {image} a second time (line {seen[image]})")
-            if not (row[at["class"]].isascii() and row[at["class"]].isdigit() and len(row[at["class"]]) < 6):
-                raise ValueError(f"{where} has the class {row[at['class']]!r}, which is no number from 0 on")
-            seen[image] = rows.line_num
-            ids.append(image)
-            classes.append(int(row[at["class"]]))
-            for column, name in user_columns.items():
-                users[name].append(row[at[column]])
-            if "label" in at:
-                labels.append(row[at["label"]])
+            if len(fields) != len(header):
+                raise ValueError(
+                    f"{where} has {len(fields)} fields, not {len(header)}; download the file again"
+                )
+            row = dict(zip(header, fields))
+            first = seen.setdefault(row["image_id"], rows.line_num)
+            if first != rows.line_num:
+                raise ValueError(f"{where} lists image {row['image_id']} a second time (line {first})")
+            yield where, row
     except csv.Error as error:
         raise ValueError(
             f"{origin}, line {rows.line_num} is no CSV ({error}); download the file again"
         ) from None
-    if not ids:
-        raise ValueError(f"{origin} lists no image; download the file again")
-    return Listing(origin, ids, np.array(classes, np.int64), users, labels if "label" in at else None)
 
 
 def rows_digest(listing: Listing, name: str) -> str:
@@ -128,8 +143,8 @@ def deal(users: Sequence[str], rows: IntArray) -> PartitionIndex:
     number = {name: position for position, name in enumerate(names)}
     owner = np.array([number[user] for user in users], np.int64)
     order = np.lexsort((rows, owner))
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
-    return PartitionIndex(names, rows[order], offsets.astype(np.int64))
+    offsets = offsets_of(np.bincount(owner, minlength=len(names)))
+    return PartitionIndex(names, rows[order], offsets)
 
 
 def _by_number(user: str) -> tuple[int, str]:

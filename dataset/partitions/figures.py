@@ -43,7 +43,7 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -> list[Path]:
     """Write the figures into a folder; returns their paths."""
     trained = [one for one in dealt if one.split == "train"] or list(dealt)
-    trained.sort(key=lambda one: float((one.distances * one.sizes).sum() / one.sizes.sum()))
+    trained.sort(key=lambda partition: partition.emd)
     figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
     paths = []
     for name, figure in figures.items():
@@ -103,9 +103,8 @@ def emd(dealt: Sequence[Dealt]) -> Figure:
         share, _ = np.histogram(one.distances, edges)
         height = 0.85 * share / share.max()
         axes.stairs(row + height, edges, baseline=row, fill=True, color=BLUE, alpha=0.45, linewidth=0)
-        mean = float((one.distances * one.sizes).sum() / one.sizes.sum())
-        axes.plot([mean, mean], [row, row + 0.85], color=ORANGE, linewidth=2)
-        axes.text(2.03, row + 0.3, f"{mean:.2f}", va="center", color=ORANGE)
+        axes.plot([one.emd, one.emd], [row, row + 0.85], color=ORANGE, linewidth=2)
+        axes.text(2.03, row + 0.3, f"{one.emd:.2f}", va="center", color=ORANGE)
     axes.set_yticks(np.arange(len(dealt)) + 0.3, [f"{one.name}\n{len(one.sizes):,} clients" for one in dealt])
     axes.set(xlim=(0, 2), ylim=(-0.05, len(dealt)), xlabel="EMD of a client, ‖q − p‖₁")
     axes.tick_params(axis="y", length=0, labelsize=8)

@@ -10,8 +10,6 @@ around the cell's own. Shape letters: N images.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import s2cell
 
-from dataset.partitions.assignments import NOBODY
+from dataset.partitions.assignments import NOBODY, csv_rows
 
 LEAF_LEVEL = 30
 MIN_SHARE = 0.01
@@ -81,23 +79,13 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
-    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     found: dict[str, tuple[float, float]] = {}
-    try:
-        for name in ("image_id", "latitude", "longitude"):
-            if name not in (rows.fieldnames or ()):
-                raise ValueError(f"{path} has no column {name!r}; it needs image_id, latitude, longitude")
-        for row in rows:
-            where = f"{path}, line {rows.line_num}"
-            try:
-                place = float(row["latitude"]), float(row["longitude"])
-            except (TypeError, ValueError):
-                raise ValueError(f"{where} has no latitude and longitude in degrees") from None
-            if not (-90 <= place[0] <= 90 and -180 <= place[1] <= 180):
-                raise ValueError(f"{where}: there is no place at latitude {place[0]}, longitude {place[1]}")
-            if row["image_id"] in found:
-                raise ValueError(f"{where} lists image {row['image_id']} a second time")
-            found[row["image_id"]] = place
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {rows.line_num} is no CSV ({error})") from None
+    for where, row in csv_rows(text, str(path), ("image_id", "latitude", "longitude")):
+        try:
+            place = float(row["latitude"]), float(row["longitude"])
+        except ValueError:
+            raise ValueError(f"{where} has no latitude and longitude in degrees") from None
+        if not (-90 <= place[0] <= 90 and -180 <= place[1] <= 180):
+            raise ValueError(f"{where}: there is no place at latitude {place[0]}, longitude {place[1]}")
+        found[row["image_id"]] = place
     return found

@@ -11,7 +11,6 @@ Shape letters: U clients, N images, K classes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tabulate import tabulate
 
 from dataset.cli import OneLineParser, output_folder, run
-from dataset.files import write_bytes
+from dataset.files import write_json
 from dataset.store import probe
 from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
@@ -92,7 +92,11 @@ class Dealt:
     sizes: IntArray  # [U]
     classes_per_client: IntArray  # [U]
     distances: Floats  # [U]: ||q_k - p||_1
-    class_counts: IntArray  # [K]
+
+    @property
+    def emd(self) -> float:
+        """The mean of the distances, weighted by the clients' sizes."""
+        return mean_emd(self.distances, self.sizes)
 
 
 def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Floats, IntArray]:
@@ -155,12 +159,12 @@ def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
         share_of_largest_tenth=float(tenth.sum() / sizes.sum()),
         convention=task.convention,
     )
-    return statistics, Dealt(split, name, sizes, held, distance, store.label_counts())
+    return statistics, Dealt(split, name, sizes, held, distance)
 
 
 def as_text(rows: Sequence[Statistics]) -> str:
     """A table for people."""
-    table: list[tuple[str, ...]] = [HEAD]
+    table = []
     for row in rows:
         per = row.images_per_client
         table.append(
@@ -178,8 +182,7 @@ def as_text(rows: Sequence[Statistics]) -> str:
                 f"{100 * row.share_of_largest_tenth:.1f} %",
             )
         )
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+    lines = [tabulate(table, HEAD, tablefmt="plain", disable_numparse=True)]
     lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
     lines += [
         f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
@@ -208,7 +211,7 @@ def main(argv: Sequence[str]) -> None:
         from dataset.partitions.figures import draw  # matplotlib takes a second
 
         content = [asdict(statistics) for statistics, _ in measured]
-        write_bytes(arguments.output_dir / "statistics.json", json.dumps(content, indent=1).encode())
+        write_json(arguments.output_dir / "statistics.json", content)
         for path in draw(file, [dealt for _, dealt in measured], arguments.taxonomy, arguments.output_dir):
             print(f"wrote {path}", file=sys.stderr)
 
