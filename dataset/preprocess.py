@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import PIL
 
-from dataset.cli import output_file
+from dataset.cli import OneLineParser, cores, output_file, output_folder
 from dataset.fetch.source import Image, Source
 from dataset.files import prefetched
 from dataset.journal import Journal, free
@@ -35,7 +35,7 @@ from dataset.store.images import Pixels, Transcoding, decode, other_format, resi
 from dataset.store.index import DatasetIndex
 from dataset.store.writer import DataWriter
 
-__all__ = ["Options", "check_disk", "checked_output", "preprocess", "side_or_own"]
+__all__ = ["Options", "checked_places", "command_parser", "make", "preprocess"]
 
 TOOL_VERSION = "1.0"
 
@@ -43,8 +43,10 @@ TOOL_VERSION = "1.0"
 def preprocess(source: Source, options: Options) -> None:
     """Make ``options.output_file`` from a source, going on where an earlier call was stopped.
 
-    Raises ValueError that names user and image for an image that cannot be used (unless such are skipped),
-    and for records that contradict one another; OSError if the disk is full.
+    Raises:
+        ValueError: that names user and image, for an image that cannot be used (unless such are skipped),
+            and for records that contradict one another.
+        OSError: if the disk is full.
     """
     with Journal(options.output_file) as journal:
         found = scan(source, options, journal)
@@ -287,14 +289,54 @@ def side_or_own(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"it is {text!r}: give a side in pixels, or own") from None
 
 
-def checked_output(arguments: argparse.Namespace) -> Path:
-    """``--output_file`` of a preprocessing command, whose other plain arguments are checked, too.
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+def command_parser(name: str, description: str | None, images: bool = True) -> OneLineParser:
+    """The arguments that every ``dataset.NAME.download_preprocess`` has.
+
+    Args:
+        name: of the data set.
+        description: for ``--help``.
+        images: whether the form in which images are kept can be chosen.
+    """
+    parser = OneLineParser(
+        prog=f"python -m dataset.{name}.download_preprocess", description=description, formatter_class=_Help
+    )
+    add = parser.add_argument
+    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
+    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
+    add("--overwrite", action="store_true", help="replace an existing output file")
+    if images:
+        add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes, or pixels")
+        size = "raw: side in pixels of the squares, or the word own: each image keeps its size"
+        add("--image_size", type=side_or_own, default=256, help=size)
+        add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded")
+        add("--workers", type=int, default=cores(), help="threads")
+    return parser
+
+
+def checked_places(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """The output file and the download folder of a command, whose other plain arguments are checked, too.
 
     Raises:
         ValueError: one line that names the argument.
     """
     output = output_file("--output_file", arguments.output_file, arguments.overwrite)
     for name in ("image_size", "workers"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
+        if (value := getattr(arguments, name, None)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1")
-    return output
+    folder = arguments.download_folder or output.with_name(output.name + ".download")
+    return output, output_folder("--download_folder", folder)
+
+
+def make(source: Source, options: Options) -> None:
+    """`preprocess`, if the disk has room for it, and a line that says so."""
+    check_disk(source, options)
+    preprocess(source, options)
+    output = options.output_file
+    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataset.cli import OneLineParser, cores, input_file, is_address, output_folder
+from dataset.cli import input_file, is_address
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.listed import (
     ListedSet,
@@ -29,11 +28,11 @@ from dataset.fetch.listed import (
     read_lists,
     remote_shard,
 )
-from dataset.fetch.source import Shard
+from dataset.fetch.source import Shard, delete_downloads
 from dataset.files import write_bytes
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
-from dataset.preprocess import Options, check_disk, checked_output, preprocess, side_or_own
+from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.index import DatasetIndex, PartitionIndex
 
 MISSING_COLUMNS = ("image_id", "user_id", "reason")
@@ -42,13 +41,9 @@ Places = Mapping[str, tuple[float, float]]
 
 def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.Namespace:
     first = next(iter(specs.values()))
-    parser = OneLineParser(
-        prog=f"python -m dataset.{first.name}.download_preprocess",
-        description=f"Make one HDF5 file of {first.title}: the images that its CSVs list, and no others.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    description = f"Make one HDF5 file of {first.title}: the images that its CSVs list, and no others."
+    parser = command_parser(first.name, description)
     add = parser.add_argument
-    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
     if len(specs) > 1:
         add("--subset", choices=tuple(specs), default=next(iter(specs)), help="which lists")
     images = "address below which the archives are, or a folder with them or with images"
@@ -57,17 +52,10 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
         "folder, zip archive or address of the CSVs; by default --source, if it has any, or the public ones"
     )
     add("--splits", help=lists)
-    add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes, or pixels")
-    size = "raw: side in pixels of the squares, or the word own: each image keeps its size"
-    add("--image_size", type=side_or_own, default=256, help=size)
-    add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded")
     bad = "leave out and list images that are missing; these and damaged ones; or none"
     add("--on_bad_image", choices=("skip-missing", "skip", "fail"), default="skip-missing", help=bad)
     add("--coordinates", type=Path, help="CSV image_id,latitude,longitude: adds partitions by S2 cells")
     add("--n_max", default="30000,3000,1000,100", help="with --coordinates: most images of a cell, for each")
-    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
-    add("--workers", type=int, default=cores(), help="threads")
-    add("--overwrite", action="store_true", help="replace an existing output file")
     return parser.read(argv)
 
 
@@ -75,9 +63,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     """Lists, images, partitions, file."""
     arguments = _arguments(specs, argv)
     spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
-    output = checked_output(arguments)
-    folder: Path = arguments.download_folder or output.with_name(output.name + ".download")
-    output_folder("--download_folder", folder)
+    output, folder = checked_places(arguments)
     if not is_address(arguments.source) and not Path(arguments.source).is_dir():
         raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
     places: Places = {}
@@ -106,10 +92,8 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
         workers=arguments.workers,
         finish=finish,
     )
-    check_disk(source, options)
-    preprocess(source, options)
+    make(source, options)
     finish.report(len(table))
-    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
 
 
 def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Path:
@@ -164,11 +148,8 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
         shards = [remote_shard(archive, place, folder, wanted) for archive in spec.archives]
 
         def discard() -> None:
-            for shard in shards:
-                (folder / shard.name).unlink(missing_ok=True)
             shutil.rmtree(folder / "splits", ignore_errors=True)
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
+            delete_downloads(folder, [shard.name for shard in shards])
 
         need = 0
         if not all((folder / shard.name).is_file() for shard in shards):
@@ -230,8 +211,7 @@ class _Finish:
             },
             "users_without_images": dropped,
         }
-        splits = {**index.splits, "train": dataclasses.replace(train, partitions=partitions)}
-        return dataclasses.replace(index, splits=splits, provenance=provenance)
+        return dataclasses.replace(index.with_partitions(partitions), provenance=provenance)
 
     def _by_place(self, image_ids: Sequence[str]) -> dict[str, PartitionIndex]:
         rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,6 @@ from pathlib import Path
 from dataset.cifar10.source import (
     IMAGES_BASE,
     LICENCE,
-    PIXELS,
     SIDE,
     SPLITS_BASE,
     Cifar,
@@ -24,23 +21,20 @@ from dataset.cifar10.source import (
     download_splits,
     read_images,
 )
-from dataset.cli import OneLineParser, is_address, output_file, output_folder
+from dataset.cli import is_address
 from dataset.fetch.http import SourceError
+from dataset.fetch.source import delete_downloads
 from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
-from dataset.preprocess import Options, check_disk, preprocess
-from dataset.store.columns import schema
-from dataset.store.index import DatasetIndex, PartitionIndex
+from dataset.preprocess import Options, checked_places, command_parser, make
+from dataset.store.index import PartitionIndex
 
 NO_SPLITS, OFFICIAL = "none", "official"
 
 
 def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog=f"python -m dataset.{spec.name}.download_preprocess",
-        description=f"Make one HDF5 file of {spec.name} with federated splits of its training images.",
-    )
+    description = f"Make one HDF5 file of {spec.name} with federated splits of its training images."
+    parser = command_parser(spec.name, description, images=False)
     add = parser.add_argument
-    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
     add("--source", default=IMAGES_BASE, help="a folder, or the address of one, with the images")
     add(
         "--splits",
@@ -54,21 +48,25 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
     add("--dirichlet_per_class", default="", help=each)
     add("--alphas", default="", help="the old name of --dirichlet_total")
-    add("--seed", type=int, default=0, help="of our own partitions (0)")
-    add("--clients", type=int, default=100, help="of our own partitions (100)")
-    add("--images_per_client", type=int, default=500, help="of our own partitions (500)")
-    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
-    add("--overwrite", action="store_true", help="replace an existing output file")
-    return parser.read(argv)
+    add("--seed", type=int, default=0, help="of our own partitions")
+    add("--clients", type=int, default=100, help="of our own partitions")
+    add("--images_per_client", type=int, default=500, help="of our own partitions")
+    arguments = parser.read(argv)
+    if arguments.seed < 0:
+        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 on")
+    for name in ("clients", "images_per_client"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} is {getattr(arguments, name)}; give at least 1")
+    if arguments.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", arguments.splits_sha256):
+        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
+    return arguments
 
 
 def main(spec: Cifar, argv: Sequence[str]) -> None:
     """Download or read, check, deal and write."""
     arguments = _arguments(spec, argv)
-    output = _checked(arguments)
+    output, folder = checked_places(arguments)
     priors = _priors(arguments)
-    folder: Path = arguments.download_folder or output.with_name(output.name + ".download")
-    output_folder("--download_folder", folder)
     local = folder if is_address(arguments.source) else Path(arguments.source)
     if local is not folder and not local.is_dir():
         raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
@@ -82,50 +80,24 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         images = read_images(spec, folder)
     provenance: dict[str, object] = {"source": arguments.source, "licence": LICENCE}
     partitions: dict[str, PartitionIndex] = {}
+    classes = images["train"].classes
     if splits is not None:
-        partitions, digests = csv_partitions(spec, splits, images["train"].classes)
+        partitions, digests = csv_partitions(spec, splits, classes)
         if asked == OFFICIAL:
             check_official(spec, splits, digests)
         provenance["splits_sha256"] = digests
     provenance["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
     for name, (alpha, convention) in priors.items():
-        partitions[name] = dirichlet_partition(
-            images["train"].classes,
-            alpha,
-            arguments.seed,
-            arguments.clients,
-            arguments.images_per_client,
-            convention,
-        )
+        sizes = arguments.clients, arguments.images_per_client
+        partitions[name] = dirichlet_partition(classes, alpha, arguments.seed, *sizes, convention)
     _print_partitions(spec, partitions)
     if priors:
         provenance["dirichlet"] = {
             name: {"alpha": alpha, "alpha_is": convention, "seed": arguments.seed}
             for name, (alpha, convention) in priors.items()
         }
-    downloaded = [folder / spec.archive] if local is folder else []
-    downloaded += [splits] if splits is not None and splits.parent == folder else []
-
-    def discard() -> None:
-        for path in downloaded:
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not there, or not empty
-            folder.rmdir()
-
-    def with_partitions(index: DatasetIndex) -> DatasetIndex:
-        train = dataclasses.replace(index.splits["train"], partitions=partitions)
-        return dataclasses.replace(index, splits={**index.splits, "train": train})
-
-    count = sum(len(split.classes) for split in images.values())
-    source = CifarSource(
-        spec,
-        images,
-        schema=schema({"labels": "class"}),
-        num_images=count,
-        image_bytes=count * PIXELS,
-        provenance=provenance,
-        discard=discard,
-    )
+    downloaded = [spec.archive] if local is folder else []
+    downloaded += [splits.name] if splits is not None and splits.parent == folder else []
     options = Options(
         output,
         "raw",
@@ -133,24 +105,9 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         vocabulary={"labels": list(spec.classes)},
         tool=f"dataset.{spec.name}.download_preprocess",
         ids_are_positions=True,
-        finish=with_partitions,
+        finish=lambda index: index.with_partitions(partitions),
     )
-    check_disk(source, options)
-    preprocess(source, options)
-    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
-
-
-def _checked(arguments: argparse.Namespace) -> Path:
-    """The output file; ValueError, in one line, for an argument that cannot be used."""
-    output = output_file("--output_file", arguments.output_file, arguments.overwrite)
-    if arguments.seed < 0:
-        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 on")
-    for name in ("clients", "images_per_client"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} is {getattr(arguments, name)}; give at least 1")
-    if arguments.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", arguments.splits_sha256):
-        raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
-    return output
+    make(CifarSource.of(spec, images, provenance, lambda: delete_downloads(folder, downloaded)), options)
 
 
 def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from dataset.partitions.assignments import (
     rows_digest,
 )
 from dataset.store.annotations import IntArray
+from dataset.store.columns import schema
 from dataset.store.index import PartitionIndex
 
 SIDE = 32
@@ -88,6 +90,26 @@ class CifarSource(Source):
 
     spec: Cifar
     splits: Mapping[str, Images]
+
+    @classmethod
+    def of(
+        cls,
+        spec: Cifar,
+        splits: Mapping[str, Images],
+        provenance: dict[str, Any],
+        discard: Callable[[], None],
+    ) -> CifarSource:
+        """The source of these images."""
+        count = sum(len(images.classes) for images in splits.values())
+        return cls(
+            spec,
+            splits,
+            schema=schema({"labels": "class"}),
+            num_images=count,
+            image_bytes=count * PIXELS,
+            provenance=provenance,
+            discard=discard,
+        )
 
     @cached_property
     def parts(self) -> Sequence[str]:

@@ -2,11 +2,6 @@
 
     python -m dataset.flair.download_preprocess --output_file F [--source hf|apple|DIR] [--storage jpeg|raw]
 
-Two passes over the source, each with bounded memory. The first reads users, labels and image sizes, checks
-each image and keeps compact columns, from which every image's place in the file follows; the second puts each
-image at its place. The output has its name only when it is complete and checked; dataset/store/hdf5.py
-describes its schema.
-
 A download or a preprocessing that was killed, or stopped by SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (exit code
 75), or that lost the network, goes on with the same command: what was downloaded, and each block of 2,048
 images that was checked or written, is kept in F.partial until the output is complete.
@@ -29,10 +24,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.cli import OneLineParser, cores, input_file, output_folder, run
+from dataset.cli import input_file, run
 from dataset.fetch.source import Source
 from dataset.flair import sources
-from dataset.preprocess import Options, check_disk, checked_output, preprocess, side_or_own
+from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.images import BACKGROUNDS, Transcoding
 from dataset.store.index import TAXONOMIES
 
@@ -52,48 +47,28 @@ def read_vocabulary(path: Path) -> dict[str, list[str]]:
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m dataset.flair.download_preprocess",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("flair", __doc__)
     add = parser.add_argument
-    add("--output_file", type=Path, required=True, help="the HDF5 file to make")
-    add(
-        "--source",
-        default="hf",
-        help="hf: apple/flair on Hugging Face (default); apple: Apple's; or a folder",
-    )
-    add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes (default), or pixels")
-    size = "raw: side in pixels of the squares (256), or the word own: each image keeps its size"
-    add("--image_size", type=side_or_own, default=256, help=size)
+    add("--source", default="hf", help="hf: apple/flair on Hugging Face; apple: Apple's; or a folder")
     add("--not_group_data_by_user", action="store_true", help="keep the source's order (centralised)")
-    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs (95)")
-    add("--background", choices=BACKGROUNDS, default="white", help="below transparent images (white)")
-    add("--verify", choices=("header", "full"), default="full", help="see above")
-    add(
-        "--on_bad_image", choices=("fail", "skip"), default="fail", help="skip leaves them out and lists them"
-    )
-    add(
-        "--label_mapping", type=Path, help="JSON that fixes the labels: {labels: [], fine_grained_labels: []}"
-    )
+    add("--jpeg_quality", type=int, default=95, help="of PNG, WebP and GIF images, made JPEGs")
+    add("--background", choices=BACKGROUNDS, default="white", help="below transparent images")
+    bad = "skip leaves them out and lists them"
+    add("--on_bad_image", choices=("fail", "skip"), default="fail", help=bad)
+    labels = "JSON that fixes the labels: {labels: [], fine_grained_labels: []}"
+    add("--label_mapping", type=Path, help=labels)
     add("--revision", help=f"commit, for --source hf ({sources.REVISION})")
-    add("--download_folder", type=Path, help="(F.download, beside the output); deleted at the end")
-    add("--workers", type=int, default=cores(), help="threads (the number of cores)")
-    add("--overwrite", action="store_true", help="replace an existing output file")
     return parser.read(argv)
 
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     arguments = _arguments(argv)
-    output = checked_output(arguments)
+    output, folder = checked_places(arguments)
     if arguments.revision is not None and arguments.source != "hf":
         raise ValueError("--revision is for --source hf: leave it out")
-    if arguments.download_folder is not None:
-        if arguments.source not in ("hf", "apple"):
-            raise ValueError("--download_folder is for --source hf or apple: leave it out")
-        output_folder("--download_folder", arguments.download_folder)
+    if arguments.download_folder is not None and arguments.source not in ("hf", "apple"):
+        raise ValueError("--download_folder is for --source hf or apple: leave it out")
     if arguments.label_mapping is not None:
         input_file("--label_mapping", arguments.label_mapping)
     options = Options(
@@ -108,7 +83,6 @@ def main(argv: Sequence[str]) -> None:
         tool="dataset.flair.download_preprocess",
         transcode=Transcoding(arguments.jpeg_quality, arguments.background),
     )
-    folder = arguments.download_folder or output.with_name(output.name + ".download")
     source: Source
     if arguments.source == "hf":
         source = sources.hugging_face(folder, arguments.revision or sources.REVISION)
@@ -116,9 +90,7 @@ def main(argv: Sequence[str]) -> None:
         source = sources.apple(folder)
     else:
         source = sources.local(Path(arguments.source))
-    check_disk(source, options)
-    preprocess(source, options)
-    print(f"{output} is complete; python -m dataset.store {output} describes it", file=sys.stderr)
+    make(source, options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The file's own users are the authors. Both lie scattered in the 500 archives of 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -21,33 +22,26 @@ ARCHIVES = tuple(
     for number in range(500)
 )
 LICENCE = "Google Landmarks v2: CC licences and public domain, each image its own (train_attribution.csv)"
-LANDMARKS = {
-    "160k": ListedSet(
-        name="landmarks",
-        title="Landmarks-User-160k or gld23k",
-        splits_base="https://storage.googleapis.com/gresearch/federated-vision-datasets/",
-        splits=(Archive("landmarks-user-160k.zip", "53c36bd7d5fc12f927af2820b7e4a57c"),),
-        images_base="https://s3.amazonaws.com/google-landmark/",
-        archives=ARCHIVES,
-        natural="users",
-        mean_image_bytes=130_000,
-        licence=LICENCE,
+USER_160K = ListedSet(
+    name="landmarks",
+    title="Landmarks-User-160k or gld23k",
+    splits_base="https://storage.googleapis.com/gresearch/federated-vision-datasets/",
+    splits=(Archive("landmarks-user-160k.zip", "53c36bd7d5fc12f927af2820b7e4a57c"),),
+    images_base="https://s3.amazonaws.com/google-landmark/",
+    archives=ARCHIVES,
+    natural="users",
+    mean_image_bytes=130_000,
+    licence=LICENCE,
+)
+GLD_23K = dataclasses.replace(
+    USER_160K,
+    splits_base="https://storage.googleapis.com/tff-datasets-public/",
+    splits=(
+        Archive("mini_gld_train_split.csv", "9fd62cf79a67046fdd673d3a0ac52841"),
+        Archive("mini_gld_test.csv", "298e9d19d66357236f66fe8e22920933"),
     ),
-    "23k": ListedSet(
-        name="landmarks",
-        title="Landmarks-User-160k or gld23k",
-        splits_base="https://storage.googleapis.com/tff-datasets-public/",
-        splits=(
-            Archive("mini_gld_train_split.csv", "9fd62cf79a67046fdd673d3a0ac52841"),
-            Archive("mini_gld_test.csv", "298e9d19d66357236f66fe8e22920933"),
-        ),
-        images_base="https://s3.amazonaws.com/google-landmark/",
-        archives=ARCHIVES,
-        natural="users",
-        mean_image_bytes=130_000,
-        licence=LICENCE,
-    ),
-}
+)
+LANDMARKS = {"160k": USER_160K, "23k": GLD_23K}
 
 
 def main(argv: Sequence[str]) -> None:

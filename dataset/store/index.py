@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
@@ -120,6 +120,11 @@ class DatasetIndex:
     label_mappings: Mapping[str, Mapping[str, int]]  # by annotation
     provenance: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = True
+
+    def with_partitions(self, partitions: Mapping[str, PartitionIndex]) -> DatasetIndex:
+        """The same, with other ways to deal the training images."""
+        train = replace(self.splits["train"], partitions=partitions)
+        return replace(self, splits={**self.splits, "train": train})
 
 
 def check_index(index: DatasetIndex) -> None:

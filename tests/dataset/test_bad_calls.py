@@ -20,7 +20,7 @@ from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
 from dataset.partitions import statistics as partition_statistics
-from dataset.store import hdf5, probe
+from dataset.store import probe, validate
 from tests.bad_calls import check_refused
 from tests.dataset.cifar10.made_cifar import CIFAR10
 from tests.dataset.cifar10.made_cifar import write_parquet as write_cifar
@@ -28,7 +28,7 @@ from tests.dataset.drawn import records, write_parquet
 from tests.dataset.store.test_hdf5 import write
 
 MAIN: dict[str, Callable[[Sequence[str]], None]] = {
-    "hdf5": hdf5.main,
+    "hdf5": validate.main,
     "statistics": partition_statistics.main,
     "mini": mini.main,
     "flair": download_preprocess.main,

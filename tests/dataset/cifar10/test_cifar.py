@@ -23,8 +23,8 @@ from dataset.cifar10.source import Cifar
 from dataset.cli import run
 from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
-from dataset.store import hdf5
 from dataset.store.hdf5 import DataFile
+from dataset.store.validate import main as describe
 from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
 from dataset.store.writer import DataWriter
@@ -138,7 +138,7 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
         )
         assert rows[names[0]] != rows[names[1]]
         assert file.provenance["dirichlet"][names[0]] == {"alpha": 0.3, "alpha_is": "per-class", "seed": 7}
-    assert run(hdf5.main, [str(path)]) == 0
+    assert run(describe, [str(path)]) == 0
     described = capsys.readouterr().out
     assert run(partition_statistics.main, [str(path)]) == 0
     compared = capsys.readouterr().out
