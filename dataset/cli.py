@@ -180,7 +180,7 @@ class Stopped(BaseException):
     """
 
     def __init__(self, number: int, detail: str = "") -> None:
-        self.name, self.detail = signal.Signals(number).name, detail
+        self.name = signal.Signals(number).name
         super().__init__(f"stopped by {self.name}" + (f", {detail}" if detail else ""))
 
 

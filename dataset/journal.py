@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from dataset.cli import Stopped
 from dataset.fetch.http import SourceError
@@ -40,9 +39,7 @@ class Journal:
         self._lock.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not issubclass(kind, RESUMABLE):
             self.discard()
         self._lock.__exit__(None, None, None)

@@ -56,23 +56,15 @@ def preprocess(source: Source, options: Options) -> None:
             faults = _write(source, found, index, placement, options, journal)
             if not faults:
                 break
-            found.faults.update(
-                faults
-            )  # raw storage found images that cannot be decoded: again, without them
+            found.faults.update(faults)  # found when pixels were needed: once more, without these images
     source.discard()
 
 
 def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, Placement]:
     keep = np.ones(len(scan.num_bytes), bool)
     keep[list(scan.faults)] = False
-    skipped = [
-        {
-            "user_id": scan.table["user_id"][record].as_py(),
-            "image_id": scan.table["image_id"][record].as_py(),
-            "reason": fault,
-        }
-        for record, fault in sorted(scan.faults.items())
-    ]
+    left_out = scan.table.select(["user_id", "image_id"]).take(sorted(scan.faults)).to_pylist()
+    skipped = [{**ids, "reason": scan.faults[row]} for ids, row in zip(left_out, sorted(scan.faults))]
     provenance: dict[str, Any] = {
         **source.provenance,
         "counts": {},
@@ -263,10 +255,8 @@ def check_disk(source: Source, options: Options) -> None:
     """Raise OSError if the disk of the output has no room for the download and the output together."""
     output = source.image_bytes
     if options.storage == "raw":
-        side = options.image_size
-        output = (
-            source.num_images * side**2 * 3 if side else 10 * output
-        )  # a photograph's JPEG is about a tenth
+        side = options.image_size  # a photograph's JPEG is about a tenth of its pixels
+        output = source.num_images * side**2 * 3 if side else 10 * output
     need = output - Journal(options.output_file).size() + source.download_bytes
     available = free(options.output_file.parent)
     if need > available:

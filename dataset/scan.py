@@ -28,15 +28,8 @@ from dataset.store.native import Storage
 
 MISSING = "it is listed, but its file is missing"
 _JOURNAL = "blocks of version 2"
-_FOUND = pa.schema(
-    [
-        ("num_bytes", pa.int64()),
-        ("height", pa.int32()),
-        ("width", pa.int32()),
-        ("fault", pa.string()),
-        ("note", pa.string()),
-    ]
-)
+_TYPES = {"num_bytes": "int64", "height": "int32", "width": "int32", "fault": "string", "note": "string"}
+_FOUND = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in _TYPES.items()])
 """The columns of `Checked`, which are added to those of a source's records."""
 
 
@@ -71,14 +64,11 @@ class Options:
 class Checked:
     """What was found of an image."""
 
-    num_bytes: int
-    """As it is kept; -1 if it is listed, but nowhere."""
+    num_bytes: int  # as it is kept; -1 if it is listed, but nowhere
     height: int = 0
     width: int = 0
-    fault: str | None = None
-    """What is wrong with it."""
-    note: str | None = None
-    """What was done to it, if it is no JPEG."""
+    fault: str | None = None  # what is wrong with it
+    note: str | None = None  # what was done to it, if it is no JPEG
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Where Google's splits cannot be downloaded, ``--splits none`` makes the file wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.source import Cifar
@@ -40,10 +40,8 @@ CIFAR10 = Cifar(
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    cifar_preprocess.main(CIFAR10, argv)
-
+main = partial(cifar_preprocess.main, CIFAR10)
+"""The command line."""
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,10 @@ from dataset.cifar10.source import (
     CifarSource,
     check_official,
     csv_partitions,
-    download_images,
-    download_splits,
     read_images,
 )
 from dataset.cli import is_address
-from dataset.fetch.http import SourceError
+from dataset.fetch.http import SourceError, below, fetch_checked
 from dataset.fetch.source import delete_downloads
 from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
 from dataset.preprocess import Options, checked_places, command_parser, make
@@ -76,7 +75,8 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     images = None if local is folder else read_images(spec, local)
     splits = _splits(spec, asked, arguments.splits_sha256, folder)
     if images is None:
-        download_images(spec, arguments.source, folder)
+        archive = below(arguments.source, spec.archive)
+        fetch_checked(archive, folder / spec.archive, "md5", spec.md5)
         images = read_images(spec, folder)
     provenance: dict[str, object] = {"source": arguments.source, "licence": LICENCE}
     partitions: dict[str, PartitionIndex] = {}
@@ -131,7 +131,7 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
         return None
     if asked == OFFICIAL:
         try:
-            return download_splits(spec, SPLITS_BASE, folder)
+            return _download_splits(spec, SPLITS_BASE, folder, "")
         except SourceError as error:
             raise SourceError(
                 f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
@@ -144,7 +144,15 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
             f"--splits {asked}: nothing vouches for what comes over http; give an https address, or the "
             f"SHA-256 of {spec.splits_archive} with --splits_sha256"
         )
-    return download_splits(spec, asked, folder, sha256.lower())
+    return _download_splits(spec, asked, folder, sha256.lower())
+
+
+def _download_splits(spec: Cifar, base: str, folder: Path, sha256: str) -> Path:
+    """Where the archive of splits is; its name has a digest of its address."""
+    url = below(base, spec.splits_archive)
+    target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
+    fetch_checked(url, target, "sha256", sha256)
+    return target
 
 
 def _has_splits(spec: Cifar, folder: Path) -> bool:

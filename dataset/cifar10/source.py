@@ -26,7 +26,7 @@ import pyarrow as pa
 from PIL import Image as Picture
 
 from dataset.fetch.archives import BoundedHeader, archive_errors
-from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked
+from dataset.fetch.http import SourceError
 from dataset.fetch.parquet import batches, readable
 from dataset.fetch.source import BATCH, Image, Records, Source
 from dataset.files import file_digest
@@ -139,39 +139,6 @@ class CifarSource(Source):
             yield list(pixels[first : first + BATCH])
 
 
-def download_images(spec: Cifar, base: str, folder: Path, patience: Patience = PATIENT) -> None:
-    """Fetch the archive of images into ``folder``, unless it is there, and check its MD5.
-
-    Args:
-        base: the address of the folder that holds the archive.
-
-    Raises:
-        SourceError: when it cannot be downloaded, or what arrives is not the archive.
-    """
-    fetch_checked(f"{base.rstrip('/')}/{spec.archive}", folder / spec.archive, "md5", spec.md5, patience)
-
-
-def download_splits(
-    spec: Cifar, base: str, folder: Path, sha256: str = "", patience: Patience = PATIENT
-) -> Path:
-    """Fetch the archive of splits into ``folder``, unless it is there; returns where it is.
-
-    Its name there begins with a digest of its address, so that one address's archive is never used for
-    another's.
-
-    Args:
-        base: the address of the folder that holds the archive.
-        sha256: of the archive; an empty one is not checked.
-
-    Raises:
-        SourceError: when it cannot be downloaded, or what arrives has another SHA-256.
-    """
-    url = f"{base.rstrip('/')}/{spec.splits_archive}"
-    target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
-    fetch_checked(url, target, "sha256", sha256, patience)
-    return target
-
-
 def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
     """The images in a folder: parquet, the official binary archive, or what it holds.
 
@@ -180,28 +147,27 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     parquet = [path for path in found if path.suffix == ".parquet"]
-    archives = [path for path in found if path.name == spec.archive]
+    archive = next((path for path in found if path.name == spec.archive), None)
+    wanted = {member for members in spec.members.values() for member in members}
     if parquet:
         splits = {
             name: _of_parquet(spec, [path for path in parquet if path.name.startswith(name)], folder)
             for name in ("train", "test")
         }
-    elif archives:
-        found_md5 = file_digest(archives[0], "md5")
-        if found_md5 != spec.md5:
+    elif archive is not None:
+        digest = file_digest(archive, "md5")
+        if digest != spec.md5:
             raise ValueError(
-                f"{archives[0]} is damaged (MD5 {found_md5}, not {spec.md5}); delete it and download it again"
+                f"{archive} is damaged (MD5 {digest}, not {spec.md5}); delete it and download it again"
             )
-        splits = _of_binary(spec, dict(_members(archives[0])), str(archives[0]))
-    else:
-        wanted = {member for members in spec.members.values() for member in members}
-        loose = {path.name: path.read_bytes() for path in found if path.name in wanted}
-        if not loose:
-            raise ValueError(
-                f"--source {folder} holds neither *.parquet nor {spec.archive} (the version for Python holds "
-                "pickles and is not read)"
-            )
+        splits = _of_binary(spec, dict(_members(archive)), str(archive))
+    elif loose := {path.name: path.read_bytes() for path in found if path.name in wanted}:
         splits = _of_binary(spec, loose, str(folder))
+    else:
+        raise ValueError(
+            f"--source {folder} holds neither *.parquet nor {spec.archive} (the version for Python holds "
+            "pickles and is not read)"
+        )
     for name, images in splits.items():
         bad = np.flatnonzero((images.classes < 0) | (images.classes >= spec.num_classes))
         if len(bad):

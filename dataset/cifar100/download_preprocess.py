@@ -3,16 +3,13 @@
     python -m dataset.cifar100.download_preprocess --output_file F [--source URL-or-DIR] \
         [--splits none|official|DIR]
 
-Where Google's splits cannot be downloaded, ``--splits none`` makes the file without them.
-``--dirichlet_total 0.3,1`` and ``--dirichlet_per_class 0.03,0.1`` add partitions by our own sampler
-(`dataset.partitions.dirichlet`). The labels are
-the 100 fine ones, as in the paper.
+The labels are the 100 fine ones, as in the paper; for the options, see `dataset.cifar10.download_preprocess`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.source import Cifar
@@ -42,10 +39,8 @@ CIFAR100 = Cifar(
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    cifar_preprocess.main(CIFAR100, argv)
-
+main = partial(cifar_preprocess.main, CIFAR100)
+"""The command line."""
 
 if __name__ == "__main__":
     sys.exit(run(main))

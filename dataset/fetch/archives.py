@@ -14,8 +14,9 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, cast
 
@@ -45,9 +46,22 @@ class ArchiveSource(Source):
     files: Path | None
     paths: Mapping[str, Path] | None = None
     """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
-    _listed: tuple[pa.Table, dict[str, int]] | None = field(default=None, repr=False)
-    _claimed: array[int] = field(default_factory=lambda: array("l"), repr=False)
-    """``[R]``: 1 + the first part that has each image; 0 if none has it so far."""
+
+    @cached_property
+    def listed(self) -> tuple[pa.Table, dict[str, int]]:
+        """The records that are listed, and each image's row among them."""
+        table = self.read_listing(self.listing.fetch())
+        ids = table["image_id"].to_pylist()
+        row_of = {image_id: row for row, image_id in enumerate(ids)}
+        if len(row_of) < len(ids):
+            twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
+            raise ValueError(f"{self.listing.name} lists image {twice} twice")
+        return table, row_of
+
+    @cached_property
+    def _claimed(self) -> array[int]:
+        """``[R]``: 1 + the first part that has each image; 0 if none has it so far."""
+        return array("l", [0]) * len(self.listed[1])
 
     @property
     def parts(self) -> Sequence[str]:
@@ -59,7 +73,7 @@ class ArchiveSource(Source):
 
     def skip(self, part: int, table: pa.Table) -> None:
         """As `Source.skip`."""
-        _, row_of = self.listed()
+        _, row_of = self.listed
         for image_id in table["image_id"].to_pylist():
             self._claim(part, row_of[image_id])
 
@@ -70,7 +84,7 @@ class ArchiveSource(Source):
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
         """As `Source.records`."""
-        table, row_of = self.listed()
+        table, row_of = self.listed
         for ids, images in self._batches(part, start):
             rows = [row_of[image_id] for image_id in ids]
             yield Records(table.take(rows), images, self._origin(part))
@@ -82,62 +96,41 @@ class ArchiveSource(Source):
     def _origin(self, part: int) -> str:
         if part < len(self.archives):
             return self.archives[part].name
-        is_files = self.files is not None and part == len(self.archives)
-        return self.files.name if self.files is not None and is_files else self.listing.name
-
-    def listed(self) -> tuple[pa.Table, dict[str, int]]:
-        """The records that are listed, and each image's row among them."""
-        if self._listed is None:
-            table = self.read_listing(self.listing.fetch())
-            ids = table["image_id"].to_pylist()
-            row_of = {image_id: row for row, image_id in enumerate(ids)}
-            if len(row_of) < len(ids):
-                twice = next(image_id for row, image_id in enumerate(ids) if row_of[image_id] != row)
-                raise ValueError(f"{self.listing.name} lists image {twice} twice")
-            self._listed, self._claimed = (table, row_of), array("l", [0]) * len(row_of)
-        return self._listed
+        has_files = self.files is not None and part == len(self.archives)
+        return self.files.name if self.files is not None and has_files else self.listing.name
 
     def _batches(self, part: int, start: int) -> Iterator[tuple[list[str], list[Image]]]:
-        _, row_of = self.listed()
-        ids: list[str] = []
-        images: list[Image] = []
-        for image_id, image in self._members(part):
-            if image is not None:
-                self._claim(part, row_of[image_id])
-            if start:
-                start -= 1
-                continue
-            ids.append(image_id)
-            images.append(image() if callable(image) else image)
-            if len(ids) == source.BATCH:
-                yield ids, images
-                ids, images = [], []
-        if ids:
-            yield ids, images
+        def wanted() -> Iterator[tuple[str, Image]]:
+            for place, (image_id, read) in enumerate(self._members(part)):
+                if read is not None:
+                    self._claim(part, self.listed[1][image_id])
+                if place >= start:
+                    yield image_id, read and read()
+
+        images = wanted()
+        while batch := list(islice(images, source.BATCH)):
+            yield [image_id for image_id, _ in batch], [image for _, image in batch]
 
     def _members(self, part: int) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
         """The listed images of a part, each with how to read it; None if it is nowhere."""
-        _, row_of = self.listed()
+        _, row_of = self.listed
         if part < len(self.archives):
-            return ((name, read) for name, read in tar_images(self.archives[part].fetch()) if name in row_of)
-        if self.files is not None and part == len(self.archives):
-            free = (0, part + 1)
-            return _jpegs(one for one in self._found() if self._claimed[row_of[one[0]]] in free)
-        return ((name, None) for name, row in row_of.items() if not self._claimed[row])
+            yield from (found for found in tar_images(self.archives[part].fetch()) if found[0] in row_of)
+        elif self.files is not None and part == len(self.archives):
+            for image_id, path in self._found():
+                if self._claimed[row_of[image_id]] in (0, part + 1):
+                    _bounded(str(path), path.stat().st_size)
+                    yield image_id, path.read_bytes
+        else:
+            yield from ((image_id, None) for image_id, row in row_of.items() if not self._claimed[row])
 
     def _found(self) -> Iterator[tuple[str, Path]]:
         """The listed images that are files, with their paths."""
         assert self.files is not None
-        for image_id in self.listed()[1]:
+        for image_id in self.listed[1]:
             path = self.files / f"{image_id}.jpg" if self.paths is None else self.paths.get(image_id)
             if path is not None and Path(image_id).name == image_id and path.is_file():
                 yield image_id, path
-
-
-def _jpegs(found: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    for image_id, path in found:
-        _bounded(str(path), path.stat().st_size)
-        yield image_id, path.read_bytes
 
 
 def _folder_key(folder: Path, found: Iterable[tuple[str, Path]]) -> str:

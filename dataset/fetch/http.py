@@ -8,14 +8,14 @@ archives carry CRCs.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
+import itertools
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -54,7 +54,8 @@ class Patience:
         return min(max(seconds, 0.0), self.longest_pause_s)
 
 
-PATIENT = Patience()
+PATIENCE = Patience()
+"""Of every download; tests replace it."""
 
 
 def retry_after(header: str, otherwise: float) -> float:
@@ -67,26 +68,29 @@ def retry_after(header: str, otherwise: float) -> float:
         return otherwise
 
 
-def retried(ask: Callable[[], Result], url: str, patience: Patience) -> Result:
+def retried(ask: Callable[[], Result], url: str) -> Result:
     """``ask()``, again and again while the server is busy or the connection breaks.
 
-    Raises SourceError, in one line, when the attempts are used up or the server says no.
+    Raises:
+        SourceError: in one line, when the attempts are used up or the server says no.
     """
-    for attempt in range(patience.attempts):
+    for attempt in itertools.count(1):
         try:
             return ask()
         except (OSError, http.client.HTTPException) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
                 final = error.code not in BUSY
             else:  # the last two: a full disk, say
                 final = isinstance(error, (SourceError, PermissionError)) or type(error) is OSError
-            if final or attempt + 1 == patience.attempts:
-                raise _unreachable(url, error) from None
-            pause = patience.pause(attempt, error)
-            print(f"{url}: {_text(error)}; trying again in {pause:.0f} s", file=sys.stderr)
+            if final or attempt >= PATIENCE.attempts:
+                kept = "what has arrived is kept: run the command again later"
+                raise SourceError(f"cannot download {url} ({text}); {kept}") from None
+            pause = PATIENCE.pause(attempt - 1, error)
+            print(f"{url}: {text}; trying again in {pause:.0f} s", file=sys.stderr)
             time.sleep(pause)
-    raise AssertionError("attempts is at least 1")
+    raise AssertionError("the count has no end")
 
 
 @dataclass(frozen=True)
@@ -97,27 +101,33 @@ class Remote:
     version: str
 
 
-def remote(url: str, patience: Patience = PATIENT) -> Remote:
+def below(base: str, path: str) -> str:
+    """The address of a path below another address."""
+    return f"{base.rstrip('/')}/{path}"
+
+
+def remote(url: str) -> Remote:
     """Length and version of a remote file (a HEAD request)."""
 
     def ask() -> Remote:
         request = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=patience.timeout_s) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE.timeout_s) as answer:
             length = answer.headers["Content-Length"] or ""
             if not length.isdigit():
                 raise SourceError("the server does not tell the file's length")
             return Remote(int(length), _version(answer))
 
-    return retried(ask, url, patience)
+    return retried(ask, url)
 
 
-def fetch(url: str, target: Path, expected: Remote, patience: Patience = PATIENT) -> None:
+def fetch(url: str, target: Path, expected: Remote) -> None:
     """Download ``url`` to ``target``, which appears when it is whole.
 
     What has arrived is kept in ``target.part``; a later call, or a further attempt after a broken connection,
     asks for the rest only (HTTP Range), and starts over where the server has another version by then.
 
-    Raises SourceError, in one line, when the attempts are used up.
+    Raises:
+        SourceError: in one line, when the attempts are used up.
     """
     if target.is_file() and target.stat().st_size == expected.size:
         return
@@ -127,14 +137,12 @@ def fetch(url: str, target: Path, expected: Remote, patience: Patience = PATIENT
     if not noted.exists() or noted.read_text() != expected.version:
         part.unlink(missing_ok=True)
         noted.write_text(expected.version)
-    retried(lambda: _append(url, part, expected, patience), url, patience)
+    retried(lambda: _append(url, part, expected), url)
     part.replace(target)
     noted.unlink()
 
 
-def fetch_checked(
-    url: str, target: Path, algorithm: str, expected: str, patience: Patience = PATIENT
-) -> None:
+def fetch_checked(url: str, target: Path, algorithm: str, expected: str) -> None:
     """Download ``url`` to ``target``, unless it is there, and check its digest.
 
     Args:
@@ -146,7 +154,7 @@ def fetch_checked(
             same command downloads it again.
     """
     if not target.is_file():
-        fetch(url, target, remote(url, patience), patience)
+        fetch(url, target, remote(url))
     if expected and (found := file_digest(target, algorithm)) != expected:
         target.unlink()
         raise SourceError(
@@ -154,7 +162,7 @@ def fetch_checked(
         )
 
 
-def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
+def _append(url: str, part: Path, expected: Remote) -> None:
     have = part.stat().st_size if part.exists() else 0
     if have == expected.size:
         return
@@ -162,7 +170,7 @@ def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
         part.unlink()
         have = 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=patience.timeout_s) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE.timeout_s) as answer:
         version = _version(answer)
         if expected.version and version and version != expected.version:
             raise SourceError("the file changed on the server meanwhile")
@@ -174,35 +182,19 @@ def _append(url: str, part: Path, expected: Remote, patience: Patience) -> None:
         length = answer.headers["Content-Length"]
         if length is not None and int(length) != expected.size - have:
             raise SourceError(f"it has {int(length) + have:,} bytes now, and had {expected.size:,} before")
-        with open(part, "r+b" if have else "wb") as file, _bar(part, expected.size, have) as progress:
+        shown = {"unit": "B", "unit_scale": True, "desc": part.stem, "leave": False}
+        bar = tqdm(total=expected.size, initial=have, disable=None, **shown)  # not in a log
+        with open(part, "r+b" if have else "wb") as file, bar:
             file.seek(have)
             while have < expected.size and (block := answer.read1(min(_BLOCK, expected.size - have))):
                 file.write(block)
                 have += len(block)
-                progress.update(len(block))
+                bar.update(len(block))
             file.flush()
             os.fsync(file.fileno())
     if have < expected.size:
         raise http.client.IncompleteRead(b"", expected.size - have)
 
 
-@contextlib.contextmanager
-def _bar(part: Path, size: int, have: int) -> Iterator[tqdm[None]]:
-    """On a terminal only: in a log, the next line would stand behind it."""
-    with tqdm(
-        total=size, initial=have, unit="B", unit_scale=True, desc=part.stem, leave=False, disable=None
-    ) as bar:
-        yield bar
-
-
 def _version(answer: http.client.HTTPResponse) -> str:
     return str(answer.headers["ETag"] or answer.headers["Last-Modified"] or "")
-
-
-def _unreachable(url: str, error: BaseException) -> SourceError:
-    said = f"cannot download {url} ({_text(error)})"
-    return SourceError(f"{said}; what has arrived is kept: run the command again later")
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -46,14 +46,8 @@ def parquet_shards(
             if target.is_file() and checked.exists() and target.stat().st_size == file.size:
                 return target
             with _named(f"cannot download {file.path}", "what has arrived is kept: run the command again"):
-                hf_hub_download(
-                    repository,
-                    file.path,
-                    repo_type="dataset",
-                    revision=commit,
-                    local_dir=folder,
-                    endpoint=endpoint,
-                )
+                place = {"repo_type": "dataset", "revision": commit, "endpoint": endpoint}
+                hf_hub_download(repository, file.path, local_dir=folder, **place)
             digest = file_digest(target)
             if file.lfs is not None and digest != file.lfs.sha256:
                 target.unlink()

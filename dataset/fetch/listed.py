@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from dataset.fetch import http
 from dataset.fetch.archives import tar_images
-from dataset.fetch.http import PATIENT, Patience, SourceError, fetch_checked, remote, retried
+from dataset.fetch.http import SourceError, below, fetch_checked, remote, retried
 from dataset.fetch.source import Shard
 from dataset.files import replacing
 from dataset.partitions.assignments import (
@@ -91,12 +92,8 @@ class Lists:
                         f"{listing.origin} says that image {image} has class {k}, another CSV says "
                         f"{found[image][0]}; take the CSVs of one version"
                     )
-            if natural in listing.users:
-                owner |= {
-                    image: user
-                    for image, user in zip(listing.image_ids, listing.users[natural])
-                    if user != NOBODY
-                }
+            users = zip(listing.image_ids, listing.users.get(natural, ()))
+            owner |= {image: user for image, user in users if user != NOBODY}
         rows = [(owner.get(image, OWNERS["train"]), image, "train", *one) for image, one in found.items()]
         test = zip(self.test.image_ids, self.test.classes.tolist(), self._names(self.test))
         for image, k, name in test:
@@ -163,23 +160,21 @@ def read_lists(place: Path) -> Lists:
     return Lists(str(place), listings, tests[0], highest + 1)
 
 
-def fetch_lists(spec: ListedSet, base: str, folder: Path, patience: Patience = PATIENT) -> Path:
+def fetch_lists(spec: ListedSet, base: str, folder: Path) -> Path:
     """Download the CSVs, or the zip archive of them, and check them; returns where they are."""
     for one in spec.splits:
         target = folder / "splits" / one.path
-        fetch_checked(base.rstrip("/") + "/" + one.path, target, "md5", one.md5, patience)
+        fetch_checked(below(base, one.path), target, "md5", one.md5)
     zipped = [folder / "splits" / one.path for one in spec.splits if one.path.endswith(".zip")]
     return zipped[0] if zipped else folder / "splits"
 
 
-def remote_shard(
-    archive: Archive, base: str, folder: Path, wanted: Mapping[str, int], patience: Patience = PATIENT
-) -> Shard:
+def remote_shard(archive: Archive, base: str, folder: Path, wanted: Mapping[str, int]) -> Shard:
     """An archive on a server as a shard that holds the wanted images alone, once it is fetched.
 
     ``wanted`` has the ids of the images as its keys. The shard's size is not known beforehand.
     """
-    url = base.rstrip("/") + "/" + archive.path
+    url = below(base, archive.path)
     name = Path(archive.path).name
     digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()
     kept = folder / f"{name}.{digest[:12]}.kept.tar"
@@ -188,7 +183,7 @@ def remote_shard(
         if kept.is_file():
             return kept
         whole = folder / name
-        fetch_checked(url, whole, "md5", archive.md5 or _announced_md5(archive, base, patience), patience)
+        fetch_checked(url, whole, "md5", archive.md5 or _announced_md5(archive, base))
         keep(whole, wanted, kept)
         whole.unlink()
         return kept
@@ -196,17 +191,17 @@ def remote_shard(
     return Shard(kept.name, 0, get, f"{url} {digest}")
 
 
-def _announced_md5(archive: Archive, base: str, patience: Patience) -> str:
+def _announced_md5(archive: Archive, base: str) -> str:
     """The first word of the file that states an archive's MD5, if there is to be one."""
     if not archive.md5_path:
         return ""
-    url = base.rstrip("/") + "/" + archive.md5_path
+    url = below(base, archive.md5_path)
 
     def ask() -> str:
-        with urllib.request.urlopen(url, timeout=patience.timeout_s) as answer:
+        with urllib.request.urlopen(url, timeout=http.PATIENCE.timeout_s) as answer:
             return str(answer.read(4096).decode("ascii", "replace"))
 
-    words = retried(ask, url, patience).split()
+    words = retried(ask, url).split()
     if not words or len(words[0]) != 32:
         raise SourceError(f"{url} states no MD5; run the command again later")
     return words[0].lower()
@@ -252,7 +247,7 @@ def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
     return found
 
 
-def largest(spec: ListedSet, base: str, patience: Patience = PATIENT) -> int:
+def largest(spec: ListedSet, base: str) -> int:
     """Bytes of the largest archive; of many, of the first."""
     asked = spec.archives if len(spec.archives) < 4 else spec.archives[:1]
-    return max(remote(base.rstrip("/") + "/" + one.path, patience).size for one in asked)
+    return max(remote(below(base, one.path)).size for one in asked)

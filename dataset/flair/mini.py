@@ -103,8 +103,7 @@ class MiniSpec:
 
     def __post_init__(self) -> None:
         ranges = dict.fromkeys(("train_users", "val_users", "test_users", "max_user_images"), (1, 10**8))
-        ranges |= {"image_size": (8, 4096), "seed": (0, 2**63 - 1)}
-        ranges |= {"coarse_labels": (1, MAX_COARSE)}
+        ranges |= {"image_size": (8, 4096), "seed": (0, 2**63 - 1), "coarse_labels": (1, MAX_COARSE)}
         ranges |= {"num_fine_labels": (len(COARSE_LABELS), 65535)}
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -200,10 +199,8 @@ def _coarse_labels(spec: MiniSpec, code: int, sizes: IntArray, rank: IntArray) -
     luck += np.repeat(log_weights, sizes, axis=0)
     if spec.coarse_labels is not None:
         many = np.full(num_images, spec.coarse_labels)
-    least = np.sort(luck, axis=1)[image, num_labels - many]
-    if spec.coarse_labels is not None:
-        return luck >= least[:, None]
-    return _with_every_label(seed, code, luck >= least[:, None])
+    labels = luck >= np.sort(luck, axis=1)[image, num_labels - many][:, None]
+    return labels if spec.coarse_labels is not None else _with_every_label(seed, code, labels)
 
 
 def _log_weights(seed: int, code: int, sizes: IntArray, rank: IntArray) -> _Floats:
@@ -297,20 +294,28 @@ def write_mini(path: Path, spec: MiniSpec, storage: Storage = "raw") -> None:
     """Draw the data set into one HDF5 file (`dataset.store.hdf5`); memory stays small at any scale.
 
     ``jpeg`` storage (quality 95) draws everything twice, since the file must know the lengths beforehand.
-    Raises OSError if the disk is full.
+
+    Raises:
+        OSError: if the disk is full.
     """
-    index = mini_index(spec)
-    if storage == "raw":
-        with DataWriter(path, index, storage="raw", image_size=spec.image_size) as writer:
-            for split, rows in _batches(index, spec, "drawing"):
-                writer.write(split, rows, draw_images(spec, index, split, rows))
-        return
-    lengths = {split: np.zeros(index.splits[split].num_images, np.int64) for split in index.splits}
-    for split, rows in _batches(index, spec, "measuring"):
-        lengths[split][rows] = [len(data) for data in _jpegs(draw_images(spec, index, split, rows))]
-    with DataWriter(path, index, storage="jpeg", image_bytes=lengths) as writer:
+    index, raw = mini_index(spec), storage == "raw"
+
+    def drawn(split: str, rows: IntArray) -> npt.NDArray[np.uint8] | list[bytes]:
+        images = draw_images(spec, index, split, rows)
+        return images if raw else _jpegs(images)
+
+    lengths = {name: np.zeros(split.num_images, np.int64) for name, split in index.splits.items()}
+    for split, rows in () if raw else _batches(index, spec, "measuring"):
+        lengths[split][rows] = [len(image) for image in drawn(split, rows)]
+    with DataWriter(
+        path,
+        index,
+        storage=storage,
+        image_bytes=None if raw else lengths,
+        image_size=spec.image_size if raw else None,
+    ) as writer:
         for split, rows in _batches(index, spec, "drawing"):
-            writer.write(split, rows, _jpegs(draw_images(spec, index, split, rows)))
+            writer.write(split, rows, drawn(split, rows))
 
 
 def _jpegs(images: npt.NDArray[np.uint8]) -> list[bytes]:

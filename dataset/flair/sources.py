@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dataset.fetch import hugging_face as hub
 from dataset.fetch.archives import ArchiveSource
-from dataset.fetch.http import PATIENT, Patience, fetch, remote
+from dataset.fetch.http import fetch, remote
 from dataset.fetch.parquet import ParquetSource, num_rows
 from dataset.fetch.source import Shard, Source, bytes_to_download, delete_downloads
 from dataset.store.columns import ID_COLUMNS, schema
@@ -116,7 +116,7 @@ def local(folder: Path) -> Source:
         image_bytes=max(unpacked, sum(shard.size for shard in shards)),
         provenance={**provenance, "format": "archives"},
     )
-    source.num_images = len(source.listed()[1])
+    source.num_images = len(source.listed[1])
     return source
 
 
@@ -124,15 +124,15 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def apple(folder: Path, base: str = APPLE, patience: Patience = PATIENT) -> Source:
+def apple(folder: Path, base: str = APPLE) -> Source:
     """Apple's archives of 256-pixel images; downloaded to ``folder``, each when it is needed."""
 
     def shard(path: str) -> Shard:
         target, url = folder / Path(path).name, base + path
-        there = remote(url, patience)
+        there = remote(url)
 
         def get() -> Path:
-            fetch(url, target, there, patience)
+            fetch(url, target, there)
             return target
 
         return Shard(target.name, there.size, get, f"{url} {there.size} {there.version}")

@@ -12,7 +12,7 @@ The archives have over 200 GB; one lies on the disk at a time, beside the 156,00
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from dataset import preprocess_listed as listed_preprocess
 from dataset.cli import run
@@ -37,10 +37,8 @@ INATURALIST = ListedSet(
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    listed_preprocess.main({"inaturalist": INATURALIST}, argv)
-
+main = partial(listed_preprocess.main, {"inaturalist": INATURALIST})
+"""The command line."""
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from dataset import preprocess_listed as listed_preprocess
 from dataset.cli import run
@@ -44,10 +44,8 @@ GLD_23K = dataclasses.replace(
 LANDMARKS = {"160k": USER_160K, "23k": GLD_23K}
 
 
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    listed_preprocess.main(LANDMARKS, argv)
-
+main = partial(listed_preprocess.main, LANDMARKS)
+"""The command line."""
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import numpy as np
@@ -83,9 +83,14 @@ def dirichlet_partition(
     pools = [order[classes[order] == k] for k in range(int(classes.max()) + 1)]
     left = np.array([len(pool) for pool in pools])
     prior = left / left.sum() if convention == "total" else (left > 0).astype(np.float64)
+
+    def draw(weights: Floats) -> Floats:
+        total = alpha if convention == "total" else alpha * np.count_nonzero(weights)
+        return _draw_q(rng, weights, total)
+
     rows = []
     for _ in range(num_clients):
-        for k, count in enumerate(_counts(rng, prior, alpha, left, images_per_client, convention)):
+        for k, count in enumerate(_counts(draw, prior, left, images_per_client)):
             rows.append(np.sort(pools[k][left[k] - count : left[k]]))
             left[k] -= count
     offsets = np.arange(num_clients + 1, dtype=np.int64) * images_per_client
@@ -135,20 +140,8 @@ def meaning(partition: str | None, num_classes: int) -> str:
     )
 
 
-def _counts(
-    rng: np.random.Generator,
-    prior: Floats,
-    alpha: float,
-    left: IntArray,
-    images: int,
-    convention: Convention = "total",
-) -> list[int]:
-    """How many images of each class one client gets, ``[K]``."""
-
-    def draw(weights: Floats) -> Floats:
-        total = alpha if convention == "total" else alpha * np.count_nonzero(weights)
-        return _draw_q(rng, weights, total)
-
+def _counts(draw: Callable[[Floats], Floats], prior: Floats, left: IntArray, images: int) -> list[int]:
+    """How many images of each class one client gets, ``[K]``; ``draw`` gives q from the classes' weights."""
     left = left.copy()
     taken = np.zeros(len(left), np.int64)
     q = draw(prior)

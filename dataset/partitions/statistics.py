@@ -30,11 +30,6 @@ from dataset.store.views import PARTITIONED, SingleLabelView
 OWN_USERS = "users"
 """What the file's own users are called beside its partitions."""
 
-HEAD = (
-    "split", "dealt by", "clients", "images", "classes", "images/client (min median mean max)",
-    "classes/client (mean)", "EMD", "at random", "size cv", "largest 10 % hold",
-)  # fmt: skip
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -50,9 +45,7 @@ class Spread:
     @classmethod
     def of(cls, values: IntArray) -> Spread:
         """Of ``[U]``."""
-        return cls(
-            *(float(value) for value in (values.min(), np.median(values), values.mean(), values.max()))
-        )
+        return cls(*map(float, (values.min(), np.median(values), values.mean(), values.max())))
 
 
 @dataclass(frozen=True)
@@ -63,24 +56,16 @@ class Statistics:
     name: str
     clients: int
     images: int
-    classes: int
-    """That occur."""
-    images_left_out: int
-    """Without exactly one label."""
-    taxonomy: str
-    """Whose labels are the classes."""
+    classes: int  # that occur
+    images_left_out: int  # without exactly one label
+    taxonomy: str  # whose labels are the classes
     images_per_client: Spread
     classes_per_client: Spread
-    emd: float
-    """Sum over clients of n_k / n * ||q_k - p||_1."""
-    emd_at_random: float
-    """The same, were the images dealt at random to clients of the same sizes: small clients differ anyhow."""
-    size_variation: float
-    """Standard deviation of the clients' sizes, divided by their mean; 0 if all are of one size."""
-    share_of_largest_tenth: float
-    """Of the images, held by the largest 10 % of the clients (rounded up)."""
-    convention: str
-    """What the alpha in the partition's name counts; empty if it has none."""
+    emd: float  # sum over clients of n_k / n * ||q_k - p||_1
+    emd_at_random: float  # were the images dealt at random to clients of the same sizes
+    size_variation: float  # standard deviation of the clients' sizes, divided by their mean
+    share_of_largest_tenth: float  # of the images, held by the largest 10 % of the clients (rounded up)
+    convention: str  # what the alpha in the partition's name counts; empty if it has none
 
 
 @dataclass(frozen=True)
@@ -168,21 +153,23 @@ def as_text(rows: Sequence[Statistics]) -> str:
     for row in rows:
         per = row.images_per_client
         table.append(
-            (
-                row.split,
-                row.name,
-                f"{row.clients:,}",
-                f"{row.images:,}",
-                f"{row.classes:,}",
-                f"{per.min:g} {per.median:g} {per.mean:.1f} {per.max:,g}",
-                f"{row.classes_per_client.mean:.2f}",
-                f"{row.emd:.3f}",
-                f"{row.emd_at_random:.3f}",
-                f"{row.size_variation:.2f}",
-                f"{100 * row.share_of_largest_tenth:.1f} %",
-            )
+            {
+                "split": row.split,
+                "dealt by": row.name,
+                "clients": f"{row.clients:,}",
+                "images": f"{row.images:,}",
+                "classes": f"{row.classes:,}",
+                "images/client (min median mean max)": (
+                    f"{per.min:g} {per.median:g} {per.mean:.1f} {per.max:,g}"
+                ),
+                "classes/client (mean)": f"{row.classes_per_client.mean:.2f}",
+                "EMD": f"{row.emd:.3f}",
+                "at random": f"{row.emd_at_random:.3f}",
+                "size cv": f"{row.size_variation:.2f}",
+                "largest 10 % hold": f"{100 * row.share_of_largest_tenth:.1f} %",
+            }
         )
-    lines = [tabulate(table, HEAD, tablefmt="plain", disable_numparse=True)]
+    lines = [tabulate(table, "keys", tablefmt="plain", disable_numparse=True)]
     lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
     lines += [
         f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "

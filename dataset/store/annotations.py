@@ -10,7 +10,7 @@ Masks and boxes refer to the image in its own size, whatever the size at which i
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -59,9 +59,8 @@ class LabelMatrix:
 
     def take(self, rows: IntArray) -> LabelMatrix:
         """The matrix of these rows, in their order."""
-        counts = np.diff(self.indptr)[rows]
-        places = np.repeat(self.indptr[rows], counts) + positions(counts)
-        return LabelMatrix(offsets_of(counts), self.indices[places], self.num_labels)
+        indptr, places = gathered(self.indptr, rows)
+        return LabelMatrix(indptr, self.indices[places], self.num_labels)
 
     def only(self, label: int) -> LabelMatrix:
         """The column of one label, ``[N, 1]``."""
@@ -90,6 +89,10 @@ class OneClass(LabelMatrix):
         """From the class of each image, ``[N]``."""
         return cls(np.arange(len(classes) + 1, dtype=np.int64), classes.astype(np.uint16), num_labels)
 
+    def take(self, rows: IntArray) -> OneClass:
+        """The classes of these images, in their order."""
+        return self.of(self.indices[rows], self.num_labels)
+
     @property
     def classes(self) -> npt.NDArray[np.uint16]:
         """The class of each image, ``[N]``."""
@@ -105,8 +108,19 @@ class Masks:
     png: npt.NDArray[np.uint8]  # [B]; of a file, mapped and not in memory
     num_labels: int  # K
 
+    @classmethod
+    def of(cls, masks: Sequence[bytes], num_labels: int) -> Masks:
+        """From the PNG of each image, ``[N]``."""
+        data = np.frombuffer(b"".join(masks), np.uint8)
+        return cls(offsets_of(np.array([len(mask) for mask in masks])), data, num_labels)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def take(self, rows: IntArray) -> Masks:
+        """The masks of these images, in their order."""
+        masks = [self.encoded(row) for row in rows.tolist()]
+        return self.of(masks, self.num_labels)
 
     def encoded(self, row: int) -> bytes:
         """The PNG of one mask."""
@@ -140,6 +154,11 @@ class Boxes:
         here = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
         return self.corners[here], self.classes[here]
 
+    def take(self, rows: IntArray) -> Boxes:
+        """The objects of these images, in their order."""
+        indptr, places = gathered(self.indptr, rows)
+        return Boxes(indptr, self.corners[places], self.classes[places], self.num_labels)
+
     def counts(self) -> IntArray:
         """Number of objects of each class, ``[K]``."""
         return np.bincount(self.classes, minlength=self.num_labels).astype(np.int64)
@@ -165,13 +184,10 @@ def stored(annotation: Annotation) -> dict[str, npt.NDArray[Any]]:
 
 def restored(kind: Kind, columns: Sequence[npt.NDArray[Any]], num_labels: int) -> Annotation:
     """The annotation with these data sets, in the order of `LEAVES`."""
-    if kind == "class":
-        return OneClass.of(columns[0], num_labels)
-    if kind == "mask":
-        return Masks(columns[0], columns[1], num_labels)
-    if kind == "boxes":
-        return Boxes(columns[0], columns[1], columns[2], num_labels)
-    return LabelMatrix(columns[0], columns[1], num_labels)
+    makers: dict[Kind, Callable[..., Annotation]] = {
+        "label set": LabelMatrix, "class": OneClass.of, "mask": Masks, "boxes": Boxes
+    }  # fmt: skip
+    return makers[kind](*columns, num_labels)
 
 
 def check_annotation(name: str, annotation: Annotation, num_images: int) -> None:
@@ -247,6 +263,12 @@ def offsets_of(counts: npt.NDArray[Any]) -> IntArray:
 def positions(counts: npt.NDArray[Any]) -> IntArray:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def gathered(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """The offsets of these rows' parts alone, and the places of their elements among all."""
+    counts = np.diff(offsets)[rows]
+    return offsets_of(counts), np.repeat(offsets[rows], counts) + positions(counts)
 
 
 def within(values: npt.NDArray[Any], bound: int) -> bool:

@@ -23,7 +23,6 @@ from dataset.store.annotations import (
     Masks,
     OneClass,
     offsets_of,
-    positions,
 )
 from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
 from dataset.store.native import IdColumn
@@ -104,10 +103,10 @@ def build_index(
         raise ValueError(f"{whose(record)} is in partition {code!r}; there are {', '.join(SPLITS)}")
     _refuse_twice(ids["image_id"], codes if ids_are_positions else np.zeros_like(codes), keep, whose)
     columns = {
-        name: _column(table[name], kind, keep, name, vocabulary.get(name), whose)
+        name: _annotation(table[name], kind, keep, name, vocabulary.get(name), whose)
         for name, kind in kinds(table.schema).items()
     }
-    mappings = {name: column.mapping for name, column in columns.items()}
+    mappings = {name: mapping for name, (mapping, _) in columns.items()}
     present = tuple(name for name in SPLITS if name in names and (keep & (codes == names.index(name))).any())
     placement = Placement(present, np.full(len(keep), -1, np.int8), np.full(len(keep), -1, np.int64))
     splits: dict[str, SplitIndex] = {}
@@ -120,7 +119,7 @@ def build_index(
             records, owner = records[order], owner[order]
         placement.split[records], placement.row[records] = number, np.arange(len(records))
         offsets = offsets_of(np.bincount(owner))
-        annotations = {one: column.of(records) for one, column in columns.items()}
+        annotations = {key: column.take(records) for key, (_, column) in columns.items()}
         splits[name] = SplitIndex(
             IdColumn(user_ids),
             offsets if grouped else np.empty(0, np.int64),
@@ -163,68 +162,46 @@ def _refuse_twice(
         raise ValueError(f"{first} comes a second time ({second}); does the source hold a shard twice?")
 
 
-@dataclass(frozen=True)
-class _Column:
-    """An annotation of all records: label sets and boxes as elements, of which each belongs to a record."""
-
-    kind: Kind
-    mapping: dict[str, int]
-    record: IntArray  # [elements], rising
-    classes: IntArray  # [elements]; empty for masks
-    payload: Any = None  # boxes: corners [elements, 4]; masks: the Arrow column
-
-    def of(self, records: IntArray) -> Annotation:
-        """The annotation of these records, in their order."""
-        if self.kind == "mask":
-            masks = self.payload.take(pa.array(records)).to_pylist()
-            data = np.frombuffer(b"".join(masks), np.uint8)
-            return Masks(np.cumsum([0, *map(len, masks)], dtype=np.int64), data, len(self.mapping))
-        starts = np.searchsorted(self.record, records)
-        counts = np.searchsorted(self.record, records, "right") - starts
-        at = np.repeat(starts, counts) + positions(counts)
-        classes, width = self.classes[at], len(self.mapping)
-        if self.kind == "class":
-            return OneClass.of(classes, width)
-        if self.kind == "boxes":
-            return Boxes(offsets_of(counts), self.payload[at], classes.astype(np.uint16), width)
-        rows = np.repeat(np.arange(len(records)), counts)
-        return LabelMatrix.from_pairs(rows, classes, len(records), width)
-
-
-def _column(
+def _annotation(
     column: pa.ChunkedArray,
     kind: Kind,
     keep: npt.NDArray[np.bool_],
     name: str,
     vocabulary: list[str] | None,
     whose: Any,
-) -> _Column:
-    """An annotation of the records to keep, and its mapping from name to number."""
-    nothing = np.zeros(0, np.int64)
+) -> tuple[dict[str, int], Annotation]:
+    """The mapping from name to number, and the annotation of all records, empty for those not to keep."""
     if kind == "mask":
         if vocabulary is None:
             raise ValueError(f"{name}: a mask holds numbers; the vocabulary must name its classes")
-        return _Column(kind, {one: k for k, one in enumerate(vocabulary)}, nothing, nothing, column)
-    payload = None
+        return {label: k for k, label in enumerate(vocabulary)}, Masks.of(column.to_pylist(), len(vocabulary))
     if kind == "class":
         record, values = np.arange(len(column)), column
     else:
         record, values = pc.list_parent_indices(column).to_numpy().astype(np.int64), pc.list_flatten(column)
-    if kind == "boxes":
-        corners = pc.list_flatten(pc.struct_field(values, "corners")).to_numpy()
-        payload, values = corners.astype(np.float32).reshape(-1, 4), pc.struct_field(values, "name")
-    names, codes = _coded(values)
     kept = keep[record]
+    corners = np.zeros((len(record), 4), np.float32)
+    if kind == "boxes":
+        corners = pc.list_flatten(pc.struct_field(values, "corners")).to_numpy().reshape(-1, 4)
+        values = pc.struct_field(values, "name")
+    names, codes = _coded(values)
     record, codes = record[kept], codes[kept]
     occurring = np.unique(codes)
     known = vocabulary if vocabulary is not None else sorted(names[code] for code in occurring.tolist())
-    mapping = {one: rank for rank, one in enumerate(sorted(known) if kind == "label set" else known)}
+    mapping = {label: rank for rank, label in enumerate(sorted(known) if kind == "label set" else known)}
     for code in occurring.tolist():
         if names[code] not in mapping:
             where = whose(int(record[np.flatnonzero(codes == code)[0]]))
             raise ValueError(
                 f"{where} has the label {names[code]!r}, which --label_mapping does not list under {name}"
             )
-    to_number = np.array([mapping.get(one, -1) for one in names], np.int64)
+    to_number = np.array([mapping.get(label, -1) for label in names], np.int64)
     classes = to_number[codes] if len(codes) else codes
-    return _Column(kind, mapping, record, classes, payload if payload is None else payload[kept])
+    if kind == "label set":
+        return mapping, LabelMatrix.from_pairs(record, classes, len(keep), len(mapping))
+    if kind == "boxes":
+        indptr = offsets_of(np.bincount(record, minlength=len(keep)))
+        return mapping, Boxes(indptr, corners[kept], classes.astype(np.uint16), len(mapping))
+    every = np.zeros(len(keep), np.int64)
+    every[record] = classes
+    return mapping, OneClass.of(every, len(mapping))

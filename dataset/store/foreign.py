@@ -92,60 +92,53 @@ class ForeignReader:
         """The index of one split; gathered at the first call."""
         with self._lock, _named(self._path, name):
             if name not in self._splits:
-                group = self._file()[name]
-                self._splits[name] = self._grouped(group) if self.grouped else self._single(group)
+                self._splits[name] = self._read(self._file()[name])
             return self._splits[name]
 
-    def _grouped(self, group: h5py.Group) -> SplitIndex:
-        users, ids = list(group), []
-        counts: list[int] = []
+    def _read(self, group: h5py.Group) -> SplitIndex:
+        """The index of a split, whose groups are users or, where it is not grouped, images."""
+        names, ids, owners, start = list(group), [], [], 0
         labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
-        for user in users:
-            images = dataset(group[user], "images")
-            ids.append(dataset(group[user], "image_ids")[()])
-            if ids[-1].dtype.kind != "S" or ids[-1].ndim != 1:
-                raise ValueError(f"user {user} has image_ids that are no text")
-            if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids[-1]), 3):
-                raise ValueError(f"user {user} has images of shape {images.shape} for {len(ids[-1])} ids")
-            start = int(sum(counts))
+        for name in names:
+            member = group[name]
+            if self.grouped:
+                ids.append(_image_ids(member, name))
+            else:
+                ids.append(np.array([name.encode()]))
+                owners.append(_text(dataset(member, "user_id")[()]))
             for taxonomy in TAXONOMIES:
-                labels[taxonomy].append(self._pairs(group[user], taxonomy, user, start, len(images)))
-            counts.append(len(images))
-        owner = np.repeat(np.arange(len(users), dtype=np.int32), counts)
-        matrices = self._matrices(labels, len(owner))
-        return SplitIndex(
-            IdColumn.of(users), offsets_of(np.array(counts)), owner, IdColumn(np.concatenate(ids)), matrices
-        )
+                labels[taxonomy].append(self._pairs(member, taxonomy, name, start, len(ids[-1])))
+            start += len(ids[-1])
+        matrices = {}
+        for taxonomy, parts in labels.items():
+            rows, columns = np.concatenate(parts).T
+            width = len(self.label_mappings[taxonomy])
+            matrices[taxonomy] = LabelMatrix.from_pairs(rows, columns, start, width)
+        images = IdColumn(np.concatenate(ids))
+        if not self.grouped:
+            users, owner = np.unique(owners, return_inverse=True)
+            no_offsets, owner = np.empty(0, np.int64), owner.astype(np.int32)
+            return SplitIndex(IdColumn.of(users.tolist()), no_offsets, owner, images, matrices)
+        counts = np.array([len(found) for found in ids])
+        owner = np.repeat(np.arange(len(names), dtype=np.int32), counts)
+        return SplitIndex(IdColumn.of(names), offsets_of(counts), owner, images, matrices)
 
-    def _single(self, group: h5py.Group) -> SplitIndex:
-        ids, owners = list(group), []
-        labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
-        for row, image_id in enumerate(ids):
-            owners.append(_text(dataset(group[image_id], "user_id")[()]))
-            for taxonomy in TAXONOMIES:
-                joined = [dataset(group[image_id], taxonomy)[()]]
-                labels[taxonomy].append(self._named_pairs(joined, taxonomy, f"image {image_id}", row))
-        users = sorted(set(owners))
-        number = {user: i for i, user in enumerate(users)}
-        owner = np.array([number[user] for user in owners], np.int32)
-        matrices = self._matrices(labels, len(ids))
-        return SplitIndex(IdColumn.of(users), np.empty(0, np.int64), owner, IdColumn.of(ids), matrices)
-
-    def _pairs(self, member: h5py.Group, taxonomy: str, user: str, start: int, count: int) -> IntArray:
+    def _pairs(self, member: h5py.Group, taxonomy: str, name: str, start: int, count: int) -> IntArray:
         """``[positives, 2]``: row in the split, column."""
+        whose = f"{'user' if self.grouped else 'image'} {name}"
         if not self._coordinates:
-            joined = dataset(member, taxonomy)[()]
+            joined = np.atleast_1d(dataset(member, taxonomy)[()])
             if len(joined) != count:
-                raise ValueError(f"user {user} has {count} images but {taxonomy} of {len(joined)}")
-            return self._named_pairs(joined, taxonomy, f"user {user}", start)
+                raise ValueError(f"{whose} has {count} images but {taxonomy} of {len(joined)}")
+            return self._named_pairs(joined, taxonomy, whose, start)
         rows, columns = (
             dataset(member, f"{taxonomy}_{part}")[()].astype(np.int64) for part in ("row", "col")
         )
         lookup = self._to_column[taxonomy]
         if rows.ndim != 1 or rows.shape != columns.shape:
-            raise ValueError(f"user {user} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
+            raise ValueError(f"{whose} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
         if (rows >= count).any() or (columns >= len(lookup)).any() or (np.minimum(rows, columns) < 0).any():
-            raise ValueError(f"user {user} has {taxonomy} out of range")
+            raise ValueError(f"{whose} has {taxonomy} out of range")
         return np.stack([start + rows, lookup[columns]], axis=1)
 
     def _named_pairs(self, joined: Sequence[bytes | str], taxonomy: str, whose: str, start: int) -> IntArray:
@@ -156,13 +149,6 @@ class ForeignReader:
                     raise ValueError(f"{whose} has the label {name!r}, unknown to the mapping of {taxonomy}")
                 pairs.append((row, mapping[name]))
         return np.array(pairs, np.int64).reshape(-1, 2)
-
-    def _matrices(self, labels: Mapping[str, list[IntArray]], count: int) -> dict[str, LabelMatrix]:
-        pairs = {taxonomy: np.concatenate(parts) for taxonomy, parts in labels.items()}
-        return {
-            taxonomy: LabelMatrix.from_pairs(*found.T, count, len(self.label_mappings[taxonomy]))
-            for taxonomy, found in pairs.items()
-        }
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:
         """The pixels of the images at these rows, each in its own size."""
@@ -204,6 +190,16 @@ def _numbers(text: bytes | str) -> dict[str, int]:
     except (ValueError, TypeError, RecursionError):
         pass
     raise ValueError("its metadata are no JSON of numbers by label")
+
+
+def _image_ids(member: h5py.Group, user: str) -> npt.NDArray[np.bytes_]:
+    """The ids of a user's images, which agree with the images' shape."""
+    ids, images = dataset(member, "image_ids")[()], dataset(member, "images")
+    if ids.dtype.kind != "S" or ids.ndim != 1:
+        raise ValueError(f"user {user} has image_ids that are no text")
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids), 3):
+        raise ValueError(f"user {user} has images of shape {images.shape} for {len(ids)} ids")
+    return np.asarray(ids)
 
 
 def _text(value: bytes | str) -> str:

@@ -57,7 +57,6 @@ import hashlib
 import json
 import threading
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -179,9 +178,7 @@ class DataFile:
     def __enter__(self) -> DataFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[type[DataFile], tuple[Path]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from dataset.partitions.dirichlet import known_as, meaning
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import SplitIndex
 
 PARTITIONED = "train"
 """The split that has partitions; the others keep the file's own users."""
@@ -205,10 +204,10 @@ class SingleLabelView(_View):
     other; `num_left_out` counts the images.
 
     With a ``val_share`` above 0, a file without a val split gets one: that share of each user's training
-    images, which then are in ``val`` and no longer in ``train``. They are chosen by a hash of ``val_seed``,
-    the user's id and the image's id, and of nothing else. A user keeps at least one training image, so that
-    the users of ``train`` stay the same. The expected number of images that a user of n gives is n times the
-    share, also where that is below 1.
+    images, which then are in ``val`` and no longer in ``train``. They are chosen by a hash of the user's id
+    and the image's id, and of nothing else. A user keeps at least one training image, so that the users of
+    ``train`` stay the same. The expected number of images that a user of n gives is n times the share, also
+    where that is below 1.
 
     Args:
         file: where the images are.
@@ -217,7 +216,6 @@ class SingleLabelView(_View):
         image_size: S in pixels.
         cache_bytes: decoded images stay in memory as long as those of all splits together fit into this.
         val_share: share of the training images that become val, from 0 (none) to below 1.
-        val_seed: another seed chooses other images.
 
     Raises:
         ValueError: when the file has no such partition or taxonomy, is not grouped by user, or has a val
@@ -230,7 +228,6 @@ class SingleLabelView(_View):
     image_size: int = 32
     cache_bytes: int = 0
     val_share: float = 0.0
-    val_seed: int = 0
 
     def __post_init__(self) -> None:
         self._refuse_ungrouped()
@@ -254,9 +251,7 @@ class SingleLabelView(_View):
     @cached_property
     def partition_names(self) -> tuple[str, ...]:
         """The partitions of the training images, besides the file's own users."""
-        if PARTITIONED not in self.file.splits:
-            return ()
-        return tuple(self.file.split(PARTITIONED).partitions)
+        return tuple(self.file.split(PARTITIONED).partitions) if PARTITIONED in self.file.splits else ()
 
     @property
     def convention(self) -> str:
@@ -268,10 +263,7 @@ class SingleLabelView(_View):
 
         A carved val has none: they are counted with the training images.
         """
-        if self._carves(name) and name == CARVED:
-            return 0
-        rows = self._dealt(name)[1]
-        return len(rows) - int(_has_one(self.file.split(name), self.taxonomy)[rows].sum())
+        return 0 if self.val_share and name == CARVED else self._members(name)[3]
 
     def split(self, name: str) -> SplitImages:
         """One split as a store of users' images.
@@ -281,53 +273,49 @@ class SingleLabelView(_View):
         """
         if name not in self.splits:
             raise ValueError(f"this file has no images in the split {name!r}")
-        user_ids, rows, owner = self._members(name)
+        user_ids, rows, owner, _ = self._members(name)
+        file_split = self._file_split(name)
         if not len(rows):
-            carved = f" at val_share {self.val_share:g}" if self._carves(name) else ""
+            carved = (
+                f" at val_share {self.val_share:g}" if self.val_share and file_split == PARTITIONED else ""
+            )
             raise ValueError(
                 f"no image in the split {name!r} of {self.file.path} has exactly one label in "
                 f"{self.taxonomy}{carved}"
             )
         sizes = np.bincount(owner, minlength=len(user_ids))
         present = np.flatnonzero(sizes)
-        file_split = self._file_split(name)
         labels = self.file.split(file_split).labels[self.taxonomy].take(rows)
         users = [user_ids[user] for user in present.tolist()]
         return SplitImages(users, offsets_of(sizes[present]), labels, file_split, rows, self.pixels)
 
     def _file_split(self, name: str) -> str:
         """The file's split that holds the images of one of `splits`."""
-        return PARTITIONED if self._carves(name) else name
+        return PARTITIONED if self.val_share and name == CARVED else name
 
-    def _carves(self, name: str) -> bool:
-        return self.val_share > 0 and name in (PARTITIONED, CARVED)
-
-    def _dealt(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
-        """User ids, rows of the file's split in the users' order, and the user of each of them."""
+    def _members(self, name: str) -> tuple[Sequence[str], IntArray, IntArray, int]:
+        """User ids; the split's images with one label, as rows of the file's split in the users' order; the
+        user of each of them; and how many were left out."""
         file_split = self._file_split(name)
         index = self.file.split(file_split)
         if self.partition is None or file_split != PARTITIONED:
-            return index.user_ids, np.arange(index.num_images), index.user_index.astype(np.int64)
-        dealt = index.partitions[known_as(self.partition, index.partitions)]
-        owner = np.repeat(np.arange(len(dealt.user_ids)), np.diff(dealt.offsets))
-        return dealt.user_ids, dealt.rows, owner
-
-    def _members(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
-        """As `_dealt`, for the images with exactly one label that are in this split."""
-        user_ids, rows, owner = self._dealt(name)
-        index = self.file.split(self._file_split(name))
-        usable = _has_one(index, self.taxonomy)[rows]
+            user_ids, rows = index.user_ids, np.arange(index.num_images)
+            owner = index.user_index.astype(np.int64)
+        else:
+            dealt = index.partitions[known_as(self.partition, index.partitions)]
+            user_ids, rows = dealt.user_ids, dealt.rows
+            owner = np.repeat(np.arange(len(user_ids)), np.diff(dealt.offsets))
+        usable = (np.diff(index.labels[self.taxonomy].indptr) == 1)[rows]
         rows, owner = rows[usable], owner[usable]
-        if self._carves(name):
-            images = (index.image_ids[row] for row in rows.tolist())
-            in_val = _carved(images, owner, user_ids, self.val_share, self.val_seed)
+        if self.val_share and file_split == PARTITIONED:
+            in_val = _carved([index.image_ids[row] for row in rows.tolist()], owner, user_ids, self.val_share)
             here = in_val if name == CARVED else ~in_val
             rows, owner = rows[here], owner[here]
-        return user_ids, rows, owner
+        return user_ids, rows, owner, int((~usable).sum())
 
 
 def _carved(
-    image_ids: Iterable[str], owner: IntArray, user_ids: Sequence[str], share: float, seed: int
+    image_ids: Sequence[str], owner: IntArray, user_ids: Sequence[str], share: float, seed: int = 0
 ) -> npt.NDArray[np.bool_]:
     """Whether each image, ``[N]``, becomes val: of every user those whose hashes are the smallest.
 
@@ -347,8 +335,3 @@ def _uniform(seed: int, purpose: str, name: str) -> float:
     """A number in [0, 1) that is a hash of the arguments."""
     digest = hashlib.blake2b(f"carved val\x1f{seed}\x1f{purpose}\x1f{name}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53
-
-
-def _has_one(index: SplitIndex, taxonomy: str) -> npt.NDArray[np.bool_]:
-    """Whether each image of a split has exactly one label."""
-    return np.asarray(np.diff(index.labels[taxonomy].indptr) == 1)

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -203,9 +202,7 @@ class DataWriter:
                     _write_all(self._descriptor, content[start:stop], base + int(places[rows[start]]))
         self._written[split][rows] = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 with _disk_errors(self._path):

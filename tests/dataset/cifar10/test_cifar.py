@@ -21,6 +21,7 @@ import pytest
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.source import Cifar
 from dataset.cli import run
+from dataset.fetch import http
 from dataset.fetch.http import Patience
 from dataset.partitions import statistics as partition_statistics
 from dataset.store.hdf5 import DataFile
@@ -156,10 +157,7 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Downloads are tried once."""
-    once = Patience(attempts=1, timeout_s=5)
-    for name in ("download_images", "download_splits"):
-        real = getattr(cifar_preprocess, name)
-        monkeypatch.setattr(cifar_preprocess, name, partial(real, patience=once))
+    monkeypatch.setattr(http, "PATIENCE", Patience(attempts=1, timeout_s=5))
 
 
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dataset.cli import run
+from dataset.fetch import http
 from dataset.fetch.http import Patience, SourceError, fetch, retry_after
 from dataset.fetch.http import remote as remote_file
 from dataset.flair import download_preprocess, sources
@@ -19,6 +20,11 @@ from tests.dataset.fetch.test_sources import expected, told
 
 QUICK = Patience(attempts=4, timeout_s=0.5, pause_s=0.01)
 CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PATIENCE", QUICK)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("fault", [429, 500, 502, 503, 504, "short", "slow", "long"])
 def test_what_passes_is_waited_for(tmp_path: Path, server: FaultyServer, fault: int | str) -> None:
     server.faults["f"] = [fault, fault]
-    fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f", QUICK), QUICK)
+    fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f"))
     assert (tmp_path / "got").read_bytes() == CONTENT
     assert names(tmp_path) == {"got"}
     if fault in ("short", "slow"):
@@ -54,22 +60,22 @@ def test_what_passes_is_waited_for(tmp_path: Path, server: FaultyServer, fault: 
 def test_what_does_not_pass_is_said_at_once_and_nothing_is_kept_for_whole(
     tmp_path: Path, server: FaultyServer, fault: int | str, said: str
 ) -> None:
-    there = remote_file(server.url + "f", QUICK)
+    there = remote_file(server.url + "f")
     server.faults["f"] = ["short", fault, fault]
     with pytest.raises(SourceError, match=said):
-        fetch(server.url + "f", tmp_path / "got", there, QUICK)
+        fetch(server.url + "f", tmp_path / "got", there)
     assert server.faults["f"] == [fault]  # asked once
     assert not (tmp_path / "got").exists()
     server.faults["f"] = []
-    fetch(server.url + "f", tmp_path / "got", there, QUICK)
+    fetch(server.url + "f", tmp_path / "got", there)
     assert (tmp_path / "got").read_bytes() == CONTENT
 
 
 def test_a_server_that_stays_busy_is_given_up_in_one_line(tmp_path: Path, server: FaultyServer) -> None:
-    there = remote_file(server.url + "f", QUICK)
+    there = remote_file(server.url + "f")
     server.faults["f"] = [503] * 9
     with pytest.raises(SourceError, match=r"cannot download http.*503.*run the command again later"):
-        fetch(server.url + "f", tmp_path / "got", there, QUICK)
+        fetch(server.url + "f", tmp_path / "got", there)
     assert len(server.faults["f"]) == 9 - QUICK.attempts
 
 
@@ -77,20 +83,20 @@ def test_retry_after_is_heeded_in_seconds_or_as_a_date(tmp_path: Path, server: F
     assert retry_after("7", 1) == 7
     assert retry_after("soon", 1) == 1
     assert 50 < retry_after(formatdate(time.time() + 60, usegmt=True), 1) < 61
-    there = remote_file(server.url + "f", QUICK)
+    there = remote_file(server.url + "f")
     server.faults["f"], server.retry_after = [429], "1"
     started = time.monotonic()
-    fetch(server.url + "f", tmp_path / "got", there, QUICK)
+    fetch(server.url + "f", tmp_path / "got", there)
     assert time.monotonic() - started >= 1
 
 
 def test_a_half_file_of_another_version_is_begun_anew(tmp_path: Path, server: FaultyServer) -> None:
     server.faults["f"] = ["short", 404]
     with pytest.raises(SourceError):
-        fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f", QUICK), QUICK)
+        fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f"))
     assert (tmp_path / "got.part").stat().st_size == len(CONTENT) // 2
     (server.root / "f").write_bytes(CONTENT[::-1])
-    fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f", QUICK), QUICK)
+    fetch(server.url + "f", tmp_path / "got", remote_file(server.url + "f"))
     assert (tmp_path / "got").read_bytes() == CONTENT[::-1]
 
 
@@ -110,11 +116,11 @@ def test_apples_archives_survive_a_bad_day(
         second: ["flipped"],
     }
     monkeypatch.setattr(sources, "NUM_ARCHIVES", 2)
-    source = sources.apple(tmp_path / "down", server.url, QUICK)
+    source = sources.apple(tmp_path / "down", server.url)
     with pytest.raises(ValueError, match=r"small_images-01\.tar\.gz is damaged .*delete it"):
         told(source)
     (tmp_path / "down" / "small_images-01.tar.gz").unlink()
-    assert told(sources.apple(tmp_path / "down", server.url, QUICK)) == expected(rows)
+    assert told(sources.apple(tmp_path / "down", server.url)) == expected(rows)
 
 
 def test_hugging_faces_shards_survive_a_bad_day(

@@ -17,9 +17,9 @@ import pytest
 
 from dataset import preprocess_listed as listed_preprocess
 from dataset.cli import run
-from dataset.fetch import listed
+from dataset.fetch import http, listed
 from dataset.fetch.http import Patience
-from dataset.fetch.listed import ListedSet, keep, read_lists, remote_shard
+from dataset.fetch.listed import ListedSet, keep, read_lists
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
 from dataset.store.views import SingleLabelView
@@ -186,7 +186,7 @@ def test_a_download_goes_on_archive_by_archive_on_a_bad_day(
 ) -> None:
     """Each command ends in one line; what was kept of an archive is never fetched again."""
     spec = served(LANDMARKS["160k"], server.root, server.url, landmark_csvs())
-    monkeypatch.setattr(listed_preprocess, "remote_shard", partial(remote_shard, patience=QUICK))
+    monkeypatch.setattr(http, "PATIENCE", QUICK)
     first, second, third = (one.path for one in spec.archives)
     server.faults = {first: ["short"], second: ["short", 404], third: ["flipped"]}
     output = tmp_path / "f.hdf5"

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataset.fetch import hugging_face
+from dataset.fetch import http, hugging_face
 from dataset.fetch.http import Patience, Remote, fetch
 from dataset.fetch.http import remote as remote_file
 from dataset.fetch.source import Source
@@ -35,6 +35,13 @@ from tests.dataset.drawn import (
     write_mixed,
     write_parquet,
 )
+
+QUICK = Patience(attempts=5, timeout_s=5, pause_s=0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "PATIENCE", QUICK)
 
 
 def told(source: Source) -> dict[str, tuple[Any, ...]]:
@@ -245,22 +252,25 @@ def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Serv
     content = bytes(range(256)) * 40
     (server.root / "f").write_bytes(content)
     server.break_after = 3000
-    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""))
     assert (tmp_path / "got").read_bytes() == content
     assert [wanted for _, wanted in server.asked] == [None, "bytes=3000-", "bytes=6000-", "bytes=9000-"]
-    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""))
     assert len(server.asked) == 4  # what is whole is not asked for again
 
 
-def test_a_later_run_takes_up_an_earlier_one(tmp_path: Path, server: Server) -> None:
+def test_a_later_run_takes_up_an_earlier_one(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = bytes(range(256)) * 40
     (server.root / "f").write_bytes(content)
     server.break_after = 1000
+    monkeypatch.setattr(http, "PATIENCE", replace(QUICK, attempts=3))
     with pytest.raises(OSError, match=r"cannot download .*IncompleteRead.*run the command again"):
-        fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), replace(QUICK, attempts=3))
+        fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""))
     assert not (tmp_path / "got").exists()
     server.break_after = None
-    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""))
     assert server.asked[-1] == ("/f", "bytes=3000-")
     assert (tmp_path / "got").read_bytes() == content
 
@@ -271,15 +281,15 @@ def test_a_server_without_ranges_sends_the_whole_file_again(tmp_path: Path, serv
     (tmp_path / "got.part").write_bytes(b"x" * 5000)
     (tmp_path / "got.version").write_text("")
     server.ranges = False
-    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""), QUICK)
+    fetch(server.url + "f", tmp_path / "got", Remote(len(content), ""))
     assert (tmp_path / "got").read_bytes() == content
 
 
 def test_what_cannot_be_reached_is_said_in_one_line(tmp_path: Path, server: Server) -> None:
     with pytest.raises(OSError, match=rf"cannot download {server.url}nothing.*404"):
-        remote_file(server.url + "nothing", QUICK)
+        remote_file(server.url + "nothing")
     with pytest.raises(OSError, match=r"cannot download http://127.0.0.1:9/x"):
-        fetch("http://127.0.0.1:9/x", tmp_path / "x", Remote(10, ""), QUICK)
+        fetch("http://127.0.0.1:9/x", tmp_path / "x", Remote(10, ""))
 
 
 def test_apples_archives_are_fetched_one_by_one_and_deleted(
@@ -306,7 +316,6 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
     assert [path.name for path in (tmp_path / "down").iterdir()] == ["mine.txt"]
 
 
-QUICK = Patience(attempts=5, timeout_s=5, pause_s=0.01)
 COMMIT = "227b0632" + "0" * 32
 
 
