@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import PIL
+import pyarrow as pa
 
 from dataset.cli import OneLineParser, cores, output_file, output_folder
 from dataset.fetch.source import Image, Source
@@ -51,20 +52,19 @@ def preprocess(source: Source, options: Options) -> None:
     with Journal(options.output_file) as journal:
         found = scan(source, options, journal)
         _say_transcoded(found, options)
-        while True:
-            index, placement = _index(found, source, options)
-            faults = _write(source, found, index, placement, options, journal)
-            if not faults:
-                break
-            found.faults.update(faults)  # found when pixels were needed: once more, without these images
+        undecodable: dict[int, str] | None = None
+        while undecodable is None or undecodable:  # a second time without the images that have no pixels
+            found.faults |= undecodable or {}
+            undecodable = _write(source, found, options, journal)
     source.discard()
 
 
 def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, Placement]:
     keep = np.ones(len(scan.num_bytes), bool)
     keep[list(scan.faults)] = False
-    left_out = scan.table.select(["user_id", "image_id"]).take(sorted(scan.faults)).to_pylist()
-    skipped = [{**ids, "reason": scan.faults[row]} for ids, row in zip(left_out, sorted(scan.faults))]
+    records = pa.array(sorted(scan.faults), pa.int64())
+    left_out = scan.table.select(["user_id", "image_id"]).take(records).to_pylist()
+    skipped = [{**ids, "reason": scan.faults[row]} for ids, row in zip(left_out, records.to_pylist())]
     provenance: dict[str, Any] = {
         **source.provenance,
         "counts": {},
@@ -96,15 +96,9 @@ def _index(scan: Scan, source: Source, options: Options) -> tuple[DatasetIndex, 
     return (options.finish(index) if options.finish else index), placement
 
 
-def _write(
-    source: Source,
-    scan: Scan,
-    index: DatasetIndex,
-    placement: Placement,
-    options: Options,
-    journal: Journal,
-) -> dict[int, str]:
+def _write(source: Source, scan: Scan, options: Options, journal: Journal) -> dict[int, str]:
     """The second pass; returns the images that it found undecodable, in which case nothing was written."""
+    index, placement = _index(scan, source, options)
     image_bytes = {}
     for number, name in enumerate(placement.names):
         here = np.flatnonzero(placement.split == number)
@@ -121,14 +115,11 @@ def _write(
         origin=" ".join([*source.parts, str(options.transcode)]),
     )
     second = _SecondPass(source, scan, placement, options, writer)
-    try:
-        with writer, progress(source, "2/2 write") as bar:
-            second.run(bar)
-            if second.undecodable:
-                raise _UndecodableError
-    except _UndecodableError:
-        return second.undecodable
-    return {}
+    with contextlib.suppress(_UndecodableError), writer, progress(source, "2/2 write") as bar:
+        second.run(bar)
+        if second.undecodable:
+            raise _UndecodableError
+    return second.undecodable
 
 
 @dataclass

@@ -19,15 +19,7 @@ import pyarrow as pa
 
 from dataset.cli import input_file, is_address
 from dataset.fetch.archives import ArchiveSource
-from dataset.fetch.listed import (
-    ListedSet,
-    Lists,
-    fetch_lists,
-    image_files,
-    largest,
-    read_lists,
-    remote_shard,
-)
+from dataset.fetch.listed import ListedSet, Lists, fetch_lists, image_files, largest, read_lists, remote_shard
 from dataset.fetch.source import Shard, delete_downloads
 from dataset.files import write_bytes
 from dataset.partitions.assignments import NOBODY, deal, partition_of
@@ -74,13 +66,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
     lists = read_lists(_splits(spec, arguments, folder))
     table = lists.table(spec.natural)
     source = _source(spec, arguments.source, folder, lists, table)
-    finish = _Finish(
-        lists,
-        spec.natural,
-        places,
-        n_max,
-        output.with_name(output.name + ".missing.csv"),
-    )
+    finish = _Finish(lists, spec.natural, places, n_max, output.with_name(output.name + ".missing.csv"))
     options = Options(
         output,
         arguments.storage,
@@ -214,9 +200,9 @@ class _Finish:
         return dataclasses.replace(index.with_partitions(partitions), provenance=provenance)
 
     def _by_place(self, image_ids: Sequence[str]) -> dict[str, PartitionIndex]:
-        rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)
         if not self.n_max:
             return {}
+        rows = np.array([row for row, image in enumerate(image_ids) if image in self.places], np.int64)
         if not len(rows):
             raise ValueError(
                 "--coordinates lists none of the training images; are its image ids those of the CSVs?"

@@ -47,17 +47,13 @@ class Options:
     vocabulary: Mapping[str, list[str]] | None = None
     """The class names of each annotation, in order; see `dataset.store.columns.build_index`."""
     workers: int = 2
-    block_images: int = 2048
-    """What is lost at most when a preprocessing is killed."""
-    transcode: Transcoding | None = None
-    """How PNG, WebP and GIF images become JPEGs; None: they are bad images."""
-    tool: str = "dataset.preprocess"
-    """The command, for the provenance."""
+    block_images: int = 2048  # what is lost at most when a preprocessing is killed
+    transcode: Transcoding | None = None  # of PNG, WebP and GIF images; None: they are bad images
+    tool: str = "dataset.preprocess"  # the command, for the provenance
     ids_are_positions: bool = False
     """Image ids are positions in their split: images stay in the source's order, and two splits may have the
     same ids."""
-    finish: Callable[[DatasetIndex], DatasetIndex] | None = None
-    """What is still to be done to the index, once it is known which images there are."""
+    finish: Callable[[DatasetIndex], DatasetIndex] | None = None  # a last change to the index
 
 
 @dataclass(frozen=True)

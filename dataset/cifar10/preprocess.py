@@ -7,6 +7,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from dataset.cifar10.source import (
@@ -107,7 +108,8 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
         ids_are_positions=True,
         finish=lambda index: index.with_partitions(partitions),
     )
-    make(CifarSource.of(spec, images, provenance, lambda: delete_downloads(folder, downloaded)), options)
+    discard = partial(delete_downloads, folder, downloaded)
+    make(CifarSource(spec, images, provenance=provenance, discard=discard), options)
 
 
 def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> None:
@@ -116,11 +118,8 @@ def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> 
         users = f"{len(partition.user_ids)} users"
         print(f"partition {name}: {users}{clause and f'; {clause}'}", file=sys.stderr)
     if not partitions:
-        print(
-            "the file has no partition, only one user: --dirichlet_total A or --dirichlet_per_class A "
-            "adds one",
-            file=sys.stderr,
-        )
+        options = "--dirichlet_total A or --dirichlet_per_class A"
+        print(f"the file has no partition, only one user: {options} adds one", file=sys.stderr)
 
 
 def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -84,32 +84,13 @@ class Images:
     classes: IntArray  # [N]
 
 
-@dataclass
 class CifarSource(Source):
     """The two splits; everything of a split has one user."""
 
-    spec: Cifar
-    splits: Mapping[str, Images]
-
-    @classmethod
-    def of(
-        cls,
-        spec: Cifar,
-        splits: Mapping[str, Images],
-        provenance: dict[str, Any],
-        discard: Callable[[], None],
-    ) -> CifarSource:
-        """The source of these images."""
-        count = sum(len(images.classes) for images in splits.values())
-        return cls(
-            spec,
-            splits,
-            schema=schema({"labels": "class"}),
-            num_images=count,
-            image_bytes=count * PIXELS,
-            provenance=provenance,
-            discard=discard,
-        )
+    def __init__(self, spec: Cifar, splits: Mapping[str, Images], **details: Any) -> None:
+        count, columns = sum(len(images.classes) for images in splits.values()), schema({"labels": "class"})
+        super().__init__(schema=columns, num_images=count, image_bytes=count * PIXELS, **details)
+        self.spec, self.splits = spec, splits
 
     @cached_property
     def parts(self) -> Sequence[str]:

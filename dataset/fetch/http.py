@@ -41,8 +41,7 @@ class Patience:
     """How long to wait for a server. Waits double from ``pause_s``, unless it says Retry-After."""
 
     attempts: int = 6
-    timeout_s: float = 60.0
-    """Without a byte."""
+    timeout_s: float = 60.0  # without a byte
     pause_s: float = 1.0
     longest_pause_s: float = 300.0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
 import urllib.request
 from collections.abc import Container, Mapping, Sequence
@@ -139,9 +138,9 @@ def read_lists(place: Path) -> Lists:
         origin = f"{place}: {name}"
         header = text.partition("\n")[0].strip().split(",")
         if TRAIN_CSV.fullmatch(name) or name.endswith(("_train.csv", "_train_split.csv")):
-            users = [one for one in header if one not in ("image_id", "class", "label")]
+            users = [column for column in header if column not in ("image_id", "class", "label")]
             part = partition_name(name) if TRAIN_CSV.fullmatch(name) else "users"
-            columns = {one: one.lower().replace("_", "-") for one in users}
+            columns = {column: column.lower().replace("_", "-") for column in users}
             plain = "user_id" in users or not users
             listings.append(read_listing(text, origin, {"user_id": part} if plain else columns))
         elif name == TEST_CSV or name.endswith("_test.csv"):
@@ -151,22 +150,21 @@ def read_lists(place: Path) -> Lists:
             f"{place} holds {len(listings)} training CSVs (federated_train*.csv) and {len(tests)} test CSVs "
             "(test.csv); give --splits a folder or zip archive with at least one and just one"
         )
-    names = [name for listing in listings for name in listing.users]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"{place} holds two CSVs of one partition ({', '.join(names)}); leave one of them out"
-        )
     highest = max(int(listing.classes.max()) for listing in [*listings, *tests])
-    return Lists(str(place), listings, tests[0], highest + 1)
+    lists = Lists(str(place), listings, tests[0], highest + 1)
+    names = lists.partition_names
+    if len(set(names)) < len(names):
+        raise ValueError(f"{place} holds two CSVs of one partition ({', '.join(names)}); leave one out")
+    return lists
 
 
 def fetch_lists(spec: ListedSet, base: str, folder: Path) -> Path:
     """Download the CSVs, or the zip archive of them, and check them; returns where they are."""
-    for one in spec.splits:
-        target = folder / "splits" / one.path
-        fetch_checked(below(base, one.path), target, "md5", one.md5)
-    zipped = [folder / "splits" / one.path for one in spec.splits if one.path.endswith(".zip")]
-    return zipped[0] if zipped else folder / "splits"
+    place = folder / "splits"
+    for part in spec.splits:
+        fetch_checked(below(base, part.path), place / part.path, "md5", part.md5)
+    zipped = [place / part.path for part in spec.splits if part.path.endswith(".zip")]
+    return zipped[0] if zipped else place
 
 
 def remote_shard(archive: Archive, base: str, folder: Path, wanted: Mapping[str, int]) -> Shard:
@@ -235,15 +233,10 @@ def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
         ValueError: when two files have the same id.
     """
     found: dict[str, Path] = {}
-    for place, _, names in os.walk(folder):
-        for name in names:
-            path = Path(place, name)
-            if path.suffix.lower() in (".jpg", ".jpeg") and path.stem in wanted:
-                if path.stem in found:
-                    raise ValueError(
-                        f"image {path.stem} is there twice, at {found[path.stem]} and {path}; delete one"
-                    )
-                found[path.stem] = path
+    for path in folder.rglob("*.*"):
+        is_wanted = path.suffix.lower() in (".jpg", ".jpeg") and path.stem in wanted
+        if is_wanted and (other := found.setdefault(path.stem, path)) != path:
+            raise ValueError(f"image {path.stem} is there twice, at {other} and {path}; delete one")
     return found
 
 

@@ -116,7 +116,7 @@ class MiniSpec:
 
     def users(self, split: str) -> int:
         """U of a split."""
-        return {"train": self.train_users, "val": self.val_users, "test": self.test_users}[split]
+        return int(getattr(self, f"{split}_users"))
 
 
 def mini_index(spec: MiniSpec) -> DatasetIndex:

@@ -3,32 +3,28 @@
 Hsu, Qi and Brown, "Federated Visual Classification with Real-World Data Distribution", Appendix B.1. Shape
 letters: N images, K classes, U clients, n images of a client.
 
-Client by client, q ~ Dir(alpha p) is drawn, where p is the share of each class in the data. (With alpha per
-class, p is 1 for each class; see below.) The client gets
-n q(y) images of class y, rounded to a sum of n by largest remainders, drawn at random from those that
-nobody has yet. Once a set S of classes is exhausted, what this client still lacks, and the later clients,
-are served by q with S set to zero and renormalised (equation 5).
+For each client, q ~ Dir(alpha p) is drawn, where p is the share of each class in the data. The client gets
+n q(y) images of class y, rounded to a sum of n by largest remainders, drawn at random from those that nobody
+has yet. Once a set S of classes is exhausted, what this client still lacks, and the later clients, are served
+by q with S set to zero and renormalised (equation 5).
 
-That n q(y) is rounded, and not drawn from a multinomial, follows Hsu, Qi and Brown, "Measuring the Effects
-of Non-Identical Data Distribution" (2019), and Google's published splits: for CIFAR-100 at alpha = 1000
-they have a mean EMD of 0.264; over 40 seeds rounding gives 0.267 (standard deviation 0.003), a multinomial
-0.458 (0.004).
+* Rounding, and not a multinomial, follows Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data
+  Distribution" (2019), and Google's published splits: for CIFAR-100 at alpha = 1000 they have a mean EMD of
+  0.264; over 40 seeds rounding gives 0.267 (standard deviation 0.003), a multinomial 0.458 (0.004).
+* Where classes run out early, Google's splits are not quite equation 5's: for CIFAR-100 at alpha = 0.5 they
+  have 5.13 classes a client and an EMD of 1.917, this sampler 3.9 (0.15) and 1.931 (0.003). (Drawing q again
+  as soon as less than a tenth of it is left gives 5.1 and 1.914.) For CIFAR-10 all eight alphas agree within
+  sampling error.
+* Where all of q lies in S, equation 5 divides by zero, which the paper leaves open. Here q is drawn again,
+  from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be had. With alpha 0,
+  where each q is one class (the limit: class y with probability p(y)), each client has one class as long as
+  the classes' sizes are multiples of n, as in Google's splits.
 
-Where classes run out early, Google's splits are not quite equation 5's: for CIFAR-100 at alpha = 0.5 they
-have 5.13 classes a client and an EMD of 1.917, this sampler 3.9 (0.15) and 1.931 (0.003). (Drawing q again
-as soon as less than a tenth of it is left gives 5.1 and 1.914.) For CIFAR-10 all eight alphas agree within
-sampling error.
-
-The paper leaves open what happens when all of q lies in S, so that equation 5 divides by zero. Here q is
-then drawn again, from Dir(alpha p) over the classes that are left: the same prior, given that S cannot be
-had. With alpha = 0, where each q is one class (the limit of Dir(alpha p): class y with probability p(y)),
-this gives each client one class as long as the classes' sizes are multiples of n, as in Google's splits.
-
-What alpha counts differs between papers and libraries, and so has two names here. ``total``, as in Hsu, Qi
-and Brown and in Google's splits: alpha is the sum of the parameters, of which class y has alpha p(y).
-``per-class``, as in pfl: each class has alpha itself, whatever its size. (Flower and FedML deal each class to
-the clients by Dir(alpha, ..., alpha), after which a client's classes have about this distribution, and
-clients' sizes differ.) With K classes of one size, a total of alpha is alpha / K per class.
+Papers and libraries differ in what alpha counts, which has two names here. ``total``, as in Hsu, Qi and Brown
+and in Google's splits: alpha is the sum of the parameters, of which class y has alpha p(y). ``per-class``, as
+in pfl: each class has alpha itself, whatever its size. (Flower and FedML deal each class to the clients by
+Dir(alpha, ..., alpha), after which a client's classes have about this distribution, and clients' sizes
+differ.) With K classes of one size, a total of alpha is alpha / K per class.
 """
 
 from __future__ import annotations

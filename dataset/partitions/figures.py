@@ -7,7 +7,7 @@ population's, for each partition (4, top).
 
 from __future__ import annotations
 
-import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from dataset.files import write_bytes
+from dataset.files import replacing
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
 
@@ -27,16 +27,8 @@ if TYPE_CHECKING:
     from dataset.partitions.statistics import Dealt
 
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's palette
-DASHES: tuple[Any, ...] = (
-    "-",
-    "--",
-    "-.",
-    ":",
-    (0, (6, 2)),
-    (0, (3, 1, 1, 1)),
-    (0, (1, 1)),
-    (0, (5, 1, 1, 1)),
-)
+BROKEN = ((6, 2), (3, 1, 1, 1), (1, 1), (5, 1, 1, 1))  # lengths of ink and gap
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", *((0, lengths) for lengths in BROKEN))
 PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
@@ -45,13 +37,11 @@ def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) ->
     trained = [one for one in dealt if one.split == "train"] or list(dealt)
     trained.sort(key=lambda partition: partition.emd)
     figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
-    paths = []
-    for name, figure in figures.items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=200)
-        paths.append(folder / f"{name}.png")
-        write_bytes(paths[-1], buffer.getvalue())
-    return paths
+    paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
+    for path, figure in paths.items():
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=200)
+    return list(paths)
 
 
 def classes(file: DataFile, taxonomy: str) -> Figure:
@@ -61,9 +51,8 @@ def classes(file: DataFile, taxonomy: str) -> Figure:
     task = SingleLabelView(file, taxonomy=taxonomy)
     for name, colour, dash in zip(file.splits, (BLUE, GREEN, ORANGE), DASHES):
         counts = task.split(name).label_counts()
-        _ranked(
-            axes, counts[counts > 0], color=colour, linestyle=dash, label=f"{name}: {counts.sum():,} images"
-        )
+        label = f"{name}: {counts.sum():,} images"
+        _ranked(axes, counts[counts > 0], color=colour, linestyle=dash, label=label)
     axes.set(xlabel="class, the commonest first", ylabel="images", yscale="log")
     if len(task.label_names) > 50:
         axes.set_xscale("log")
@@ -81,14 +70,10 @@ def clients(dealt: Sequence[Dealt]) -> Figure:
     for one, style in zip(dealt, _styles(len(dealt))):
         _ranked(left, one.classes_per_client, label=f"{one.name} ({len(one.sizes):,} clients)", **style)
         _ranked(right, one.sizes, **style)
-    left.set(
-        xlabel="client, that with most classes first",
-        ylabel="classes of the client",
-        xscale="log",
-        yscale="log",
-    )
-    right.set(xlabel="client, the largest first", ylabel="images of the client", xscale="log", yscale="log")
+    left.set(xlabel="client, that with most classes first", ylabel="classes of the client")
+    right.set(xlabel="client, the largest first", ylabel="images of the client")
     for axes in (left, right):
+        axes.set(xscale="log", yscale="log")
         _plain(axes)
     figure.legend(*left.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
     return figure
@@ -117,10 +102,8 @@ def emd(dealt: Sequence[Dealt]) -> Figure:
 def _styles(count: int) -> list[dict[str, Any]]:
     """Colours of one order, light to dark, with dashes that differ from neighbour to neighbour."""
     shades = colormaps["viridis"](np.linspace(0.88, 0.0, count) if count > 1 else [0.2])
-    return [
-        {"color": tuple(shade), "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.8}
-        for place, shade in enumerate(shades)
-    ]
+    dashes = itertools.cycle(DASHES)
+    return [{"color": tuple(c), "linestyle": dash, "linewidth": 1.8} for c, dash in zip(shades, dashes)]
 
 
 def _ranked(axes: Axes, values: npt.NDArray[np.int64], **style: Any) -> None:

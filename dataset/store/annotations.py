@@ -24,14 +24,8 @@ Kind = Literal["label set", "class", "mask", "boxes"]
 VOID = 255
 """The number of a mask's pixels that belong to no class."""
 
-LEAF_TYPES = {
-    "indptr": "<i8",
-    "indices": "<u2",
-    "classes": "<u2",
-    "offsets": "<i8",
-    "png": "|u1",
-    "corners": "<f4",
-}
+LEAF_TYPES = dict.fromkeys(("indptr", "offsets"), "<i8") | dict.fromkeys(("indices", "classes"), "<u2")
+LEAF_TYPES |= {"png": "|u1", "corners": "<f4"}
 """The types of the data sets that annotations are stored in."""
 
 

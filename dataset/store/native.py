@@ -20,14 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.store.annotations import LEAF_TYPES, LEAVES, IntArray, Kind, restored, rises
-from dataset.store.index import (
-    SPLITS,
-    TAXONOMIES,
-    DatasetIndex,
-    IdColumn,
-    PartitionIndex,
-    SplitIndex,
-)
+from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, IdColumn, PartitionIndex, SplitIndex
 
 FORMATS = {1: "flair-on-pfl", 2: "flair-on-pfl", 3: "federated-images"}
 """What a file of each schema version says that it is."""
@@ -38,16 +31,8 @@ PARTITIONS = "partitions"
 PARTITION_COLUMNS = ("offsets", "rows", "user_ids")
 MAPPINGS = {"labels": "label_mapping", "fine_grained_labels": "fine_grained_label_mapping"}
 
-TYPES = {
-    "user_offsets": "<i8",
-    "user_index": "<i4",
-    "image_offsets": "<i8",
-    "image_crc32": "<u4",
-    "image_sizes": "<i4",
-    "rows": "<i8",
-    "offsets": "<i8",
-}
-TYPES |= LEAF_TYPES
+TYPES = LEAF_TYPES | dict.fromkeys(("user_offsets", "image_offsets", "rows", "offsets"), "<i8")
+TYPES |= {"user_index": "<i4", "image_sizes": "<i4", "image_crc32": "<u4"}
 TYPES |= {f"{taxonomy}_{leaf}": LEAF_TYPES[leaf] for taxonomy in TAXONOMIES for leaf in LEAVES["label set"]}
 WIDTHS = {"image_sizes": 2, "corners": 4}
 """Of the columns that are matrices."""

@@ -33,6 +33,7 @@ from dataset.store.native import (
     MAPPINGS,
     PARTITIONS,
     SCHEMA_VERSION,
+    TYPES,
     Storage,
     checksum,
     content_checksum,
@@ -85,8 +86,8 @@ class DataWriter:
         check_index(index)
         self._path, self._index, self._storage, self._image_size = Path(path), index, storage, image_size
         self._journal, self._origin = journal, origin
-        temporary = f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}"
-        self._temporary = journal.data if journal else self._path.with_name(temporary)
+        temporary = self._path.with_name(f"{self._path.name}.tmp-{platform.node()}-{os.getpid()}")
+        self._temporary = journal.data if journal else temporary
         counts = {name: split.num_images for name, split in index.splits.items()}
         self._crc = {name: np.zeros(count, np.uint32) for name, count in counts.items()}
         self._written = {name: np.zeros(count, bool) for name, count in counts.items()}
@@ -108,16 +109,16 @@ class DataWriter:
 
     def __enter__(self) -> DataWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        plan = self._plan() if self._journal else ""
         try:
             with _disk_errors(self._path):
-                if self._journal and self._journal.get("plan") == plan.encode() and self._temporary.exists():
+                plan = self._plan().encode()
+                if self._journal and self._journal.get("plan") == plan and self._temporary.exists():
                     self._take_up()
                 else:
                     self._begin()
                     if self._journal:
                         self._journal.forget("written")
-                        self._journal.put("plan", plan.encode())
+                        self._journal.put("plan", plan)
         except BaseException:
             self._discard()
             raise
@@ -190,11 +191,15 @@ class DataWriter:
         rows = np.asarray(rows, np.int64)
         assert len(rows) == len(images)
         assert not self._written[split][rows].any(), "a row is written once"
-        content = [one if not isinstance(one, np.ndarray) else _pixels(one) for one in images]
+        assert all(image.dtype == np.uint8 for image in images if isinstance(image, np.ndarray))
+        content = [
+            np.ascontiguousarray(image).reshape(-1).data if isinstance(image, np.ndarray) else image
+            for image in images
+        ]
         places, base = self._places[split], self._data_at[split]
         sizes = np.fromiter(map(len, content), np.int64, count=len(content))
         assert np.array_equal(sizes, places[rows + 1] - places[rows]), "a length was announced otherwise"
-        self._crc[split][rows] = [zlib.crc32(one) for one in content]
+        self._crc[split][rows] = [zlib.crc32(image) for image in content]
         breaks = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
         with _disk_errors(self._path):
             for start, stop in pairwise(breaks):
@@ -241,27 +246,24 @@ class DataWriter:
         with h5py.File(self._temporary, "w", libver=("v108", "v108")) as file:
             size, version = self._image_size or 0, version_of(self._index)
             file.attrs.update(
-                {
-                    "format": FORMATS[version],
-                    "schema_version": version,
-                    "storage": self._storage,
-                    "grouped": self._index.grouped,
-                    "image_size": size,
-                    "content_sha256": "0" * 64,
-                }
+                format=FORMATS[version],
+                schema_version=version,
+                storage=self._storage,
+                grouped=self._index.grouped,
+                image_size=size,
+                content_sha256="0" * 64,
             )
             mappings = self._index.label_mappings
+            texts: dict[str, Any] = {"annotations": []}
             if version < SCHEMA_VERSION:
-                for taxonomy, name in MAPPINGS.items():
-                    _put_json(file, name, dict(mappings[taxonomy]))
+                texts = {name: dict(mappings[taxonomy]) for taxonomy, name in MAPPINGS.items()}
             else:
-                first = next(iter(self._index.splits.values()))
-                columns = [
-                    {"name": name, "kind": found.kind, "classes": list(mappings[name])}
-                    for name, found in first.annotations.items()
-                ]
-                _put_json(file, "annotations", columns)
-            _put_json(file, "provenance", dict(self._index.provenance))
+                for name, found in next(iter(self._index.splits.values())).annotations.items():
+                    entry = {"name": name, "kind": found.kind, "classes": list(mappings[name])}
+                    texts["annotations"].append(entry)
+            for name, value in {**texts, "provenance": dict(self._index.provenance)}.items():
+                text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+                _put(file, f"metadata/{name}", np.frombuffer(text, np.uint8))
             for name, split in self._index.splits.items():
                 for key, column in _columns(split, self._index.grouped, version).items():
                     _put(file, f"{name}/{key}", column)
@@ -273,17 +275,10 @@ class DataWriter:
                 self._data_at[name] = _reserve(file, f"{name}/images", shape)
 
 
-def _pixels(image: npt.NDArray[np.uint8]) -> memoryview:
-    assert image.dtype == np.uint8
-    return np.ascontiguousarray(image).reshape(-1).data
-
-
 def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.NDArray[Any]]:
     columns: dict[str, npt.NDArray[Any]] = {"user_ids": IdColumn.of(split.user_ids).raw}
-    if grouped:
-        columns["user_offsets"] = split.user_offsets.astype(np.int64)
-    else:
-        columns["user_index"] = split.user_index.astype(np.int32)
+    owners = {"user_offsets": split.user_offsets} if grouped else {"user_index": split.user_index}
+    columns |= {name: column.astype(TYPES[name]) for name, column in owners.items()}
     columns["image_ids"] = IdColumn.of(split.image_ids).raw
     for name, annotation in split.annotations.items():
         columns |= {leaf_name(name, leaf, version): data for leaf, data in stored(annotation).items()}
@@ -298,11 +293,6 @@ def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.ND
 
 def _put(file: h5py.File, name: str, array: npt.NDArray[Any]) -> None:
     file.create_dataset(name, data=array, track_times=False).attrs["sha256"] = checksum(array)
-
-
-def _put_json(file: h5py.File, name: str, value: Any) -> None:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
-    _put(file, f"metadata/{name}", np.frombuffer(text, np.uint8))
 
 
 def _reserve(file: h5py.File, name: str, shape: tuple[int, ...]) -> int:

@@ -90,7 +90,7 @@ def validated(path: Path) -> object:
     """The command line's description, and the content that the file is then known to have."""
     describe([str(path)])
     with DataFile(path) as file:
-        is_native = isinstance(file._reader, NativeReader)
+        is_native = isinstance(file.reader, NativeReader)
     return read_flair(path) if is_native else None
 
 
