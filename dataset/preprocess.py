@@ -180,7 +180,7 @@ class _SecondPass:
             picked = [image for record in here.tolist() if (image := images[record - start]) is not None]
             if list(map(_length, picked)) != scan.num_bytes[here].tolist():
                 raise self._changed()
-            content = [self._decoded(*one) for one in zip(here.tolist(), picked)] if raw else picked
+            content = [self._decoded(*pair) for pair in zip(here.tolist(), picked)] if raw else picked
             self.writer.write(name, self.placement.row[here], content)
         return len(images)
 

@@ -94,7 +94,9 @@ def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Pat
         return Path(arguments.splits)
     source = Path(arguments.source)
     if not is_address(arguments.source) and source.is_dir():
-        zipped = [path for one in spec.splits if one.path.endswith(".zip") for path in source.rglob(one.path)]
+        zipped = [
+            path for part in spec.splits if part.path.endswith(".zip") for path in source.rglob(part.path)
+        ]
         if any(source.rglob("*train*.csv")):
             return source
         if zipped:
@@ -155,10 +157,10 @@ def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.T
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = [one.strip() for one in text.split(",") if one.strip()]
-    if not sizes or not all(one.isascii() and one.isdigit() and int(one) for one in sizes):
+    sizes = [size.strip() for size in text.split(",") if size.strip()]
+    if not sizes or not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
         raise ValueError(f"--n_max is {text!r}; give whole numbers from 1 on with commas between them")
-    return [int(one) for one in sizes]
+    return [int(size) for size in sizes]
 
 
 @dataclasses.dataclass
@@ -192,7 +194,7 @@ class _Finish:
             **index.provenance,
             "skipped_images": {
                 "count": len(self.skipped),
-                "reasons": dict(Counter(one["reason"] for one in self.skipped)),
+                "reasons": dict(Counter(entry["reason"] for entry in self.skipped)),
                 "listed_in": self.missing_file.name,
             },
             "users_without_images": dropped,
@@ -224,7 +226,7 @@ class _Finish:
         text = io.StringIO()
         lines = csv.writer(text, lineterminator="\n")
         lines.writerow(MISSING_COLUMNS)
-        lines.writerows([one[name] for name in MISSING_COLUMNS] for one in self.skipped)
+        lines.writerows([entry[name] for name in MISSING_COLUMNS] for entry in self.skipped)
         write_bytes(self.missing_file, text.getvalue().encode())
         gone = ", ".join(f"{count:,} of {name}" for name, count in self.dropped.items() if count)
         print(

@@ -190,7 +190,7 @@ def _checked(image: Image, options: Options, decodes: bool) -> Checked:
         if options.transcode is not None and other_format(image) is not None:
             if options.storage == "raw":
                 pixels, note = to_pixels(image, options.transcode.background)
-                return Checked(len(image), *pixels.shape[:2], note=note)
+                return Checked(len(image), pixels.shape[0], pixels.shape[1], note=note)
             jpeg, note = to_jpeg(image, options.transcode)
         width, height = jpeg_size(jpeg)
         if decodes:

@@ -91,9 +91,9 @@ class Lists:
                         f"{listing.origin} says that image {image} has class {k}, another CSV says "
                         f"{found[image][0]}; take the CSVs of one version"
                     )
-            users = zip(listing.image_ids, listing.users.get(natural, ()))
-            owner |= {image: user for image, user in users if user != NOBODY}
-        rows = [(owner.get(image, OWNERS["train"]), image, "train", *one) for image, one in found.items()]
+            authors = zip(listing.image_ids, listing.users.get(natural, ()))
+            owner |= {image: user for image, user in authors if user != NOBODY}
+        rows = [(owner.get(image, OWNERS["train"]), image, "train", *label) for image, label in found.items()]
         test = zip(self.test.image_ids, self.test.classes.tolist(), self._names(self.test))
         for image, k, name in test:
             if image in found:
@@ -243,4 +243,4 @@ def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
 def largest(spec: ListedSet, base: str) -> int:
     """Bytes of the largest archive; of many, of the first."""
     asked = spec.archives if len(spec.archives) < 4 else spec.archives[:1]
-    return max(remote(below(base, one.path)).size for one in asked)
+    return max(remote(below(base, archive.path)).size for archive in asked)

@@ -164,6 +164,7 @@ def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
     sizes, rank = _sizes(spec, code, num_users)
     user = np.repeat(np.arange(num_users), sizes)
     coarse = _coarse_labels(spec, code, sizes, rank)
+    image, label = np.nonzero(coarse)
     name = [f"{split}-{u:05d}" for u in range(num_users)]
     return SplitIndex(
         user_ids=name,
@@ -171,7 +172,7 @@ def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
         user_index=user.astype(np.int32),
         image_ids=[f"{name[u]}-{i:04d}" for u, i in zip(user.tolist(), positions(sizes).tolist())],
         annotations={
-            "labels": LabelMatrix.from_pairs(*np.nonzero(coarse), *coarse.shape),
+            "labels": LabelMatrix.from_pairs(image, label, len(user), len(COARSE_LABELS)),
             "fine_grained_labels": _fine_labels(spec.seed, code, sizes, coarse, fine),
         },
     )
@@ -243,9 +244,11 @@ def _fine_vocabulary(num_fine: int) -> _Vocabulary:
     total = np.array([_IMAGES[name] for name in COARSE_LABELS], np.float64)
     rank = (np.arange(num_fine - len(total)) + 1) * (1628 / num_fine)
     mass = np.exp(np.interp(np.log(rank), np.log(_FINE_RANK), np.log(_FINE_MASS)))
-    own = _OWN_NAME * total
-    left = (total - own) * (mass.sum() / (total - own).sum() if len(mass) else 1.0)
-    shares = [[(name, float(own[k] / (total[k] - own[k]) * left[k]))] for k, name in enumerate(COARSE_LABELS)]
+    base = _OWN_NAME * total
+    left = (total - base) * (mass.sum() / (total - base).sum() if len(mass) else 1.0)
+    shares = [
+        [(name, float(base[k] / (total[k] - base[k]) * left[k]))] for k, name in enumerate(COARSE_LABELS)
+    ]
     digits = max(3, len(str(num_fine)))
     for amount in mass.tolist():
         k = int(np.argmax(left))

@@ -190,14 +190,14 @@ def _background(scene: Scene, size: int) -> Floats:
     """Two colours of the user's, mixed by a slow wave whose direction is the image's, ``[N, 3, S, S]``."""
     first = _shares(keyed(0, "first colour", scene.user_keys))
     second = _shares(keyed(0, "second colour", scene.user_keys))
-    own = _shares(keyed(0, "background", scene.image_keys))
+    shares = _shares(keyed(0, "background", scene.image_keys))
     at = (np.arange(size, dtype=np.float32) + np.float32(0.5)) / np.float32(size)
-    across = (own[0] * 3 - 1.5)[:, None] * at + own[1][:, None]
-    down = (own[2] * 3 - 1.5)[:, None] * at
+    across = (shares[0] * 3 - 1.5)[:, None] * at + shares[1][:, None]
+    down = (shares[2] * 3 - 1.5)[:, None] * at
     mix = _wave(across[:, None, :] + down[:, :, None])
     out = np.empty((len(mix), 3, size, size), np.float32)
     for channel in range(3):
-        start = 50 + 110 * first[channel] + 50 * own[3 + channel]
+        start = 50 + 110 * first[channel] + 50 * shares[3 + channel]
         reach = 110 * second[channel] - 55
         out[:, channel] = mix * reach[:, None, None] + start[:, None, None]
     return out
@@ -209,16 +209,16 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
     image, coarse, number = scene.mark_image[order], scene.mark_coarse[order], number[order]
     crowd = np.bincount(scene.mark_image, minlength=len(scene.image_keys))[image].astype(np.float32)
     shift = _shares(keyed(0, "places", scene.image_keys))
-    own = _shares(keyed(0, "mark", scene.image_keys[image], number))
+    draws = _shares(keyed(0, "mark", scene.image_keys[image], number))
     fine = _shares(scene.mark_fine[order])
     # Places follow the plane-filling R2 sequence from a start of the image's own, so that marks spread out.
     steps = (number.astype(np.float32)[:, None] + 1) * np.array([0.7548777, 0.5698403], np.float32)
-    place = steps + np.stack([shift[0][image], shift[1][image]], 1) + 0.15 * np.stack([own[0], own[1]], 1)
+    place = steps + np.stack([shift[0][image], shift[1][image]], 1) + 0.15 * np.stack([draws[0], draws[1]], 1)
     place = np.float32(0.17) + np.float32(0.66) * (place - np.floor(place))
-    radius = (0.22 + 0.12 * own[2]) * np.minimum(1, np.sqrt(3 / np.maximum(crowd, 1)))
+    radius = (0.22 + 0.12 * draws[2]) * np.minimum(1, np.sqrt(3 / np.maximum(crowd, 1)))
     at = (np.arange(size, dtype=np.float32) + np.float32(0.5)) / np.float32(size)
     dx, dy = ((at - place[:, i, None]) / radius[:, None] for i in (0, 1))
-    turn = (own[3] - np.float32(0.5)) * np.float32(0.35)  # tangent of half the angle: up to 20 degrees
+    turn = (draws[3] - np.float32(0.5)) * np.float32(0.35)  # tangent of half the angle: up to 20 degrees
     cos, sin = ((1 - turn * turn) / (1 + turn * turn))[:, None], (2 * turn / (1 + turn * turn))[:, None]
     p = (cos * dx)[:, None, :] + (sin * dy)[:, :, None]
     q = (cos * dy)[:, :, None] - (sin * dx)[:, None, :]
@@ -228,16 +228,16 @@ def _marks(scene: Scene, number: npt.NDArray[np.int64], size: int) -> tuple[Floa
         if low < high:
             opacity[low:high] = shape(p[low:high], q[low:high])
     opacity = np.clip((1 - opacity) * np.float32(4), 0, 1)
-    opacity *= (np.float32(0.5) + np.float32(2.5) * own[4] * own[4])[:, None, None]
+    opacity *= (np.float32(0.5) + np.float32(2.5) * draws[4] * draws[4])[:, None, None]
     p *= (0.25 + 1.5 * fine[0])[:, None, None]
     q *= (0.25 + 1.5 * fine[1])[:, None, None]
     p += q
-    p += own[5][:, None, None]
+    p += draws[5][:, None, None]
     lit = _wave(p)
     lit *= (0.3 + 0.4 * fine[2])[:, None, None]
     lit += (1 - (0.3 + 0.4 * fine[2]) * np.float32(0.7))[:, None, None]
     lit *= opacity
-    rgb = _COLOURS[coarse] * (0.85 + 0.3 * np.stack(fine[3:6], 1)) * (0.8 + 0.3 * own[6][:, None])
+    rgb = _COLOURS[coarse] * (0.85 + 0.3 * np.stack(fine[3:6], 1)) * (0.8 + 0.3 * draws[6][:, None])
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return opacity[back], lit[back], rgb[back]
@@ -247,9 +247,9 @@ def _confetti(scene: Scene, colour: Floats, size: int, specks: int) -> None:
     """Specks in the colours of any labels, a sixteenth of the side wide: one pixel alone tells little."""
     draws, number = keyed(0, "confetti", scene.image_keys[:, None]), np.arange(specks, dtype=np.uint64)
     cell = ((draws >> np.uint64(8)) + number * (draws | np.uint64(1))) & np.uint64(255)  # no cell comes twice
-    own = _shares(keyed(0, "speck", scene.image_keys[:, None], number))
-    rgb = _COLOURS[np.minimum(own[0] * len(_COLOURS), len(_COLOURS) - 1).astype(np.int64)]
-    rgb *= (0.75 + 0.4 * own[1])[..., None]
+    shares = _shares(keyed(0, "speck", scene.image_keys[:, None], number))
+    rgb = _COLOURS[np.minimum(shares[0] * len(_COLOURS), len(_COLOURS) - 1).astype(np.int64)]
+    rgb *= (0.75 + 0.4 * shares[1])[..., None]
     side = np.arange(max(1, size // 16))
     down = ((cell >> np.uint64(4)).astype(np.int64) * size // 16)[..., None] + side
     across = ((cell & np.uint64(15)).astype(np.int64) * size // 16)[..., None] + side
@@ -261,9 +261,9 @@ def _confetti(scene: Scene, colour: Floats, size: int, specks: int) -> None:
 def _photograph(scene: Scene, colour: Floats, size: int, difficulty: np.float32) -> npt.NDArray[np.uint8]:
     """The user's camera: a cast and a noise level; the image's exposure and contrast; then bytes."""
     camera = _shares(keyed(0, "camera", scene.user_keys))
-    own = _shares(keyed(0, "exposure", scene.image_keys))
-    contrast = 1 - (1 - (0.65 + 0.4 * own[0])) * difficulty
-    lift = (60 * own[1] - 30) * difficulty + 64 * (1 - contrast)
+    shares = _shares(keyed(0, "exposure", scene.image_keys))
+    contrast = 1 - (1 - (0.65 + 0.4 * shares[0])) * difficulty
+    lift = (60 * shares[1] - 30) * difficulty + 64 * (1 - contrast)
     grain = (30 + 60 * camera[3]) * difficulty / np.float32(1023)  # full width of the uniform noise
     start = (keyed(0, "noise", scene.image_keys) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     noise = start[:, None] + np.arange(size * size, dtype=np.uint32) * np.uint32(0x9E3779B9)

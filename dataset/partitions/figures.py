@@ -34,8 +34,8 @@ PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 
 def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) -> list[Path]:
     """Write the figures into a folder; returns their paths."""
-    trained = [one for one in dealt if one.split == "train"] or list(dealt)
-    trained.sort(key=lambda partition: partition.emd)
+    trained = [part for part in dealt if part.split == "train"] or list(dealt)
+    trained.sort(key=lambda part: part.emd)
     figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
     paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in paths.items():
@@ -67,9 +67,9 @@ def clients(dealt: Sequence[Dealt]) -> Figure:
     """Classes and images of each client, the richest first."""
     figure = Figure(figsize=(8.4, 3.9 + 0.18 * ((len(dealt) + 2) // 3)), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for one, style in zip(dealt, _styles(len(dealt))):
-        _ranked(left, one.classes_per_client, label=f"{one.name} ({len(one.sizes):,} clients)", **style)
-        _ranked(right, one.sizes, **style)
+    for part, style in zip(dealt, _styles(len(dealt))):
+        _ranked(left, part.classes_per_client, label=f"{part.name} ({len(part.sizes):,} clients)", **style)
+        _ranked(right, part.sizes, **style)
     left.set(xlabel="client, that with most classes first", ylabel="classes of the client")
     right.set(xlabel="client, the largest first", ylabel="images of the client")
     for axes in (left, right):
@@ -84,13 +84,15 @@ def emd(dealt: Sequence[Dealt]) -> Figure:
     figure = Figure(figsize=(6.0, 1.1 + 0.42 * len(dealt)), layout="constrained")
     axes = figure.subplots()
     edges = np.linspace(-0.0125, 2.0125, 82)  # so that round numbers lie in the middle of a bar
-    for row, one in enumerate(dealt):
-        share, _ = np.histogram(one.distances, edges)
+    for row, part in enumerate(dealt):
+        share, _ = np.histogram(part.distances, edges)
         height = 0.85 * share / share.max()
         axes.stairs(row + height, edges, baseline=row, fill=True, color=BLUE, alpha=0.45, linewidth=0)
-        axes.plot([one.emd, one.emd], [row, row + 0.85], color=ORANGE, linewidth=2)
-        axes.text(2.03, row + 0.3, f"{one.emd:.2f}", va="center", color=ORANGE)
-    axes.set_yticks(np.arange(len(dealt)) + 0.3, [f"{one.name}\n{len(one.sizes):,} clients" for one in dealt])
+        axes.plot([part.emd, part.emd], [row, row + 0.85], color=ORANGE, linewidth=2)
+        axes.text(2.03, row + 0.3, f"{part.emd:.2f}", va="center", color=ORANGE)
+    axes.set_yticks(
+        np.arange(len(dealt)) + 0.3, [f"{part.name}\n{len(part.sizes):,} clients" for part in dealt]
+    )
     axes.set(xlim=(0, 2), ylim=(-0.05, len(dealt)), xlabel="EMD of a client, ‖q − p‖₁")
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.set_title("clients (blue) and their mean, weighted by images (orange)", fontsize=9)

@@ -40,7 +40,7 @@ class LabelMatrix:
 
     @classmethod
     def from_pairs(
-        cls, rows: IntArray, columns: npt.NDArray[Any], num_images: int, num_labels: int
+        cls, rows: npt.NDArray[Any], columns: npt.NDArray[Any], num_images: int, num_labels: int
     ) -> LabelMatrix:
         """From the row and column of each label, in any order; repeated pairs count once."""
         width = max(num_labels, 1)
@@ -256,7 +256,8 @@ def offsets_of(counts: npt.NDArray[Any]) -> IntArray:
 
 def positions(counts: npt.NDArray[Any]) -> IntArray:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.arange(int(counts.sum()), dtype=np.int64) - starts.astype(np.int64)
 
 
 def gathered(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:

@@ -24,8 +24,7 @@ from dataset.store.annotations import (
     OneClass,
     offsets_of,
 )
-from dataset.store.index import SPLITS, DatasetIndex, SplitIndex
-from dataset.store.native import IdColumn
+from dataset.store.index import SPLITS, DatasetIndex, IdColumn, SplitIndex
 
 ARROW: dict[Kind, pa.DataType] = {
     "label set": pa.list_(pa.string()),
@@ -49,7 +48,7 @@ def schema(annotations: Mapping[str, Kind]) -> pa.Schema:
 def kinds(columns: pa.Schema) -> dict[str, Kind]:
     """The annotations of a source's records, by name."""
     by_type = {str(arrow): kind for kind, arrow in ARROW.items()}
-    return {one.name: by_type[str(one.type)] for one in columns if one.name not in ID_COLUMNS}
+    return {field.name: by_type[str(field.type)] for field in columns if field.name not in ID_COLUMNS}
 
 
 @dataclass(frozen=True)

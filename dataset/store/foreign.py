@@ -116,9 +116,9 @@ class ForeignReader:
             matrices[taxonomy] = LabelMatrix.from_pairs(rows, columns, start, width)
         images = IdColumn(np.concatenate(ids))
         if not self.grouped:
-            users, owner = np.unique(owners, return_inverse=True)
-            no_offsets, owner = np.empty(0, np.int64), owner.astype(np.int32)
-            return SplitIndex(IdColumn.of(users.tolist()), no_offsets, owner, images, matrices)
+            users, numbers = np.unique(owners, return_inverse=True)
+            ids_of_users, no_offsets = IdColumn.of(users.tolist()), np.empty(0, np.int64)
+            return SplitIndex(ids_of_users, no_offsets, numbers.astype(np.int32), images, matrices)
         counts = np.array([len(found) for found in ids])
         owner = np.repeat(np.arange(len(names), dtype=np.int32), counts)
         return SplitIndex(IdColumn.of(names), offsets_of(counts), owner, images, matrices)
@@ -130,7 +130,7 @@ class ForeignReader:
             joined = np.atleast_1d(dataset(member, taxonomy)[()])
             if len(joined) != count:
                 raise ValueError(f"{whose} has {count} images but {taxonomy} of {len(joined)}")
-            return self._named_pairs(joined, taxonomy, whose, start)
+            return self._named_pairs(joined.tolist(), taxonomy, whose, start)
         rows, columns = (
             dataset(member, f"{taxonomy}_{part}")[()].astype(np.int64) for part in ("row", "col")
         )

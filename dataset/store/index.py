@@ -46,7 +46,7 @@ class IdColumn(Sequence[str]):
         """Pack strings (UTF-8)."""
         if isinstance(ids, IdColumn):
             return ids
-        encoded = [one.encode() for one in ids]
+        encoded = [text.encode() for text in ids]
         return cls(np.array(encoded, f"S{max(map(len, encoded), default=1) or 1}"))
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class IdColumn(Sequence[str]):
         return bytes(self.raw[at]).decode()
 
     def __iter__(self) -> Iterator[str]:
-        return (one.decode() for one in self.raw.tolist())
+        return (raw.decode() for raw in self.raw.tolist())
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,19 @@ StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uin
 """Images as they are stored: the bytes of each JPEG, the pixels of each image, or ``[n, S, S, 3]``."""
 
 
-def damaged(path: Path | str, what: object) -> ValueError:
+def damaged(path: Path | str, what: object, state: str = "damaged: ") -> ValueError:
     """The error for a file whose content is damaged, and what to do about it."""
     remedy = "make it again with its data set's download_preprocess command"
-    return ValueError(f"{path} is damaged: {' '.join(str(what).split())}; {remedy}")
+    return ValueError(f"{path} is {state}{' '.join(str(what).split())}; {remedy}")
 
 
 @contextmanager
-def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
+def opened(path: Path | str) -> Iterator[h5py.File]:
     """An HDF5 file. What the library and the block complain of becomes one ValueError that names the file."""
     if not Path(path).is_file():
         raise ValueError(f"no file {path}; make one with python -m dataset.NAME.download_preprocess")
     try:
-        with h5py.File(path, mode) as file:
+        with h5py.File(path) as file:
             yield file
     except ValueError as error:
         if str(path) in str(error):  # it has a sentence of its own
@@ -66,9 +66,9 @@ def opened(path: Path | str, mode: str = "r") -> Iterator[h5py.File]:
             raise ValueError(f"{path} is not an HDF5 file") from None
         if "Permission denied" in text:
             raise ValueError(f"{path} may not be read (permission denied)") from None
-        raise damaged(
-            path, "it is truncated: it was not copied whole" if "truncated" in text else text[:160]
-        ) from None
+        if "truncated" in text:
+            raise damaged(path, "(it was not copied whole)", "truncated ") from None
+        raise damaged(path, text[:160]) from None
 
 
 def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
@@ -106,14 +106,8 @@ def column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
     return np.asarray(data[()])
 
 
-def checked_column(group: h5py.Group, name: str) -> npt.NDArray[Any]:
-    """As `column`, and ValueError if it does not agree with its checksum."""
-    data = column(group, name)
-    _check_sum(group[name], data)
-    return data
-
-
-def _check_sum(data: h5py.Dataset, content: npt.NDArray[Any]) -> None:
+def check_sum(data: h5py.Dataset, content: npt.NDArray[Any]) -> None:
+    """ValueError if what a data set holds does not agree with its checksum."""
     if data.attrs.get("sha256") != checksum(content):
         raise ValueError(f"{data.name.strip('/')} does not agree with its checksum")
 
@@ -191,7 +185,7 @@ def content_checksum(file: h5py.File) -> str:
 def read_json(file: h5py.File, name: str) -> Any:
     """A JSON text that is stored as bytes under ``metadata``."""
     data = dataset(file, f"metadata/{name}")
-    _check_sum(data, data[()])
+    check_sum(data, data[()])
     try:
         return json.loads(bytes(data[()]))
     except (ValueError, RecursionError):
@@ -324,7 +318,7 @@ class NativeReader:
         while len(view):
             count = os.preadv(self._descriptor, [view], at)
             if count == 0:
-                raise damaged(self._path, "it is truncated")
+                raise damaged(self._path, "(it ends early)", "truncated ")
             view, at = view[count:], at + count
 
     def close(self) -> None:

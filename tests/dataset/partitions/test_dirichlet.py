@@ -21,6 +21,7 @@ from dataset.partitions.dirichlet import (
     partition_name,
 )
 from dataset.partitions.statistics import distances
+from dataset.store.annotations import IntArray
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
 CIFAR100 = np.repeat(np.arange(100), 500)
@@ -187,6 +188,11 @@ def test_what_cannot_be_dealt_is_said(alpha: float, clients: int, images: int, s
         dirichlet_partition(CIFAR10, alpha, 0, clients, images)
 
 
+def counts_of_client(rng: np.random.Generator, alpha: float, left: IntArray, images: int) -> list[int]:
+    """What one client gets of the prior `THIRDS`."""
+    return dirichlet._counts(lambda prior: dirichlet._draw_q(rng, prior, alpha), THIRDS, left, images)
+
+
 class Prescribed:
     """In the place of `_draw_q`: these q one after another, and the priors that they were asked for with."""
 
@@ -225,7 +231,7 @@ def test_what_an_exhausted_class_lacks_comes_from_the_others_as_q_has_them(
     draws = Prescribed(q)
     monkeypatch.setattr(dirichlet, "_draw_q", draws)
     stock = np.array(left)
-    assert dirichlet._counts(np.random.default_rng(0), THIRDS, 1.0, stock, images) == taken
+    assert counts_of_client(np.random.default_rng(0), 1.0, stock, images) == taken
     assert stock.tolist() == left, "the caller's account is the caller's"
     assert draws.priors == [THIRDS.tolist()], "q is drawn once"
 
@@ -236,7 +242,7 @@ def test_where_all_of_q_is_exhausted_it_is_drawn_from_the_prior_of_what_is_left(
     draws = Prescribed([1.0, 0.0, 0.0], [0.0, 0.25, 0.75])
     monkeypatch.setattr(dirichlet, "_draw_q", draws)
     rng = np.random.default_rng(0)
-    assert dirichlet._counts(rng, THIRDS, 1.0, np.array([4, 100, 100]), 20) == [4, 4, 12]
+    assert counts_of_client(rng, 1.0, np.array([4, 100, 100]), 20) == [4, 4, 12]
     assert draws.priors == [THIRDS.tolist(), [0.0, 0.3, 0.2]]
 
 
@@ -245,7 +251,7 @@ def test_what_is_drawn_after_a_class_is_exhausted_follows_the_prior() -> None:
     left = np.array([4, 100, 100])
     rng, counts = np.random.default_rng(1), np.zeros(3)
     for _ in range(2000):
-        taken = dirichlet._counts(rng, THIRDS, 0.0, left, 20)
+        taken = counts_of_client(rng, 0.0, left, 20)
         assert sorted(taken) in ([0, 0, 20], [0, 4, 16])
         if taken[0]:
             counts += np.array(taken) == 16
