@@ -1,9 +1,8 @@
 """Multi-label metrics as sufficient statistics that add up over batches and workers.
 
-Scores are probabilities (sigmoid of the logits), targets are 0/1. Two statistics are pfl metric values:
-`MultiLabelScores` keeps the scored rows themselves, from which every metric is exact; `BinnedCounts` keeps
-200 counts per class, from which the average precision (AP) published for FLAIR is computed. `summarise`
-turns scores and targets into the eight columns of the FLAIR paper's Table 1.
+Scores are probabilities (sigmoid of the logits), targets are 0/1. `MultiLabelScores` is a pfl metric value
+that keeps the scored rows themselves, from which every metric is exact. `summarise` turns scores and targets
+into the eight columns of the FLAIR paper's Table 1, and into the average precision (AP) published for FLAIR.
 
 C-x is the macro and O-x the micro variant: C averages over *all* classes, and a class without a positive
 in the evaluated split counts 0, as in the paper's code; O flattens all (image, class) pairs into one task.
@@ -23,7 +22,6 @@ from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import MetricValue
 
 from pfl_ext.tasks.ranking import (
-    NUM_THRESHOLDS,
     Array,
     BoolArray,
     FloatArray,
@@ -32,13 +30,11 @@ from pfl_ext.tasks.ranking import (
     as_bool,
     check_probabilities,
     checked,
-    diverged,
     left_step_ap,
     rank,
     ratio,
 )
 from pfl_ext.tasks.ranking_device import rank_on
-from pfl_ext.tasks.task import FLOAT32_EXACT
 
 COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 """The columns of Table 1 in the FLAIR paper, in its order."""
@@ -73,9 +69,16 @@ def average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> FloatArr
     return _ranked(*checked(scores, targets), overall=False).ap
 
 
-def overall_average_precision(scores: npt.ArrayLike, targets: npt.ArrayLike) -> float:
-    """O-AP: the exact AP of all N x K (image, class) pairs as one task. Arguments as `average_precision`."""
-    return _ranked(*checked(scores, targets), overall=True).overall_ap
+def binned_average_precision(ranking: Ranking) -> tuple[float, float]:
+    """The AP published for FLAIR, of the mean over classes and of all (image, class) pairs as one task.
+
+    AP = sum_i (R_i - R_{i+1}) P_i over `pfl_ext.tasks.ranking.binned_thresholds`, 0/0 := 0 (so do
+    ml-flair and pfl-research, after Keras' AUC). It understates AP where scores crowd between two thresholds,
+    as rare labels' do near 0; it serves comparison with the paper, `average_precision` is the headline.
+    """
+    tp, predicted, positives = ranking.tp[:-1], ranking.predicted[:-1], ranking.positives
+    overall = left_step_ap(tp.sum(1), predicted.sum(1), positives.sum())
+    return float(left_step_ap(tp, predicted, positives).mean()), float(overall)
 
 
 def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]:
@@ -99,10 +102,10 @@ def summarise(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, float]
     tp, predicted, positives = ranking.tp[-1], ranking.predicted[-1], ranking.positives
     c_p, c_r = ratio(tp, predicted).mean(), ratio(tp, positives).mean()
     o_p, o_r = ratio(tp.sum(), predicted.sum()), ratio(tp.sum(), positives.sum())
-    binned = BinnedCounts.from_ranking(ranking)
     values = (ranking.ap.mean(), c_p, c_r, f1(c_p, c_r), ranking.overall_ap, o_p, o_r, f1(o_p, o_r))
     summary = {name: 100 * float(value) for name, value in zip(COLUMNS, values)}
-    summary |= {"C-AP-binned200": 100 * binned.c_ap, "O-AP-binned200": 100 * binned.o_ap}
+    for name, binned in zip(BINNED.values(), binned_average_precision(ranking)):
+        summary[name] = 100 * binned
     if scores.shape[1] == 1:
         wrong = (positives - tp) + (predicted - tp)
         summary["accuracy"] = 100 * float(1 - wrong[0] / len(scores))
@@ -143,104 +146,6 @@ def user_columns(scores: npt.ArrayLike, targets: npt.ArrayLike) -> dict[str, flo
     if present.any():
         ap = 100 * float(average_precision(values[:, present], truth[:, present]).mean())
     return {**{name: summary[name] for name in COLUMNS}, PRESENT: ap}
-
-
-class BinnedCounts(MetricValue):
-    """The published AP's statistic: true and false positives at 200 thresholds per class.
-
-    AP = sum_i (R_i - R_{i+1}) P_i over `pfl_ext.tasks.ranking.binned_thresholds`, 0/0 := 0 (so do
-    ml-flair and pfl-research, after Keras' AUC). It understates AP where scores crowd between two thresholds,
-    as rare labels' do near 0; it serves comparison with the paper, `average_precision` is the headline.
-    """
-
-    def __init__(self, tp: IntArray, fp: IntArray, positives: IntArray, unknown: IntArray | None = None):
-        """Counts: ``tp`` and ``fp`` ``[T, K]`` at score > threshold, ``positives`` and NaNs ``[K]``."""
-        assert tp.shape == fp.shape == (NUM_THRESHOLDS, *positives.shape)
-        self.tp, self.fp, self.positives = tp, fp, positives
-        self.unknown = np.zeros_like(positives) if unknown is None else unknown
-
-    @classmethod
-    def from_batch(cls, scores: npt.ArrayLike, targets: npt.ArrayLike) -> BinnedCounts:
-        """Count a batch: float32 probabilities ``[B, K]`` and 0/1 targets ``[B, K]``.
-
-        NaN scores are counted apart and reported when the AP is read, by all workers alike.
-
-        Raises:
-            ValueError: shapes differ, a score lies outside [0, 1], a target is not 0/1.
-        """
-        values, truth = np.asarray(scores, np.float32), as_bool(targets)
-        unknown = np.count_nonzero(np.isnan(values), axis=0).astype(np.int64)
-        values, truth = checked(np.nan_to_num(values, nan=0.0) if unknown.any() else values, truth)
-        check_probabilities(values)
-        # 199 is odd, so no float32 in (0, 1) equals i / 199, and 199 x is exact in
-        # float64: the number of thresholds below x is ceil(199 x), and 1 (the negative one) at 0.
-        passed = np.maximum(np.ceil(values * np.float64(NUM_THRESHOLDS - 1)), 1).astype(np.int64)
-        k = values.shape[1]
-        cell = (passed - 1) * k + np.arange(k)
-        predicted, tp = (
-            np.bincount(cells, minlength=NUM_THRESHOLDS * k).reshape(NUM_THRESHOLDS, k)[::-1].cumsum(0)[::-1]
-            for cells in (cell.ravel(), cell[truth])
-        )
-        return cls(tp, predicted - tp, tp[0].copy(), unknown)
-
-    @classmethod
-    def from_ranking(cls, ranking: Ranking) -> BinnedCounts:
-        """From a pass over sorted scores that was made anyway."""
-        tp = ranking.tp[:-1]
-        return cls(tp, ranking.predicted[:-1] - tp, ranking.positives)
-
-    @property
-    def per_class_ap(self) -> FloatArray:
-        """Binned AP of each class, ``[K]``; 0 without positives. ValueError if scores were NaN."""
-        self._check_known()
-        return left_step_ap(self.tp, self.fp, self.positives)
-
-    @property
-    def c_ap(self) -> float:
-        """Mean of `per_class_ap` over all classes; 0 if there are none."""
-        return float(self.per_class_ap.sum() / max(len(self.positives), 1))
-
-    @property
-    def o_ap(self) -> float:
-        """Binned AP of all (image, class) pairs as one task. ValueError if scores were NaN."""
-        self._check_known()
-        return float(left_step_ap(self.tp.sum(1), self.fp.sum(1), self.positives.sum()))
-
-    @property
-    def overall_value(self) -> float:
-        """`c_ap`."""
-        return self.c_ap
-
-    def _check_known(self) -> None:
-        if self.unknown.any():
-            raise diverged(int(self.unknown.sum()), int(self.tp[0].sum() + self.fp[0].sum()))
-
-    def _counts(self) -> IntArray:
-        return np.concatenate([self.tp.ravel(), self.fp.ravel(), self.positives, self.unknown])
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, BinnedCounts)
-        return np.array_equal(self._counts(), other._counts())
-
-    def __add__(self, other: BinnedCounts) -> BinnedCounts:
-        assert isinstance(other, BinnedCounts)
-        return self._from_counts(self._counts() + other._counts())
-
-    def to_vector(self) -> npt.NDArray[np.float32]:
-        """All counts, ``[2 (T + 1) K]``. Each is at most the number of images, so float32 is exact."""
-        return self._counts().astype(np.float32)
-
-    def from_vector(self, vector: Array) -> BinnedCounts:
-        """The counts back, exact below 2**24 images."""
-        assert vector.max(initial=0) < FLOAT32_EXACT, "2**24 images or more: float32 sums are no longer exact"
-        return self._from_counts(vector.astype(np.int64))
-
-    def _from_counts(self, counts: IntArray) -> BinnedCounts:
-        table = counts.reshape(-1, len(self.positives))
-        return BinnedCounts(table[:NUM_THRESHOLDS], table[NUM_THRESHOLDS:-2], table[-2], table[-1])
-
-    def __repr__(self) -> str:
-        return f"BinnedCounts({self.tp.shape[1]} labels, {self.positives.sum()} positives)"
 
 
 class _Rows(NamedTuple):

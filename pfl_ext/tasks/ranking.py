@@ -105,9 +105,9 @@ def _mean_precision(hits: Array, at_least: IntArray) -> float:
     return float(np.mean(_number_at_least(hits, hits) / at_least)) if len(hits) else 0.0
 
 
-def left_step_ap(tp: IntArray, fp: IntArray, positives: Array) -> FloatArray:
+def left_step_ap(tp: IntArray, predicted: IntArray, positives: Array) -> FloatArray:
     """AP over ascending thresholds (first axis): each fall in recall at the precision left of it."""
-    recall, precision = ratio(tp, positives), ratio(tp, tp + fp)
+    recall, precision = ratio(tp, positives), ratio(tp, predicted)
     return np.asarray(np.sum(-np.diff(recall, axis=0) * precision[:-1], axis=0))
 
 

@@ -16,8 +16,10 @@ from pfl.metrics import MetricValue
 from torch import Tensor
 
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FLOAT32_EXACT, FloatArray, IntArray, WeightedTask
+from pfl_ext.tasks.task import FloatArray, IntArray, WeightedTask
 
+FLOAT32_EXACT = 1 << 24
+"""Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
 UNKNOWN = -1
 """As a prediction: of an image whose logits are not numbers."""
 

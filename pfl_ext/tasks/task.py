@@ -25,8 +25,6 @@ from pfl_ext.data.transforms import cropped, resize
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-FLOAT32_EXACT = 1 << 24
-"""Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
 
 
 class Task(ABC):

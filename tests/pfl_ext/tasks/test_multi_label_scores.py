@@ -27,11 +27,9 @@ from pfl_ext.tasks import ranking
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import (
     COLUMNS,
-    BinnedCounts,
     MultiLabelScores,
     average_precision,
     f1,
-    overall_average_precision,
     summarise,
 )
 
@@ -95,8 +93,8 @@ def test_exact_ap_equals_scikit_learn(task: tuple[Array, Array]) -> None:
     scores, targets = task
     expected = [sklearn_ap(s, t) for s, t in zip(scores.T, targets.T)]
     np.testing.assert_allclose(average_precision(scores, targets), expected, rtol=0, atol=1e-12)
-    overall = overall_average_precision(scores, targets)
-    assert overall == pytest.approx(sklearn_ap(scores.ravel(), targets.ravel()), abs=1e-12)
+    overall = summarise(scores, targets)["O-AP"]
+    assert overall == pytest.approx(100 * sklearn_ap(scores.ravel(), targets.ravel()), abs=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -143,12 +141,12 @@ def test_uninformative_scores_have_ap_near_prevalence() -> None:
 def test_binned_ap_is_the_published_definition(task: tuple[Array, Array]) -> None:
     scores, targets = task
     per_class = [published_ap(s, t) for s, t in zip(scores.T, targets.T)]
-    counts, summary = BinnedCounts.from_batch(scores, targets), summarise(scores, targets)
-    np.testing.assert_allclose(counts.per_class_ap, per_class, rtol=0, atol=1e-12)
-    assert counts.c_ap == counts.overall_value == pytest.approx(np.mean(per_class), abs=1e-12)
-    assert counts.o_ap == pytest.approx(published_ap(scores, targets), abs=1e-12)
-    assert summary["C-AP-binned200"] == pytest.approx(100 * counts.c_ap, abs=1e-10)
-    assert summary["O-AP-binned200"] == pytest.approx(100 * counts.o_ap, abs=1e-10)
+    summary = summarise(scores, targets)
+    assert summary["C-AP-binned200"] == pytest.approx(100 * np.mean(per_class), abs=1e-10)
+    assert summary["O-AP-binned200"] == pytest.approx(100 * published_ap(scores, targets), abs=1e-10)
+    for k, ap in enumerate(per_class):
+        alone = summarise(scores[:, [k]], targets[:, [k]])
+        assert alone["C-AP-binned200"] == alone["O-AP-binned200"] == pytest.approx(100 * ap, abs=1e-10)
 
 
 def test_binned_counts_are_right_on_and_beside_every_threshold() -> None:
@@ -156,10 +154,10 @@ def test_binned_counts_are_right_on_and_beside_every_threshold() -> None:
     beside = np.concatenate([np.nextafter(grid, np.float32(0)), grid, np.nextafter(grid, np.float32(1))])
     scores = beside[:, None]
     targets = np.arange(len(scores))[:, None] % 3 == 0
-    counts = BinnedCounts.from_batch(scores, targets)
+    counts = ranking.rank(scores, targets, overall=False)
     above = scores.astype(np.float64) > ranking.binned_thresholds()  # [B, T]
-    assert counts.tp[:, 0].tolist() == (above & targets).sum(0).tolist()
-    assert counts.fp[:, 0].tolist() == (above & ~targets).sum(0).tolist()
+    assert counts.tp[:-1, 0].tolist() == (above & targets).sum(0).tolist()
+    assert counts.predicted[:-1, 0].tolist() == above.sum(0).tolist()
 
 
 def test_compressing_scores_lowers_binned_ap_and_leaves_exact_ap_alone() -> None:
@@ -298,21 +296,6 @@ def test_scores_survive_any_split_over_batches_and_workers_bit_for_bit(
     assert reduced == total(local)
 
 
-@given(splits())
-@settings(max_examples=100, deadline=None)
-def test_binned_counts_are_the_same_over_any_split(case: tuple[Array, Array, list[list[Array]]]) -> None:
-    scores, targets, workers = case
-    none = np.zeros(0, np.int64)
-    local = [
-        total([BinnedCounts.from_batch(scores[b], targets[b]) for b in [none, *batches]])
-        for batches in workers
-    ]
-    whole = BinnedCounts.from_batch(scores, targets)
-    reduced = whole.from_vector(total([value.to_vector() for value in local]))
-    assert reduced == total(local) == whole
-    assert (reduced.c_ap, reduced.o_ap) == (whole.c_ap, whole.o_ap)
-
-
 def test_no_vector_entry_is_subnormal_and_absent_rows_stay_absent() -> None:
     """A device that flushes subnormals to zero must not change a score, nor lose a row of zeros."""
     scores = np.array([[0.0, TINY], [3e-42, 1.0]], np.float32)
@@ -351,28 +334,12 @@ def test_values_travel_in_pfl_metrics() -> None:
     scores, targets = flair_like(8, n=50)
 
     def one(rows: Array) -> Metrics:
-        return Metrics(
-            [
-                (StringMetricName("scores"), scored(50, rows, scores, targets)),
-                (StringMetricName("binned"), BinnedCounts.from_batch(scores[rows], targets[rows])),
-            ]
-        )
+        return Metrics([(StringMetricName("scores"), scored(50, rows, scores, targets))])
 
     workers = [one(np.arange(0, 20)) + one(np.arange(20, 30)), one(np.arange(30, 50))]
     vectors = [np.add(a, b) for a, b in zip(*(w.to_vectors() for w in workers))]
     simple = workers[0].from_vectors(vectors).to_simple_dict()
-    assert simple == {
-        "Scores": average_precision(scores, targets).mean(),
-        "Binned": BinnedCounts.from_batch(scores, targets).c_ap,
-    }
-
-
-def test_counts_are_exact_below_two_to_the_24_and_refused_from_there() -> None:
-    one = BinnedCounts.from_batch(np.ones((1, 1), np.float32), np.ones((1, 1), bool))
-    big = BinnedCounts(one.tp * (2**24 - 1), one.fp, one.positives * (2**24 - 1))
-    assert big.from_vector(big.to_vector()) == big
-    with pytest.raises(AssertionError, match=r"2\*\*24 images"):
-        big.from_vector(big.to_vector() + one.to_vector())
+    assert simple == {"Scores": average_precision(scores, targets).mean()}
 
 
 # Mistakes and divergence.
@@ -382,17 +349,14 @@ def test_nan_scores_are_carried_through_workers_and_counted_in_the_error() -> No
     scores, targets = flair_like(9, n=6, k=3)
     scores[[1, 4, 4], [0, 1, 2]] = np.nan
     halves = [np.arange(3), np.arange(3, 6)]
-    exact = [scored(6, rows, scores, targets) for rows in halves]
-    binned = [BinnedCounts.from_batch(scores[rows], targets[rows]) for rows in halves]
-    for parts in (exact, binned):
-        reduced = parts[0].from_vector(parts[0].to_vector() + parts[1].to_vector())
-        for merged in (total(list(parts)), reduced):
-            with pytest.raises(ValueError, match="3 of 18 scores are NaN: the model has diverged"):
-                _ = merged.overall_value
-    carried = exact[0].from_vector(total([part.to_vector() for part in exact]))
+    parts = [scored(6, rows, scores, targets) for rows in halves]
+    carried = parts[0].from_vector(total([part.to_vector() for part in parts]))
+    for merged in (total(parts), carried):
+        with pytest.raises(ValueError, match="3 of 18 scores are NaN: the model has diverged"):
+            _ = merged.overall_value
     assert np.array_equal(carried.scores(), scores, equal_nan=True)
     assert np.array_equal(carried.targets(), targets)
-    for function in (average_precision, overall_average_precision, summarise):
+    for function in (average_precision, summarise):
         with pytest.raises(ValueError, match="3 of 18 scores are NaN"):
             function(scores, targets)
 
@@ -407,8 +371,6 @@ def test_mistakes_are_named() -> None:
         summarise(half[:0], np.zeros((0, 3), bool))
     with pytest.raises(ValueError, match=r"apply the sigmoid first: they span -1.0 .. 3.0"):
         MultiLabelScores.from_batch(2, [0, 1], half * 4 - [[3], [-1]], np.zeros((2, 3), bool))
-    with pytest.raises(ValueError, match=r"apply the sigmoid first"):
-        BinnedCounts.from_batch(half * 4, np.zeros((2, 3), bool))
     with pytest.raises(ValueError, match=r"rows \(1,\), scores \(2, 3\) and targets \(2, 3\)"):
         MultiLabelScores.from_batch(2, [0], half, np.zeros((2, 3), bool))
 

@@ -51,6 +51,14 @@ def test_sums_over_workers_are_sums_of_vectors() -> None:
     assert other.overall_value == 1
 
 
+def test_counts_are_exact_below_two_to_the_24_and_refused_from_there() -> None:
+    one = ClassCounts.from_batch([0], np.eye(1))
+    big = ClassCounts(one.right * (2**24 - 1), one.images * (2**24 - 1))
+    assert big.from_vector(big.to_vector()) == big
+    with pytest.raises(AssertionError, match=r"2\*\*24 images"):
+        big.from_vector(big.to_vector() + one.to_vector())
+
+
 @pytest.mark.parametrize("left, right", [(0, 2), (2, 0), (1, 2)])
 def test_images_without_a_prediction_of_either_side_are_counted(left: int, right: int) -> None:
     first, second = (
