@@ -1,11 +1,13 @@
-"""A pfl backend that trains a cohort round by round and evaluates on a split held centrally."""
+"""A pfl backend that trains a cohort, whose round is a function of the seed and of the round's number."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from pfl.aggregate.simulate import (
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.common_types import Population
 from pfl.context import CentralContext
+from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, StringMetricName, Weighted, get_overall_value
@@ -28,7 +31,7 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.algorithm import is_private, refusals_of, refuse
+from pfl_ext.algorithms.algorithm import Means, is_private, refusals_of, refuse
 from pfl_ext.algorithms.rules import Rule, StepCounter, rule_of
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine, dealt
@@ -40,7 +43,22 @@ from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
 """The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
-OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
+
+
+def training_context(
+    round_number: int, cohort_size: int, local: NNTrainHyperParams | None = None, parameters: Any = None
+) -> CentralContext[Any, Any]:
+    """What pfl's algorithms hand to a backend for a round of local training; the backend draws its seed."""
+    return CentralContext(
+        current_central_iteration=round_number,
+        do_evaluation=False,
+        cohort_size=cohort_size,
+        population=Population.TRAIN,
+        model_train_params=local,
+        model_eval_params=None,
+        algorithm_params=parameters,
+        seed=0,
+    )
 
 
 def cohort_line(metrics: Metrics) -> dict[str, Any]:
@@ -67,17 +85,14 @@ class _OneByOne:
         return self._rule.statistics(update, counted.num_steps), Metrics()
 
 
-class CentrallyEvaluatedBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with four things changed, and its training of users if asked for.
+class CohortBackend(SimulatedBackend):
+    """pfl's ``SimulatedBackend`` with three things changed, and its training of users if asked for.
 
     * The cohort and every seed of a round are functions of (seed, round), not of how often a random
       state was drawn from, so that a resumed run repeats nothing.
     * Users are not scored before and after their local training in evaluation rounds (pfl scores all
-      of them, each on its own training images).
-    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one
-      split held centrally: every ``evaluation_frequency`` rounds the model *at the start of the round*
-      is scored on it, and ``on_evaluation(round, metrics, model)`` is called while the model is still
-      in that state, so that what is kept as best is what was scored.
+      of them, each on its own training images). There is no validation population: models are scored on
+      a split held centrally, between rounds.
     * pfl's own privacy mechanisms are refused where their noise would come from the public seed, and any
       mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
       twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
@@ -93,11 +108,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def __init__(
         self,
         training_data: FederatedImageDataset,
-        evaluation: Callable[[PyTorchModel], Metrics],
         *,
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),
-        on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
         engine: CohortEngine | None = None,
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
@@ -114,9 +127,20 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 "mechanism last among the postprocessors"
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
-        self._images, self._evaluation = training_data, evaluation
-        self._seed, self._on_evaluation, self._config_hash = seed, on_evaluation, config_hash
-        self._engine = engine
+        self._images, self._engine = training_data, engine
+        self._seed, self._config_hash = seed, config_hash
+
+    @classmethod
+    def of(cls, means: Means) -> CohortBackend:
+        """The backend of a run."""
+        return cls(
+            means.users,
+            seed=means.seed,
+            postprocessors=means.postprocessors,
+            engine=means.engine,
+            accumulate=means.accumulate,
+            config_hash=means.config_hash,
+        )
 
     @property
     def _is_private(self) -> bool:
@@ -127,16 +151,20 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         """What trains the cohorts; None where pfl's own loop does."""
         return self._engine
 
+    def gather_results(
+        self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
+    ) -> tuple[Any, Metrics]:
+        """As pfl's, but the loop of events that ``FederatedAlgorithm.run`` goes on with stays open."""
+        work = self.async_gather_results(model, training_algorithm, central_context=central_context)
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            return loop.run_until_complete(work)
+
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """Train the round's cohort, or score the central split when the context is for validation."""
+        """Train the round's cohort."""
+        assert central_context.population == Population.TRAIN, "models are scored between rounds"
         round_number = central_context.current_central_iteration
-        if central_context.population != Population.TRAIN:
-            begin_work(evaluation=round_number, config=self._config_hash)
-            metrics = self._evaluation(model)
-            self._on_evaluation(round_number, metrics, model)
-            return None, Metrics()
         self._images.set_round(round_number)
         cohort = self._images.cohort(central_context.cohort_size)
         begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)

@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pfl.algorithm.algorithm_utils import run_train_eval
-from pfl.common_types import Population
-from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, is_private, refuse
 from pfl_ext.algorithms.fedavg import FedAvg
-from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
+from pfl_ext.backend import CohortBackend, cohort_line, training_context
 from pfl_ext.data.federated_dataset import IntArray
 
 Weights = dict[str, Tensor]
@@ -34,15 +31,7 @@ class Clients:
     def __init__(self, means: Means) -> None:
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
         self._means, self._algorithm = means, FedAvg()
-        self._backend = CentrallyEvaluatedBackend(
-            means.users,
-            means.score,
-            seed=means.seed,
-            postprocessors=means.postprocessors,
-            engine=means.engine,
-            accumulate=means.accumulate,
-            config_hash=means.config_hash,
-        )
+        self._backend = CohortBackend.of(means)
 
     def weights(self) -> Weights:
         """A copy of those that the run's model has now."""
@@ -71,18 +60,9 @@ class Clients:
         model = self.model(weights)
         if not len(users):
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
-        context = CentralContext(
-            current_central_iteration=number,
-            do_evaluation=False,
-            cohort_size=len(users),
-            population=Population.TRAIN,
-            model_train_params=self._means.local,
-            model_eval_params=None,
-            algorithm_params=None,
-            seed=0,
-        )
+        context = training_context(number, len(users), self._means.local)
         with self._means.users.only(users):
-            ((sums, metrics),) = run_train_eval(self._algorithm, self._backend, model, (context,))
+            sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()
         return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, cohort_line(metrics)

@@ -4,7 +4,7 @@ A `Game` is one run of some rounds. Each canary is a user who is in the data or 
 update is as long as it may be along a direction of its own, orthogonal to all others'. Half of the canaries
 are axes of one tensor, the others are split evenly over all tensors, as clipping each tensor by itself treats
 the two differently. Everything but the users' training is what production calls: `FederatedImageDataset`
-draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers, `private_mean` clips,
+draws the cohorts, `CohortBackend` runs the rounds and sums over workers, `private_mean` clips,
 adds noise and divides. A game's ``path`` says what stands in for training:
 
 * ``synthetic``: updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` does; 10^5
@@ -20,7 +20,6 @@ Letters: m canaries, T rounds, V tensors, K labels, n columns of a tensor, U use
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -32,8 +31,6 @@ import torch
 from pfl.aggregate.weighting import WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.common_types import Population
-from pfl.context import CentralContext
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
@@ -42,7 +39,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.algorithm import Refusals
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import CohortBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine, CohortSum, Task
@@ -345,9 +342,8 @@ class Game:
             std=[1.0] * 3,
         )
         engine = CohortEngine(network) if self.path == "engine" else SyntheticEngine(self)
-        backend = CentrallyEvaluatedBackend(
+        backend = CohortBackend(
             data,
-            lambda model: Metrics(),
             seed=PUBLIC_SEED,
             postprocessors=[WeightByUser(), mechanism],
             engine=None if self.path == "loop" else cast(CohortEngine, engine),
@@ -366,7 +362,7 @@ class Game:
 
 
 def _rounds(
-    backend: CentrallyEvaluatedBackend,
+    backend: CohortBackend,
     algorithm: Any,
     model: PyTorchModel,
     mechanism: PrivateMean,
@@ -378,31 +374,17 @@ def _rounds(
     train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=1e6, local_batch_size=1)
     params = NNAlgorithmParams(rounds, rounds, expected, 1)
     sums, fractions, drawn = [], [], np.zeros((rounds, game.canaries + game.others), bool)
-    loop = asyncio.new_event_loop()
-    try:
-        for r in range(rounds):
-            context = CentralContext(
-                current_central_iteration=r,
-                do_evaluation=False,
-                cohort_size=expected,
-                population=Population.TRAIN,
-                model_train_params=train,
-                model_eval_params=None,
-                algorithm_params=params,
-                seed=PUBLIC_SEED,
-            )
-            bound = mechanism.clipping_bound
-            drawn[r, data.drawn(expected, r)] = True
-            work = backend.async_gather_results(model, algorithm, central_context=context)
-            stats, metrics = loop.run_until_complete(work)
-            stats.average()
-            tensors = torch.stack([stats[name].reshape(game.directions.shape[1:]) for name in NAMES])
-            sums.append(game.directions.along(tensors.double().numpy()) * expected / bound)
-            named = {str(name): value for name, value in metrics}
-            vote = named.get(str(metric_name("noisy fraction unclipped")))
-            fractions.append(0.0 if vote is None else float(vote.overall_value))
-    finally:
-        loop.close()
+    for r in range(rounds):
+        context = training_context(r, expected, train, params)
+        bound = mechanism.clipping_bound
+        drawn[r, data.drawn(expected, r)] = True
+        stats, metrics = backend.gather_results(model, algorithm, central_context=context)
+        stats.average()
+        tensors = torch.stack([stats[name].reshape(game.directions.shape[1:]) for name in NAMES])
+        sums.append(game.directions.along(tensors.double().numpy()) * expected / bound)
+        named = {str(name): value for name, value in metrics}
+        vote = named.get(str(metric_name("noisy fraction unclipped")))
+        fractions.append(0.0 if vote is None else float(vote.overall_value))
     return Release(np.stack(sums), np.array(fractions), drawn[:, : game.canaries])
 
 
@@ -464,10 +446,9 @@ def _public_noise(calibration: Calibration, directions: Directions) -> FloatArra
     mechanism, rows = private_mean(calibration, noise_seed=PUBLIC_SEED), []
     for r in range(calibration.num_rounds):
         bound = mechanism.clipping_bound
-        context = CentralContext(r, False, 1, Population.TRAIN, None, None, seed=PUBLIC_SEED)
         nothing = MappedVectorStatistics({"all": torch.zeros(directions.size), TALLY: torch.zeros(5)})
         stats, _ = mechanism.postprocess_server(
-            stats=nothing, central_context=context, aggregate_metrics=Metrics()
+            stats=nothing, central_context=training_context(r, 1), aggregate_metrics=Metrics()
         )
         rows.append(stats["all"].double().numpy().reshape(directions.shape) / bound)
     return directions.along(np.stack(rows))

@@ -13,14 +13,13 @@ from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
-from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.optimizers import OptimizerConfig
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import CohortBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
@@ -65,23 +64,15 @@ def train(
     server: Any = None,
     weighting: Any = None,
     sampling: LocalSampling = WHOLE,
-    on_evaluation: Any = lambda *_: None,
-    every: int = 1,
 ) -> Tensor:
     """The weight after so many rounds, through pfl's own loop."""
     module = Linear()
     optimizer = server(module.parameters()) if server else torch.optim.SGD(module.parameters(), lr=1.0)
     model = PyTorchModel(module, torch.optim.SGD, optimizer)
     data = FederatedImageDataset(store, sampling, seed=1)
-    backend = CentrallyEvaluatedBackend(
-        data,
-        CentralEvaluation(NumberedStore([7, 2]), batch_size=4),
-        seed=1,
-        postprocessors=[weighting or WeightByUser()],
-        on_evaluation=on_evaluation,
-    )
+    backend = CohortBackend(data, seed=1, postprocessors=[weighting or WeightByUser()])
     FederatedAveraging().run(
-        NNAlgorithmParams(rounds, every, cohort, 1),
+        NNAlgorithmParams(rounds, 1, cohort, None),
         backend,
         model,
         NNTrainHyperParams(
@@ -138,36 +129,17 @@ def test_the_server_optimizer_sees_minus_the_mean_update(beta: float) -> None:
     assert_close_as_vector(got, weight, 3 * 50)
 
 
-def test_what_is_scored_is_the_model_at_the_start_of_the_round() -> None:
-    seen: list[tuple[int, Tensor, float]] = []
-
-    def note(round_number: int, metrics: Metrics, model: PyTorchModel) -> None:
-        weight = model.pytorch_model.weight.detach().clone()
-        seen.append((round_number, weight, metrics[LOSS].overall_value))
-
-    store = NumberedStore([5, 3, 4])
-    after_four = train(store, rounds=5, cohort=2, every=2, on_evaluation=note)
-    assert [round_number for round_number, *_ in seen] == [0, 2, 4]
-    assert torch.equal(seen[0][1], Linear().weight.detach())
-    assert torch.equal(seen[1][1], train(store, rounds=2, cohort=2))
-    assert torch.equal(seen[2][1], train(store, rounds=4, cohort=2))
-    assert not torch.equal(seen[2][1], after_four)
-    images, targets = NumberedStore([7, 2]).read(np.arange(9))
-    for _, weight, loss in seen:
-        module = Linear()
-        module.weight.data.copy_(weight)
-        expected = module.loss(torch.from_numpy(images), torch.from_numpy(targets).float(), torch.empty(0))
-        assert loss == pytest.approx(expected.item(), rel=50 * 2.0**-24)
-
-
 def test_scores_stand_at_their_own_rows_whatever_the_batches() -> None:
     store = NumberedStore([7, 2])
     module = Linear()
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     images, targets = store.read(np.arange(9))
     expected = torch.sigmoid(module(torch.from_numpy(images))).detach().numpy()
+    loss = module.loss(torch.from_numpy(images), torch.from_numpy(targets).float(), torch.empty(0)).item()
     for batch_size in (1, 4, 100):
-        scores = CentralEvaluation(store, batch_size=batch_size)(model)[SCORES]
+        metrics = CentralEvaluation(store, batch_size=batch_size)(model)
+        assert metrics[LOSS].overall_value == pytest.approx(loss, rel=50 * 2.0**-24)
+        scores = metrics[SCORES]
         assert isinstance(scores, MultiLabelScores)
         assert_close_as_vector(scores.scores(), expected, 50)
         assert np.array_equal(scores.targets(), targets)
@@ -232,14 +204,10 @@ def server(parameters: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
     return OptimizerConfig(**options).build(parameters)
 
 
-def backend_with(postprocessor: Any, **options: Any) -> CentrallyEvaluatedBackend:
+def backend_with(postprocessor: Any, **options: Any) -> CohortBackend:
     store = NumberedStore([3, 2, 4])
-    return CentrallyEvaluatedBackend(
-        FederatedImageDataset(store, WHOLE, seed=1, **options),
-        CentralEvaluation(store, batch_size=4),
-        seed=1,
-        postprocessors=[WeightByUser(), postprocessor],
-    )
+    data = FederatedImageDataset(store, WHOLE, seed=1, **options)
+    return CohortBackend(data, seed=1, postprocessors=[WeightByUser(), postprocessor])
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, CentrallyAppliedPrivacyMechanism])

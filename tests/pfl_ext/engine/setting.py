@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +14,6 @@ from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.algorithm.fedprox import FedProx, FedProxParams
-from pfl.common_types import Population
-from pfl.context import CentralContext
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
@@ -25,11 +22,10 @@ from torch import Tensor, nn
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import CohortBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, private_mean
@@ -208,9 +204,8 @@ class Setting:
             reweight=self.reweight,
         )
         cohort_size = self.cohort or len(self.sizes)
-        backend = CentrallyEvaluatedBackend(
+        backend = CohortBackend(
             data,
-            CentralEvaluation(NoisyStore([2])),
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
             engine=CohortEngine(module, **options) if engine else None,
@@ -233,27 +228,13 @@ class Setting:
             params = ScaffoldParams(*common, total, *self.scaffold)
             self.controls = Controls(module, data.partition.user_ids)
             algorithm = Scaffold(self.controls)
-        loop = asyncio.new_event_loop()
-        try:
-            for round_number in range(self.rounds):
-                context = CentralContext(
-                    current_central_iteration=round_number,
-                    do_evaluation=False,
-                    cohort_size=cohort_size,
-                    population=Population.TRAIN,
-                    model_train_params=train,
-                    model_eval_params=None,
-                    algorithm_params=params,
-                    seed=1,
-                )
-                work = backend.async_gather_results(model, algorithm, central_context=context)
-                stats, metrics = loop.run_until_complete(work)
-                updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
-                weight = float(stats.weight)
-                if self.scaffold is not None:
-                    algorithm.process_aggregated_statistics(context, metrics, model, stats)
-        finally:
-            loop.close()
+        for round_number in range(self.rounds):
+            context = training_context(round_number, cohort_size, train, params)
+            stats, metrics = backend.gather_results(model, algorithm, central_context=context)
+            updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
+            weight = float(stats.weight)
+            if self.scaffold is not None:
+                algorithm.process_aggregated_statistics(context, metrics, model, stats)
         return updates, weight, metrics
 
 

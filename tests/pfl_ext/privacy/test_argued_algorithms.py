@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,13 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
-from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.algorithm.reptile import Reptile
 from pfl.algorithm.scaffold import SCAFFOLD
-from pfl.common_types import Population
-from pfl.context import CentralContext
-from pfl.metrics import Metrics
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor
@@ -27,7 +22,7 @@ from pfl_ext.algorithms.fedprox import FedProx
 from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.algorithms.rules import Rule
 from pfl_ext.algorithms.scaffold import Scaffold
-from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.backend import CohortBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from tests.pfl_ext.engine.setting import Setting, distance, norm, private, rounding_of, without_noise
 from tests.pfl_ext.stores import NumberedStore
@@ -52,26 +47,14 @@ class OfLoop(OnPfl):
     pass
 
 
-def backend(mechanism: Any, **options: Any) -> CentrallyEvaluatedBackend:
+def backend(mechanism: Any, **options: Any) -> CohortBackend:
     data = FederatedImageDataset(NumberedStore([3, 2]), WHOLE, seed=1, noise_seed=7, **options)
-    return CentrallyEvaluatedBackend(
-        data, lambda model: Metrics(), seed=1, postprocessors=[WeightByUser(), mechanism]
-    )
+    return CohortBackend(data, seed=1, postprocessors=[WeightByUser(), mechanism])
 
 
-def one_round(backend: CentrallyEvaluatedBackend, algorithm: Any, cohort_size: int = 2) -> None:
+def one_round(backend: CohortBackend, algorithm: Any, cohort_size: int = 2) -> None:
     """As far as the first thing that needs a model."""
-    context = CentralContext(
-        current_central_iteration=0,
-        do_evaluation=False,
-        cohort_size=cohort_size,
-        population=Population.TRAIN,
-        model_train_params=None,
-        model_eval_params=None,
-        algorithm_params=NNAlgorithmParams(1, 1, cohort_size, 1),
-        seed=1,
-    )
-    asyncio.run(backend.async_gather_results(None, algorithm, central_context=context))
+    backend.gather_results(None, algorithm, central_context=training_context(0, cohort_size))
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -117,7 +100,7 @@ def test_nothing_changes_an_update_after_it_was_clipped(mechanism: str) -> None:
     data = FederatedImageDataset(NumberedStore([3, 2]), WHOLE, seed=1, noise_seed=7)
     order = [MECHANISMS[mechanism](), WeightByDatapoints()]
     with pytest.raises(ValueError, match="place the mechanism last"):
-        CentrallyEvaluatedBackend(data, lambda model: Metrics(), seed=1, postprocessors=order)
+        CohortBackend(data, seed=1, postprocessors=order)
 
 
 class Louder(Rule):
