@@ -10,8 +10,9 @@ from importlib.metadata import version
 
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import dotted
-from pfl_ext.privacy.accounting import Calibration, System
+from pfl_ext.privacy.accounting import Calibration
 from pfl_ext.privacy.banded import BandedFactor
+from pfl_ext.privacy.epsilon import System
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
 WEAK_DELTA = 1e-4

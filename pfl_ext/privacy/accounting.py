@@ -11,8 +11,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from pfl_ext.configs import STRICT
@@ -21,16 +22,14 @@ from pfl_ext.privacy.epsilon import (
     LEAST_DELTA,
     RELATIONS,
     Accountant,
-    PrivacyProfile,
     Sampler,
+    System,
     epsilon_spent,
     least_multiplier,
     min_separation,
-    participations,
-    privacy_profile,
     refuse_unsound,
 )
-from pfl_ext.privacy.mechanisms import BOUND_RANGE
+from pfl_ext.privacy.mechanisms import ClippingBound
 
 Mechanism = Literal["gaussian", "adaptive"]
 
@@ -41,78 +40,6 @@ def accounted_rounds(rounds: int, num_rounds: int) -> int:
     """``rounds``, rounded up to one of `ACCOUNTINGS` equal steps, so that epsilon is never too low."""
     step = -(-num_rounds // ACCOUNTINGS)
     return min(-(-rounds // step) * step, num_rounds)
-
-
-@dataclass(frozen=True)
-class System:
-    """Private training as an accountant sees it: who could take part, how many do, how much noise."""
-
-    population: int
-    cohort_size: int  # expected, for Poisson sampling
-    noise_multiplier: float
-    delta: float
-    sampler: Sampler
-    accountant: Accountant
-
-    @property
-    def sampling_probability(self) -> float:
-        """That of one user in one round; of a circle, the share of the rounds."""
-        return self.cohort_size / self.population
-
-    def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:
-        """What ``rounds`` rounds spend, by this system's accountant or another; infinite when hopeless."""
-        return epsilon_spent(self.noise_multiplier, **self._facts(rounds, accountant))
-
-    def _facts(self, rounds: int, accountant: Accountant | None = None) -> dict[str, Any]:
-        """What `pfl_ext.privacy.epsilon` asks for besides the noise."""
-        return {
-            "population": self.population,
-            "cohort_size": self.cohort_size,
-            "rounds": rounds,
-            "delta": self.delta,
-            "sampler": self.sampler,
-            "accountant": accountant or self.accountant,
-        }
-
-    def epsilon_of_runs(self, runs: int, rounds: int) -> float:
-        """What so many runs of ``rounds`` rounds each spend together, each with a secret of its own.
-
-        Every run of a circle starts its own, so a user may take part in each as often as in one.
-        """
-        if self.sampler != "cyclic":
-            return self.epsilon_after(runs * rounds)
-        noisier = replace(self, noise_multiplier=self.noise_multiplier / math.sqrt(runs))
-        return noisier.epsilon_after(rounds)
-
-    def participations(self, rounds: int) -> int:
-        """The most often that one user takes part; of a circle fewer than ``rounds``."""
-        if self.sampler != "cyclic":
-            return rounds
-        return participations(self.population, self.cohort_size, rounds)
-
-    def profile(self, rounds: int) -> PrivacyProfile:
-        """Delta at some epsilons and mu-GDP after ``rounds`` rounds."""
-        return privacy_profile(self.noise_multiplier, **self._facts(rounds))
-
-    def to_json(self, rounds: int, num_rounds: int) -> dict[str, Any]:
-        """Its facts, and what it spends after ``rounds`` and at the end; without a bound: ``"infinite"``."""
-        cyclic = {
-            "participations_at_most": self.participations(num_rounds),
-            "min_separation": min_separation(self.population, self.cohort_size),
-        }
-        profile = self.profile(num_rounds)
-        return {
-            "population": self.population,
-            "cohort_size": self.cohort_size,
-            "sampling_probability": self.sampling_probability,
-            **(cyclic if self.sampler == "cyclic" else {}),
-            "noise_multiplier": self.noise_multiplier,
-            "epsilon_spent": finite(self.epsilon_after(rounds)),
-            "epsilon_at_end": finite(self.epsilon_after(num_rounds)),
-            "epsilon_at_end_rdp": finite(self.epsilon_after(num_rounds, "rdp")),
-            "delta_at_epsilon": {f"{at:g}": delta for at, delta in profile.delta_at_epsilon.items()},
-            "mu_gdp": finite(profile.mu),
-        }
 
 
 def finite(value: float) -> float | Literal["infinite"]:
@@ -127,7 +54,7 @@ NOTES = {
     "mu_gdp": "at every epsilon up to epsilon_at_end, all rounds together give no more away than one "
     "Gaussian mechanism whose sensitivity is mu times its noise",
 }
-"""What the figures of `System.to_json` mean."""
+"""What the figures of a system in ``privacy.json`` mean."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -151,9 +78,9 @@ class PrivacyConfig:
         ValueError: when a value makes no sense, naming its key.
     """
 
-    epsilon: float = 2.0
+    epsilon: PositiveFloat = 2.0
     """Budget of the whole run, of the system with the noise cohort; never exceeded."""
-    delta: float | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability that the budget may be exceeded; none: N^-1.1 for a population of N."""
     noise_cohort_size: int | None = None
     """Users in a round whose noise on the mean is simulated, at least cohort_size; none: no simulation."""
@@ -163,41 +90,29 @@ class PrivacyConfig:
     """Clipping at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
     clipping: Literal["flat", "per_layer"] = "flat"
     """What the bound limits: the whole update, or each of L layers at bound / sqrt(L)."""
-    clipping_bound: float = 0.1
+    clipping_bound: ClippingBound = 0.1
     """L2 norm to which updates are clipped; where the adaptive bound starts."""
-    quantile: float = 0.1
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of updates that should stay unclipped (adaptive)."""
-    clip_step: float = 0.2
+    clip_step: PositiveFloat = 0.2
     """Rate at which the bound is multiplied, on a logarithmic scale (adaptive)."""
-    indicator_std_fraction: float = 0.05
+    indicator_std_fraction: PositiveFloat = 0.05
     """Standard deviation of the noise on the share of unclipped users; it costs budget (adaptive)."""
     accountant: Accountant = "pld"
     """Arithmetic of epsilon: privacy loss distributions, or Renyi differential privacy."""
     sampler: Sampler = "poisson"
     """Way that cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
-    band: int = 1
+    band: PositiveInt = 1
     """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
     noise: Literal["calibrated", "paper_bug"] = "calibrated"
     """Amount of noise: what the budget needs, or that of the FLAIR paper's code, to reproduce its table."""
 
     def __post_init__(self) -> None:
         refuse_unsound(self.sampler, self.band)
-        for key in ("epsilon", "clipping_bound", "clip_step", "indicator_std_fraction"):
-            value = getattr(self, key)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"privacy.{key} is {value}: it must be positive and finite")
-        if self.band < 1:
-            raise ValueError(f"privacy.band is {self.band}: it must be at least 1")
         if self.noise == "paper_bug" and self.sampler == "cyclic":
             raise ValueError(
                 "privacy.noise paper_bug is for subsampled rounds: set privacy.sampler to poisson"
             )
-        if not 0 < self.quantile < 1:
-            raise ValueError(f"privacy.quantile is {self.quantile}: it must lie between 0 and 1")
-        if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
-            raise ValueError(f"privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}")
-        if self.delta is not None and not 0 < self.delta < 1:
-            raise ValueError(f"privacy.delta is {self.delta}: it must lie between 0 and 1")
 
     def calibrate(self, population: int, cohort_size: int, num_rounds: int) -> Calibration:
         """The least noise, rounded up, with which ``num_rounds`` rounds keep the budget; takes seconds.
@@ -248,17 +163,11 @@ class PrivacyConfig:
                 "its rounding, so that it would ask for far too much noise: raise it, or set "
                 "privacy.accountant to rdp"
             )
-        multiplier = self._multiplier(noise_population, noise_cohort, num_rounds, delta)
-
-        def system(users: int, size: int, noise: float) -> System:
-            return System(users, size, noise, delta, self.sampler, self.accountant)
-
-        calibration = Calibration(
-            config=self,
-            num_rounds=num_rounds,
-            simulated=system(noise_population, noise_cohort, multiplier),
-            executed=system(population, cohort_size, multiplier * (cohort_size / noise_cohort)),
-        )
+        quiet = System(noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant)
+        simulated = replace(quiet, noise_multiplier=self._multiplier(quiet, num_rounds))
+        less = simulated.noise_multiplier * (cohort_size / noise_cohort)
+        executed = replace(simulated, population=population, cohort_size=cohort_size, noise_multiplier=less)
+        calibration = Calibration(self, num_rounds, simulated, executed)
         if calibration.epsilon > self.epsilon:
             raise ValueError(
                 f"privacy.noise {self.noise} spends an epsilon of {calibration.epsilon:.3f}, over the "
@@ -266,24 +175,28 @@ class PrivacyConfig:
             )
         return calibration
 
-    def _multiplier(self, population: int, cohort: int, rounds: int, delta: float) -> float:
-        """The noise multiplier of the system with cohorts of this size."""
+    def _multiplier(self, quiet: System, num_rounds: int) -> float:
+        """The noise multiplier that a system needs."""
 
-        def search(start: float, **how: Any) -> float:
-            facts: dict[str, Any] = {"population": population, "cohort_size": cohort, "rounds": rounds}
-            facts |= {"delta": delta, "sampler": self.sampler, "accountant": self.accountant} | how
-            return least_multiplier(lambda z: epsilon_spent(z, **facts), self.epsilon, start)
+        def search(system: System, start: float, rounds: int = num_rounds, **options: Any) -> float:
+            def epsilon_of(multiplier: float) -> float:
+                return epsilon_spent(replace(system, noise_multiplier=multiplier), rounds, **options)
+
+            return least_multiplier(epsilon_of, self.epsilon, start)
 
         if self.sampler == "cyclic":
-            return search(1.0)
-        start = search(1.0, sampler="poisson", accountant="pld", coarse=True)
+            return search(quiet, 1.0)
+        poisson = replace(quiet, sampler="poisson")
+        start = search(replace(poisson, accountant="pld"), 1.0, coarse=True)
         if self.noise == "paper_bug":
-            bug: dict[str, Any] = {"rounds": -(-rounds * population // cohort), "sampler": "poisson"}
-            start *= math.sqrt(population / cohort)
-            return search(start, accountant="rdp", orders=COMPUTE_NOISE_ORDERS, **bug)
+            by_rdp, orders = replace(poisson, accountant="rdp"), COMPUTE_NOISE_ORDERS
+            rounds = -(-num_rounds * quiet.population // quiet.cohort_size)
+            return search(
+                by_rdp, start * math.sqrt(quiet.population / quiet.cohort_size), rounds, orders=orders
+            )
         if self.sampler == "fixed":
-            start = search((2 if self.accountant == "pld" else 3) * start, coarse=True)
-        return search(start)
+            start = search(quiet, (2 if self.accountant == "pld" else 3) * start, coarse=True)
+        return search(quiet, start)
 
 
 @dataclass(frozen=True)
@@ -406,10 +319,24 @@ class Calibration:
         }
 
     def _system(self, system: System, counted: int) -> dict[str, Any]:
+        """A system's facts, and what it spends after ``counted`` rounds and at the end."""
         share = system.cohort_size / self.simulated.cohort_size
-        adaptive = self.config.mechanism == "adaptive"
+        profile = system.profile(self.num_rounds)
+        cyclic = {
+            "participations_at_most": system.participations(self.num_rounds),
+            "min_separation": min_separation(system.population, system.cohort_size),
+        }
         return {
-            **system.to_json(counted, self.num_rounds),
+            "population": system.population,
+            "cohort_size": system.cohort_size,
+            "sampling_probability": system.sampling_probability,
+            **(cyclic if system.sampler == "cyclic" else {}),
+            "noise_multiplier": system.noise_multiplier,
+            "epsilon_spent": finite(system.epsilon_after(counted)),
+            "epsilon_at_end": finite(system.epsilon_after(self.num_rounds)),
+            "epsilon_at_end_rdp": finite(system.epsilon_after(self.num_rounds, "rdp")),
+            "delta_at_epsilon": {f"{at:g}": delta for at, delta in profile.delta_at_epsilon.items()},
+            "mu_gdp": finite(profile.mu),
             "value_noise_multiplier": self.value_noise_multiplier * share,
-            "indicator_std": self.indicator_std * share if adaptive else None,
+            "indicator_std": self.indicator_std * share if self.config.mechanism == "adaptive" else None,
         }

@@ -39,8 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv, ndtri
 
-from pfl_ext.privacy.accounting import System
-from pfl_ext.privacy.epsilon import NO_GUARANTEE_BELOW, deltas_spent, gaussian_delta, participations
+from pfl_ext.privacy.epsilon import NO_GUARANTEE_BELOW, System, deltas_spent, gaussian_delta
 from pfl_ext.randomness import stream
 
 FloatArray = npt.NDArray[np.float64]
@@ -90,19 +89,8 @@ class Profile:
 def _profile(system: System, rounds: int, steps: int) -> Profile:
     noise = system.noise_multiplier / STEP**steps
     if system.sampler == "cyclic":
-        k = participations(system.population, system.cohort_size, rounds)
-        return Profile(gaussian_delta(EPSILONS, k**0.5 / noise))
-    return Profile(
-        deltas_spent(
-            noise,
-            EPSILONS,
-            population=system.population,
-            cohort_size=system.cohort_size,
-            rounds=rounds,
-            sampler=system.sampler,
-            accountant=system.accountant,
-        )
-    )
+        return Profile(gaussian_delta(EPSILONS, system.participations(rounds) ** 0.5 / noise))
+    return Profile(deltas_spent(replace(system, noise_multiplier=noise), rounds, EPSILONS))
 
 
 @dataclass(frozen=True)

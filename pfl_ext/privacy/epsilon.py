@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Protocol
 
@@ -62,6 +62,50 @@ def participations(population: int, cohort_size: int, rounds: int) -> int:
 def min_separation(population: int, cohort_size: int) -> int:
     """The least number of rounds between two participations of one user of a circle."""
     return population // cohort_size
+
+
+@dataclass(frozen=True)
+class System:
+    """Private training as an accountant sees it: who could take part, how many do, how much noise."""
+
+    population: int
+    cohort_size: int  # expected, for Poisson sampling
+    noise_multiplier: float  # the noise's standard deviation on the sum over the bound of one user's norm
+    delta: float
+    sampler: Sampler
+    accountant: Accountant
+
+    def __post_init__(self) -> None:
+        assert 0 < self.cohort_size <= self.population
+
+    @property
+    def sampling_probability(self) -> float:
+        """That of one user in one round; of a circle, the share of the rounds."""
+        return self.cohort_size / self.population
+
+    def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:
+        """What ``rounds`` rounds spend, by this system's accountant or another; infinite when hopeless."""
+        return epsilon_spent(replace(self, accountant=accountant or self.accountant), rounds)
+
+    def epsilon_of_runs(self, runs: int, rounds: int) -> float:
+        """What so many runs of ``rounds`` rounds each spend together, each with a secret of its own.
+
+        Every run of a circle starts its own, so a user may take part in each as often as in one.
+        """
+        if self.sampler != "cyclic":
+            return self.epsilon_after(runs * rounds)
+        noisier = replace(self, noise_multiplier=self.noise_multiplier / math.sqrt(runs))
+        return noisier.epsilon_after(rounds)
+
+    def participations(self, rounds: int) -> int:
+        """The most often that one user takes part; of a circle fewer than ``rounds``."""
+        if self.sampler != "cyclic":
+            return rounds
+        return participations(self.population, self.cohort_size, rounds)
+
+    def profile(self, rounds: int) -> PrivacyProfile:
+        """Delta at some epsilons and mu-GDP after ``rounds`` rounds."""
+        return privacy_profile(self, rounds)
 
 
 class _Ledger(Protocol):
@@ -150,27 +194,18 @@ class _WithoutReplacement:
 
 
 @lru_cache(maxsize=16)
-def _composed(
-    noise_multiplier: float,
-    population: int,
-    cohort_size: int,
-    rounds: int,
-    sampler: Sampler,
-    accountant: Accountant,
-    coarse: bool,
-    orders: tuple[float, ...] | None,
-) -> _Ledger | None:
+def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ...] | None) -> _Ledger | None:
     """The rounds of `epsilon_spent`; None where there is no guarantee to speak of."""
-    times = rounds
+    noise_multiplier, sampler, times = system.noise_multiplier, system.sampler, rounds
     if sampler == "cyclic":
-        noise_multiplier /= math.sqrt(participations(population, cohort_size, rounds))
+        noise_multiplier /= math.sqrt(system.participations(rounds))
         times = 1
     if noise_multiplier < NO_GUARANTEE_BELOW:
         return None
     interval = max(1e-4, GRID / math.sqrt(max(times, 50))) * (5 if coarse else 1)
     interval *= max(1.0, noise_multiplier**-2)
-    share = cohort_size / population
-    if sampler == "fixed" and accountant == "pld":
+    share = system.sampling_probability
+    if sampler == "fixed" and system.accountant == "pld":
         return _WithoutReplacement.rounds(noise_multiplier, share, times, interval)
     if sampler == "cyclic":
         event = dp_accounting.GaussianDpEvent(noise_multiplier)
@@ -178,9 +213,9 @@ def _composed(
         event = dp_accounting.PoissonSampledDpEvent(share, dp_accounting.GaussianDpEvent(noise_multiplier))
     else:
         event = dp_accounting.SampledWithoutReplacementDpEvent(
-            population, cohort_size, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+            system.population, system.cohort_size, dp_accounting.GaussianDpEvent(noise_multiplier / 2)
         )
-    if accountant == "rdp":
+    if system.accountant == "rdp":
         ledger = RdpAccountant(range(2, 64, 4) if coarse else orders, neighboring_relation=RELATIONS[sampler])
     else:
         ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
@@ -190,47 +225,27 @@ def _composed(
 
 @lru_cache(maxsize=512)
 def epsilon_spent(
-    noise_multiplier: float,
-    *,
-    population: int,
-    cohort_size: int,
-    rounds: int,
-    delta: float,
-    sampler: Sampler = "poisson",
-    accountant: Accountant = "pld",
-    coarse: bool = False,
-    orders: tuple[float, ...] | None = None,
+    system: System, rounds: int, coarse: bool = False, orders: tuple[float, ...] | None = None
 ) -> float:
-    """Epsilon of ``rounds`` Gaussian rounds at ``delta``; an upper bound, infinite if hopeless. Remembered.
+    """Epsilon of ``rounds`` Gaussian rounds at the system's delta; an upper bound, infinite if hopeless.
 
-    ``noise_multiplier`` is the noise's standard deviation on the sum over the bound of one user's norm.
-    ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above. ``orders``:
-    RDP's, or the library's.
+    Remembered. ``coarse``: PLD on a five times wider grid, RDP at few orders; faster, and a little above.
+    ``orders``: RDP's, or the library's.
     """
-    assert 0 < cohort_size <= population
     assert rounds >= 0
     if rounds == 0:
         return 0.0
-    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, coarse, orders)
-    return math.inf if ledger is None else float(ledger.get_epsilon(delta))
+    ledger = _composed(system, rounds, coarse, orders)
+    return math.inf if ledger is None else float(ledger.get_epsilon(system.delta))
 
 
-def deltas_spent(
-    noise_multiplier: float,
-    epsilons: npt.ArrayLike,
-    *,
-    population: int,
-    cohort_size: int,
-    rounds: int,
-    sampler: Sampler = "poisson",
-    accountant: Accountant = "pld",
-) -> npt.NDArray[np.float64]:
+def deltas_spent(system: System, rounds: int, epsilons: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Delta of the rounds of `epsilon_spent` at each of these epsilons (0 or more); upper bounds, coarse.
 
     Returns:
         Of the shape of ``epsilons``; 1 where there is no guarantee to speak of.
     """
-    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, True, None)
+    ledger = _composed(system, rounds, True, None)
     at = np.asarray(epsilons, np.float64)
     if ledger is None:
         return np.ones(at.shape)
@@ -250,32 +265,23 @@ class PrivacyProfile:
 
 
 EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+MU_POINTS = 256  # of the grid of epsilons on which mu is found
 LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 
 @lru_cache(maxsize=64)
-def privacy_profile(
-    noise_multiplier: float,
-    *,
-    population: int,
-    cohort_size: int,
-    rounds: int,
-    delta: float,
-    sampler: Sampler = "poisson",
-    accountant: Accountant = "pld",
-    points: int = 256,
-) -> PrivacyProfile:
-    """Of the rounds of `epsilon_spent`. ``points``: of the grid of epsilons on which mu is found.
+def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
+    """Of the rounds of `epsilon_spent`.
 
-    Mu is an upper bound: between two points of the grid, delta is taken from the left one, and the Gaussian's
-    from the right one.
+    Mu is an upper bound: between two points of a grid of epsilons, delta is taken from the left one, and the
+    Gaussian's from the right one.
     """
     if rounds == 0:
         return PrivacyProfile(dict.fromkeys(EPSILONS, 0.0), 0.0)
-    ledger = _composed(noise_multiplier, population, cohort_size, rounds, sampler, accountant, False, None)
+    ledger = _composed(system, rounds, False, None)
     if ledger is None:
         return PrivacyProfile(dict.fromkeys(EPSILONS, 1.0), math.inf)
-    grid = np.linspace(0.0, ledger.get_epsilon(delta), points + 1)
+    grid = np.linspace(0.0, ledger.get_epsilon(system.delta), MU_POINTS + 1)
     deltas = [float(ledger.get_delta(at)) for at in grid[:-1]]
     mu = max(_gaussian_mu(right, left) for right, left in zip(grid[1:].tolist(), deltas))
     return PrivacyProfile({at: max(float(ledger.get_delta(at)), LEAST_DELTA) for at in EPSILONS}, mu)

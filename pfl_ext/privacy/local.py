@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import dp_accounting
 import numpy as np
@@ -30,14 +30,15 @@ from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.compute_parameters import AnalyticGM_robust
 from pfl.privacy.laplace_mechanism import LaplaceMechanism
 from pfl.stats import MappedVectorStatistics
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from pfl_ext.configs import STRICT
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.privacy.mechanisms import (
-    BOUND_RANGE,
     Clipped,
+    ClippingBound,
     FlatGaussianMechanism,
     FloatArray,
     clip,
@@ -126,25 +127,12 @@ class LocalPrivacyConfig:
 
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
     """Distribution of the noise on every update."""
-    clipping_bound: float = 0.1
+    clipping_bound: ClippingBound = 0.1
     """Norm to which updates are clipped: L2 for gaussian, L1 for laplace."""
-    epsilon: float = 8.0
+    epsilon: Annotated[float, Field(gt=0, le=LARGEST_EPSILON)] = 8.0
     """Budget of one participation of a user."""
-    delta: float = 1e-6
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     """Probability that the budget may be exceeded, of one participation (gaussian) and of all of them."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epsilon <= LARGEST_EPSILON:
-            raise ValueError(
-                f"local_privacy.epsilon is {self.epsilon}: it must be positive and at most "
-                f"{LARGEST_EPSILON:g}"
-            )
-        if not BOUND_RANGE[0] <= self.clipping_bound <= BOUND_RANGE[1]:
-            raise ValueError(
-                f"local_privacy.clipping_bound is {self.clipping_bound}: it must lie in {BOUND_RANGE}"
-            )
-        if not 0 < self.delta < 1:
-            raise ValueError(f"local_privacy.delta is {self.delta}: it must lie between 0 and 1")
 
     @property
     def noise_multiplier(self) -> float:

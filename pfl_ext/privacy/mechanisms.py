@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from pfl.hyperparam.base import get_param_value
 from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.stats import MappedVectorStatistics
+from pydantic import Field
 from torch import Tensor
 
 from pfl_ext.randomness import stream
@@ -37,6 +38,7 @@ BOUND_RANGE = (1e-9, 1e9)
 """Of a clipping bound. Numbers below 2^-63 count for nothing in a norm, as their squares underflow float32;
 10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector that is as long as such a
 bound."""
+ClippingBound = Annotated[float, Field(ge=BOUND_RANGE[0], le=BOUND_RANGE[1])]
 NOISE_CHUNK = 2**20
 
 

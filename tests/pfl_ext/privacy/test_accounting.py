@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, combinations_with_replacement, pairwise, permutations
 from typing import Any
@@ -18,10 +19,9 @@ from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.epsilon import (
     LEAST_DELTA,
     STEP,
-    epsilon_spent,
+    System,
     gaussian_delta,
     least_multiplier,
-    privacy_profile,
     without_replacement_delta,
 )
 from pfl_ext.privacy.sampling import private_cohort
@@ -168,8 +168,7 @@ def test_two_rounds_of_the_fixed_size_sampler_spend_no_more_than_is_accounted() 
     """Both rounds' outputs together, integrated over the plane, for every pair of neighbours."""
     noise, step = 3.0, 0.15
     at = np.arange(-3 - 8 * noise, 3 + 8 * noise, step)
-    facts: Any = {"population": 5, "cohort_size": 2, "rounds": 2, "sampler": "fixed", "delta": 0.01}
-    profile = privacy_profile(noise, **facts)
+    profile = System(5, 2, noise, 0.01, "fixed", "pld").profile(2)
     for epsilon in (0.25, 0.5, 1.0):
         for one, other in NEIGHBOURS:
             p, q = (density(data, 2, noise, at) for data in (one, other))
@@ -180,22 +179,20 @@ def test_two_rounds_of_the_fixed_size_sampler_spend_no_more_than_is_accounted() 
 @pytest.mark.parametrize("sampler", ["poisson", "fixed", "cyclic"])
 def test_the_gaussian_of_the_profiles_mu_gives_no_less_away_than_the_run(sampler: Any) -> None:
     """And not much more: at the run's own delta it has nearly the run's epsilon."""
-    facts: Any = {"population": 2000, "cohort_size": 50, "rounds": 40, "sampler": sampler}
-    profile = privacy_profile(2.0, delta=1e-4, **facts)
+    system = System(2000, 50, 2.0, 1e-4, sampler, "pld")
+    profile = system.profile(40)
     for delta in (1e-4, 1e-3, 1e-2):
-        spent = epsilon_spent(2.0, delta=delta, **facts)
+        spent = replace(system, delta=delta).epsilon_after(40)
         assert gaussian_delta(spent, profile.mu) >= delta * (1 - 1e-6)
     for epsilon, delta in profile.delta_at_epsilon.items():
-        assert delta == LEAST_DELTA or epsilon_spent(2.0, delta=delta, **facts) <= epsilon + 1e-3
+        assert delta == LEAST_DELTA or replace(system, delta=delta).epsilon_after(40) <= epsilon + 1e-3
     if sampler == "cyclic":  # one Gaussian mechanism: mu is its sensitivity over its noise
         assert profile.mu == pytest.approx(1 / 2.0, rel=0.02)
 
 
 def test_the_full_batch_without_replacement_is_the_plain_gaussian_mechanism() -> None:
     """With everyone in each round no sampling helps: sensitivity 2C, so the noise of z / 2."""
-    spent = epsilon_spent(
-        6.0, population=50, cohort_size=50, rounds=3, delta=1e-3, sampler="fixed", accountant="rdp"
-    )
+    spent = System(50, 50, 6.0, 1e-3, "fixed", "rdp").epsilon_after(3)
     plain = RdpAccountant().compose(dp_accounting.GaussianDpEvent(3.0), 3)
     assert spent == pytest.approx(plain.get_epsilon(1e-3))
 
@@ -246,13 +243,16 @@ def test_an_indicator_noise_below_its_minimum_is_refused_with_the_minimum() -> N
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"epsilon": 0.0}, "privacy.epsilon"),
+        ({"epsilon": 0.0}, "epsilon\n.*greater than 0"),
         ({"epsilon": math.inf}, "epsilon\n.*finite"),
-        ({"delta": 1.0}, "privacy.delta"),
+        ({"delta": 1.0}, "delta\n.*less than 1"),
         ({"delta": 0.01}, "not below one in 2000"),
-        ({"quantile": 1.0}, "privacy.quantile"),
-        ({"clipping_bound": -1.0}, "privacy.clipping_bound"),
-        ({"clipping_bound": 1e-12}, "privacy.clipping_bound"),
+        ({"quantile": 1.0}, "quantile\n.*less than 1"),
+        ({"clipping_bound": -1.0}, "clipping_bound\n.*greater than or equal to 1e-09"),
+        ({"clipping_bound": 1e-12}, "clipping_bound\n.*greater than or equal to 1e-09"),
+        ({"clipping_bound": 1e10}, "clipping_bound\n.*less than or equal to 1000000000"),
+        ({"clip_step": 0.0}, "clip_step\n.*greater than 0"),
+        ({"indicator_std_fraction": -1.0}, "indicator_std_fraction\n.*greater than 0"),
         ({"noise_cohort_size": 10}, "below the cohort_size of 50"),
         ({"noise_cohort_size": 2001}, "at most 2000"),
         ({"epsilon": 1e-9, "mechanism": "gaussian", "delta": 1e-12}, "privacy.epsilon .* raise it"),

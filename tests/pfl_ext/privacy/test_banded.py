@@ -217,7 +217,7 @@ def test_the_claim_names_participations_separation_and_relation() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"band": 0}, "privacy.band is 0"),
+        ({"band": 0}, "band\n.*greater than 0"),
         ({"band": 11}, "privacy.band is 11 .* at most 10"),
         ({"band": 6, "noise_cohort_size": 20}, "privacy.band is 6 .* at most 5"),
         ({"sampler": "poisson"}, "set privacy.sampler to cyclic"),

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, norm
 
-from pfl_ext.privacy.accounting import System
 from pfl_ext.privacy.bounds import EPSILONS, Claim, Profile, Trials, find, rates, refuted_in_one_run
-from pfl_ext.privacy.epsilon import gaussian_delta
+from pfl_ext.privacy.epsilon import System, gaussian_delta
 from pfl_ext.randomness import stream
 
 MU = 0.5

@@ -20,7 +20,7 @@ from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.privacy.accounting import Calibration, PrivacyConfig, System
+from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.central import (
     METRICS,
     TALLY,
@@ -29,6 +29,7 @@ from pfl_ext.privacy.central import (
     metric_name,
     private_mean,
 )
+from pfl_ext.privacy.epsilon import System
 from tests.closeness import assert_close_as_vector
 
 
