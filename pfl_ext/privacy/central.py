@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pfl.context import CentralContext, UserContext
-from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.metrics import Metrics, Weighted
 from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
 from pfl.stats import MappedVectorStatistics
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from pfl_ext.privacy.accounting import Calibration
 from pfl_ext.privacy.banded import BandedFactor, CorrelatedNoise
-from pfl_ext.privacy.mechanisms import BOUND_RANGE, Clipped, FlatGaussianMechanism
+from pfl_ext.privacy.mechanisms import BOUND_RANGE, FlatGaussianMechanism, VectorMechanism
 from pfl_ext.randomness import stream
 
 WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from anywhere in it
@@ -74,24 +74,6 @@ def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
     return torch.stack([one, one - kept, one - finite.double(), norm, kept - 0.5], -1).float()
 
 
-class Perturbation(Protocol):
-    """A pfl mechanism in the two steps that a `NoisyMean` needs."""
-
-    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
-        """Clip in place."""
-        ...
-
-    def add(
-        self,
-        statistics: MappedVectorStatistics,
-        noise: Tensor,
-        noise_std: float,
-        name_formatting_fn: Callable[[str], StringMetricName],
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add noise ``[P]`` of unit scale, whose standard deviation is ``noise_std`` times the scale."""
-        ...
-
-
 class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
     """A mean of clipped updates with noise on it: what central and local privacy share in a simulation.
 
@@ -106,9 +88,9 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
 
     local = False
 
-    def __init__(self, mechanism: Any, bound: MutableClippingBound) -> None:
+    def __init__(self, mechanism: VectorMechanism, bound: MutableClippingBound) -> None:
         super().__init__(mechanism)
-        self._mechanism: Perturbation = mechanism
+        self._mechanism = mechanism
         self._bound, self._next_round = bound, 0
 
     @property

@@ -17,7 +17,6 @@ passes its clipping.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Literal
 
@@ -25,11 +24,8 @@ import dp_accounting
 import numpy as np
 from dp_accounting.pld import PLDAccountant
 from pfl.context import CentralContext
-from pfl.metrics import Metrics, StringMetricName
 from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.compute_parameters import AnalyticGM_robust
-from pfl.privacy.laplace_mechanism import LaplaceMechanism
-from pfl.stats import MappedVectorStatistics
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
@@ -37,14 +33,12 @@ from torch import Tensor
 from pfl_ext.configs import STRICT
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.privacy.mechanisms import (
-    Clipped,
     ClippingBound,
     FlatGaussianMechanism,
     FloatArray,
-    clip,
+    VectorMechanism,
     gaussian_noise,
     in_chunks,
-    with_noise,
 )
 from pfl_ext.randomness import derive, stream
 
@@ -66,53 +60,28 @@ def laplace_sum(seed: int, size: int, users: int, threads: int = 1) -> Tensor:
     return in_chunks(size, threads, draw)
 
 
-class FlatLaplaceMechanism(LaplaceMechanism):
-    """pfl's ``LaplaceMechanism`` clipped in one pass, NaN and infinity to zero, noise by 128-bit seeds.
+class FlatLaplaceMechanism(VectorMechanism):
+    """Laplace noise on an update that is clipped in L1 norm.
 
     Args:
         clipping_bound: C, L1.
         epsilon: the noise's scale is C over this.
     """
 
-    def clip(self, statistics: MappedVectorStatistics) -> Clipped:
-        """Clip in place (the mapping, not the tensors)."""
-        clipped = clip(list(statistics.values()), [len(statistics)], float(self._clipping_bound), order=1)
-        for name, tensor in zip(list(statistics.keys()), clipped.tensors):
-            statistics[name] = tensor
-        return clipped
+    order, unit_std = 1, math.sqrt(2)
 
-    def constrain_sensitivity(
-        self,
-        statistics: MappedVectorStatistics,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-        seed: int | None = None,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Clip."""
-        self.clip(statistics)
-        return statistics, Metrics()
+    def __init__(self, clipping_bound: float, epsilon: float) -> None:
+        super().__init__(clipping_bound)
+        self._epsilon = epsilon
 
-    def add_noise(
-        self,
-        statistics: MappedVectorStatistics,
-        cohort_size: int,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-        seed: int | None = None,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
-        assert seed is not None, "noise without a seed would differ between workers"
-        noise = laplace_sum(seed, sum(t.numel() for t in statistics.values()), 1)
-        return self.add(statistics, noise, math.sqrt(2), name_formatting_fn)
+    @property
+    def scale(self) -> float:
+        """C / epsilon."""
+        return self.bound / self._epsilon
 
-    def add(
-        self,
-        statistics: MappedVectorStatistics,
-        noise: Tensor,
-        noise_std: float,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add ``noise`` ``[P]``, of that standard deviation, times C / epsilon."""
-        scale = float(self._clipping_bound) / self._epsilon
-        return with_noise(statistics, noise, scale, scale * noise_std, name_formatting_fn)
+    def unit_noise(self, seed: int, size: int) -> Tensor:
+        """`laplace_sum` of one user."""
+        return laplace_sum(seed, size, 1)
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -6,11 +6,12 @@ Letters: P parameters, G layers, C bound of one update's L2 norm.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import torch
 from pfl.hyperparam import HyperParamClsOrFloat
 from pfl.hyperparam.base import get_param_value
 from pfl.metrics import Metrics, StringMetricName, Weighted
-from pfl.privacy.gaussian_mechanism import GaussianMechanism
+from pfl.privacy.privacy_mechanism import CentrallyApplicablePrivacyMechanism
 from pfl.stats import MappedVectorStatistics
 from pydantic import Field
 from torch import Tensor
@@ -149,75 +150,69 @@ def gaussian_noise(seed: int, size: int, threads: int = 1) -> Tensor:
     return in_chunks(size, threads, draw)
 
 
-def with_noise(
-    statistics: MappedVectorStatistics,
-    noise: Tensor,
-    scale: float,
-    std: float,
-    name_formatting_fn: Callable[[str], StringMetricName],
-) -> tuple[MappedVectorStatistics, Metrics]:
-    """``noise`` ``[P]`` times ``scale`` added in place (in the mapping); ``std`` is that of the product."""
-    names, tensors = list(statistics.keys()), list(statistics.values())
-    flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
-    signal = float(torch.linalg.vector_norm(flat))
-    flat.add_(noise.to(flat.device), alpha=scale)
-    for name, tensor, part in zip(names, tensors, torch.split(flat, [t.numel() for t in tensors])):
-        statistics[name] = part.view(tensor.shape)
-    expected = std * math.sqrt(flat.numel())
-    return statistics, Metrics(
-        [
-            (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
-            (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / expected)),
-        ]
-    )
+class VectorMechanism(CentrallyApplicablePrivacyMechanism, ABC):
+    """Clipping and noise on a whole update as one vector, in the two steps of pfl's mechanisms.
 
-
-class FlatGaussianMechanism(GaussianMechanism):
-    """pfl's ``GaussianMechanism`` over one vector; for local use as it is, and below for central use.
+    A device uses both as they are; `pfl_ext.privacy.central.NoisyMean` clips with it, and draws the noise on
+    the sum by itself.
 
     Args:
-        clipping_bound: C, L2.
-        relative_noise_stddev: the noise's standard deviation over C.
+        clipping_bound: C, of the norm of order `order`.
+        clipping: what the bound limits.
     """
 
-    def __init__(
-        self,
-        clipping_bound: HyperParamClsOrFloat,
-        relative_noise_stddev: float,
-        *,
-        clipping: Clipping = "flat",
-        threads: int = 1,
-    ) -> None:
-        super().__init__(clipping_bound, relative_noise_stddev)
-        self._clipping, self._threads = clipping, threads
+    order: ClassVar[int]
+    """Of the norm that is clipped."""
+    unit_std: ClassVar[float]
+    """Standard deviation of the noise at scale 1."""
+
+    def __init__(self, clipping_bound: HyperParamClsOrFloat, *, clipping: Clipping = "flat") -> None:
+        self._clipping_bound, self._clipping = clipping_bound, clipping
+
+    @property
+    def bound(self) -> float:
+        """C."""
+        return float(get_param_value(self._clipping_bound))
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """Of the noise, now."""
+
+    @abstractmethod
+    def unit_noise(self, seed: int, size: int) -> Tensor:
+        """``[size]`` float32 of scale 1 on the CPU, a function of ``seed`` alone."""
 
     def clip(self, statistics: MappedVectorStatistics) -> Clipped:
         """Clip in place (the mapping, not the tensors)."""
         names = list(statistics.keys())
-        bound = float(get_param_value(self._clipping_bound))
-        clipped = clip(list(statistics.values()), layers_of(names, self._clipping), bound)
+        layers = layers_of(names, self._clipping)
+        clipped = clip(list(statistics.values()), layers, self.bound, self.order)
         for name, tensor in zip(names, clipped.tensors):
             statistics[name] = tensor
         return clipped
 
-    def user_scales(
-        self, names: Sequence[str], squared_norms: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `clip` does, for U users at once and from the squared norms ``[U, V]`` of their V variables.
-
-        Factors ``[U, V]``, 0 where a user is refused; norms ``[U]``; and whether each was whole and finite.
-        """
-        counts = layers_of(names, self._clipping)
-        layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
-        norms = layers.sqrt()
-        limit = layer_limit(float(get_param_value(self._clipping_bound)), len(counts))
-        over, finite = norms > limit, (norms <= LARGEST).all(1)
-        scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
-        return (
-            torch.cat([scale[:, None].expand(-1, n) for scale, n in zip(scales.unbind(1), counts)], 1),
-            layers.sum(1).sqrt(),
-            ~over.any(1),
-            finite,
+    @torch.no_grad()
+    def add(
+        self,
+        statistics: MappedVectorStatistics,
+        noise: Tensor,
+        unit_std: float,
+        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Add noise ``[P]`` of this standard deviation, times `scale`, in place (the mapping)."""
+        names, tensors, std = list(statistics.keys()), list(statistics.values()), self.scale * unit_std
+        flat = torch.cat([t.detach().reshape(-1).float() for t in tensors])
+        signal = float(torch.linalg.vector_norm(flat))
+        flat.add_(noise.to(flat.device), alpha=self.scale)
+        for name, tensor, part in zip(names, tensors, torch.split(flat, [t.numel() for t in tensors])):
+            statistics[name] = part.view(tensor.shape)
+        expected = std * math.sqrt(flat.numel())
+        return statistics, Metrics(
+            [
+                (name_formatting_fn("DP noise std. dev."), Weighted.from_unweighted(std)),
+                (name_formatting_fn("signal-to-DP-noise ratio"), Weighted.from_unweighted(signal / expected)),
+            ]
         )
 
     def constrain_sensitivity(
@@ -230,7 +225,7 @@ class FlatGaussianMechanism(GaussianMechanism):
         clipped = self.clip(statistics)
         finite = bool(clipped.finite)
         metrics = [
-            ("l2 norm bound", get_param_value(self._clipping_bound), 1),
+            (f"l{self.order} norm bound", self.bound, 1),
             ("fraction of clipped norms", float(not clipped.whole), 1),
             ("refused updates", float(not finite), 1),
             ("norm before clipping", float(clipped.norm) if finite else 0.0, int(finite)),
@@ -246,17 +241,56 @@ class FlatGaussianMechanism(GaussianMechanism):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """Add noise that is a function of ``seed``, in place (the mapping, not the tensors)."""
         assert seed is not None, "noise without a seed would differ between workers"
-        noise = gaussian_noise(seed, sum(t.numel() for t in statistics.values()), self._threads)
-        return self.add(statistics, noise, 1.0, name_formatting_fn)
+        noise = self.unit_noise(seed, sum(t.numel() for t in statistics.values()))
+        return self.add(statistics, noise, self.unit_std, name_formatting_fn)
 
-    @torch.no_grad()
-    def add(
+
+class FlatGaussianMechanism(VectorMechanism):
+    """Gaussian noise on an update that is clipped in L2 norm.
+
+    Args:
+        clipping_bound: C, L2.
+        relative_noise_stddev: the noise's standard deviation over C.
+        clipping: what the bound limits.
+    """
+
+    order, unit_std = 2, 1.0
+
+    def __init__(
         self,
-        statistics: MappedVectorStatistics,
-        noise: Tensor,
-        noise_std: float,
-        name_formatting_fn: Callable[[str], StringMetricName] = StringMetricName,
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """Add ``noise`` ``[P]`` of that standard deviation times C and the relative standard deviation."""
-        scale = float(get_param_value(self._clipping_bound)) * self._relative_noise_stddev
-        return with_noise(statistics, noise, scale, scale * noise_std, name_formatting_fn)
+        clipping_bound: HyperParamClsOrFloat,
+        relative_noise_stddev: float,
+        *,
+        clipping: Clipping = "flat",
+    ) -> None:
+        super().__init__(clipping_bound, clipping=clipping)
+        self._relative_noise_stddev = relative_noise_stddev
+
+    @property
+    def scale(self) -> float:
+        """The standard deviation."""
+        return self.bound * self._relative_noise_stddev
+
+    def unit_noise(self, seed: int, size: int) -> Tensor:
+        """`gaussian_noise`."""
+        return gaussian_noise(seed, size)
+
+    def user_scales(
+        self, names: Sequence[str], squared_norms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `clip` does, for U users at once and from the squared norms ``[U, V]`` of their V variables.
+
+        Factors ``[U, V]``, 0 where a user is refused; norms ``[U]``; and whether each was whole and finite.
+        """
+        counts = layers_of(names, self._clipping)
+        layers = torch.stack([part.sum(1) for part in torch.split(squared_norms, counts, 1)], 1)  # [U, G]
+        norms = layers.sqrt()
+        limit = layer_limit(self.bound, len(counts))
+        over, finite = norms > limit, (norms <= LARGEST).all(1)
+        scales = torch.where(finite[:, None], torch.where(over, limit / norms, 1.0), 0.0)
+        return (
+            torch.cat([scale[:, None].expand(-1, n) for scale, n in zip(scales.unbind(1), counts)], 1),
+            layers.sum(1).sqrt(),
+            ~over.any(1),
+            finite,
+        )
