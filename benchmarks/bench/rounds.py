@@ -34,6 +34,7 @@ from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
 from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.engine.cohort import Watch
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -72,7 +73,7 @@ class Sides:
 
 
 @dataclass
-class Clock:
+class Clock(Watch):
     """Seconds by part, added up over threads."""
 
     lanes: int = 1

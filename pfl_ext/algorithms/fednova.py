@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
 from pfl.hyperparam.base import get_param_value
-from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 
@@ -78,17 +77,6 @@ class Normaliser(Rule):
         return {STEPS: coefficient_sum(num_steps, self.momentum)}
 
 
-def normaliser(model: PyTorchModel, context: CentralContext) -> Normaliser:
-    """That of a round.
-
-    Raises:
-        ValueError: for a local optimiser whose steps are not those of SGD with momentum.
-    """
-    rate, momentum = rate_and_momentum(model, context, "FedNova")
-    mu = float(get_param_value(context.algorithm_params.mu))
-    return Normaliser(momentum, rate * mu, mu)
-
-
 @register("fednova")
 class FedNova(OnPfl):
     """pfl's algorithm; its parameters are `FedNovaParams`."""
@@ -115,20 +103,18 @@ class FedNova(OnPfl):
         return Traffic(down, up + 4)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> Normaliser:
-        """SGD, with the proximal term if there is one, then division by ``|a|_1``."""
-        return normaliser(model, context)
+        """SGD, with the proximal term if there is one, then division by ``|a|_1``.
 
-    def process_aggregated_statistics(
-        self,
-        central_context: CentralContext,
-        aggregate_metrics: Metrics,
-        model: PyTorchModel,
-        statistics: MappedVectorStatistics,
-    ) -> tuple[PyTorchModel, Metrics]:
-        """Multiply the mean by tau_eff and let the server's optimiser step on it."""
+        Raises:
+            ValueError: for a local optimiser whose steps are not those of SGD with momentum.
+        """
+        rate, momentum = rate_and_momentum(model, context, "FedNova")
+        mu = float(get_param_value(context.algorithm_params.mu))
+        return Normaliser(momentum, rate * mu, mu)
+
+    def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
+        """Multiply the mean by tau_eff."""
         statistics.average()
         effective = float(statistics.pop(STEPS)[0])
         for name in statistics:
             statistics[name] = statistics[name] * effective
-        applied: tuple[PyTorchModel, Metrics] = model.apply_model_update(statistics)
-        return applied

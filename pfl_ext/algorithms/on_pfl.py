@@ -135,6 +135,22 @@ class OnPfl(Choice, FederatedAveraging):
         """What users do in a round."""
         return Rule()
 
+    def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
+        """Make the mean over users of their sum, in place; the server's optimiser steps on it."""
+        statistics.average()
+
+    def process_aggregated_statistics(
+        self,
+        central_context: CentralContext,
+        aggregate_metrics: Metrics,
+        model: PyTorchModel,
+        statistics: MappedVectorStatistics,
+    ) -> tuple[PyTorchModel, Metrics]:
+        """The server's step, after `average`."""
+        self.average(statistics, central_context)
+        applied: tuple[PyTorchModel, Metrics] = model.apply_model_update(statistics)
+        return applied
+
     def train_one_user(
         self,
         initial_model_state: MappedVectorStatistics,

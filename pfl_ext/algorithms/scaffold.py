@@ -40,7 +40,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
-from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from pydantic import PositiveFloat
@@ -190,19 +189,6 @@ class Renewal:
         return update / (-counted * self.learning_rate) - server
 
 
-def renewal(model: PyTorchModel, context: CentralContext) -> Renewal:
-    """That of a round.
-
-    Raises:
-        ValueError: for local training whose steps are not those of SGD with momentum.
-    """
-    how, params = context.model_train_params, context.algorithm_params
-    rate, momentum = rate_and_momentum(model, context, "SCAFFOLD")
-    if model.grad_scaler is not None or how.grad_accumulation_steps != 1 or how.get("local_num_steps"):
-        raise ValueError("SCAFFOLD has no gradient scaling, accumulation or local_num_steps: leave them out")
-    return Renewal(params.option, params.correction, rate, momentum)
-
-
 class CorrectedUser:
     """One user's part of a round: its correction, and its new control variate at the end."""
 
@@ -305,21 +291,24 @@ class Scaffold(OnPfl):
         return Traffic(2 * down, 2 * up)
 
     def rule(self, model: PyTorchModel, context: CentralContext) -> CorrectedRule:
-        """Corrected local steps."""
-        return CorrectedRule(self.controls, renewal(model, context))
+        """Corrected local steps.
 
-    def process_aggregated_statistics(
-        self,
-        central_context: CentralContext,
-        aggregate_metrics: Metrics,
-        model: PyTorchModel,
-        statistics: MappedVectorStatistics,
-    ) -> tuple[PyTorchModel, Metrics]:
-        """Move c by the cohort's share of all weight, and let the server's optimiser step on the mean."""
-        share = float(statistics.weight) / central_context.algorithm_params.total_weight
+        Raises:
+            ValueError: for local training whose steps are not those of SGD with momentum.
+        """
+        local, params = context.model_train_params, context.algorithm_params
+        rate, momentum = rate_and_momentum(model, context, "SCAFFOLD")
+        other_steps = local.grad_accumulation_steps != 1 or local.get("local_num_steps")
+        if model.grad_scaler is not None or other_steps:
+            raise ValueError(
+                "SCAFFOLD has no gradient scaling, accumulation or local_num_steps: leave them out"
+            )
+        return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, momentum))
+
+    def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
+        """Move c by the cohort's share of all weight, and leave the mean of the updates."""
+        share = float(statistics.weight) / context.algorithm_params.total_weight
         statistics.average()
         keys = [key for key in statistics if key.startswith(CHANGE)]
         changes = {key.removeprefix(CHANGE): statistics.pop(key)[0] for key in keys}
         self.controls.end_round(share * self.controls.flat(changes).float())
-        applied: tuple[PyTorchModel, Metrics] = model.apply_model_update(statistics)
-        return applied

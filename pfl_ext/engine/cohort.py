@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +29,8 @@ from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
-from pfl_ext.engine.memory import MOST_IMAGES, group_size
 from pfl_ext.engine.one_step import Scaling, train_one_step
-from pfl_ext.engine.probe import fusable
+from pfl_ext.engine.probe import MOST_IMAGES, fusable, group_size
 from pfl_ext.engine.training import Batch, LocalTraining, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.models.classifier import ImageClassifier
@@ -122,27 +121,15 @@ class CohortSum:
 Item = TypeVar("Item")
 
 
-class Watch(Protocol):
-    """What measures where the lanes' time goes; called from their threads."""
+class Watch:
+    """Where the lanes' time goes: this one measures nothing. It is called from their threads."""
 
     def charge(self, part: str) -> AbstractContextManager[None]:
         """Around work of a kind: ``training``."""
-        ...
-
-    def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; waiting for each is of a kind: ``data``."""
-        ...
-
-
-class Unwatched:
-    """Measures nothing."""
-
-    def charge(self, part: str) -> AbstractContextManager[None]:
-        """Nothing is around it."""
         return nullcontext()
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The items themselves."""
+        """The same items; waiting for each is of a kind: ``data``."""
         return items
 
 
@@ -179,7 +166,7 @@ class CohortEngine:
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
-        self.watch: Watch = Unwatched()
+        self.watch = Watch()
         self._build(False, layers_for(self._kernels, None))
 
     def _build(self, whole: bool, layers: CpuLayers | None) -> None:

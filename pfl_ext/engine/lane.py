@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transfer import sent
+from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.layout import PIECE, Layout
-from pfl_ext.engine.norms import squared_norms_of
 from pfl_ext.engine.one_step import Scaling, Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients

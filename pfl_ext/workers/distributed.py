@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import safetensors.torch
 import torch
 from pfl.internal.ops import pytorch_ops
 from pfl.internal.ops.distributed import DistributedContext
@@ -153,12 +154,12 @@ class Workers(DistributedContext):
         text = json.dumps([time.perf_counter() - self._since, words]).encode()
         assert len(text) <= HEADER
         mine = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
-        told = [json.loads(bytes(row.numpy())) for row in self._transport.gather(mine)]
-        self.seconds = [seconds for seconds, _ in told]
-        first = told[0][1]
+        everybody = [json.loads(bytes(row.numpy())) for row in self._transport.gather(mine)]
+        self.seconds = [seconds for seconds, _ in everybody]
+        first = everybody[0][1]
         differing = [
             f"worker {rank} has {key} {words.get(key)}, worker 0 has {first.get(key)}"
-            for rank, (_, words) in enumerate(told)
+            for rank, (_, words) in enumerate(everybody)
             for key in first | words
             if words.get(key) != first.get(key)
         ]
@@ -205,21 +206,8 @@ def tensors_from_main(tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]
     mine = {name: t.detach().cpu().contiguous() for name, t in (tensors or {}).items()}
     if workers is None:
         return mine
-    forms = from_main(
-        [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in mine.items()]
-    )
-    parts = [t.reshape(-1).view(torch.uint8) for t in mine.values()]
-    content = torch.cat(parts).numpy().tobytes() if parts else b""
-    data = torch.frombuffer(
-        bytearray(workers.broadcast(content if is_main() else None) or b"\0"), dtype=torch.uint8
-    )
-    out, start = {}, 0
-    for name, dtype_name, shape in forms:
-        dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        out[name] = data[start : start + size].clone().view(dtype).view(shape)
-        start += size
-    return out
+    received = safetensors.torch.load(workers.broadcast(safetensors.torch.save(mine) if is_main() else None))
+    return {name: received[name] for name in from_main(list(mine))}
 
 
 def barrier() -> None:

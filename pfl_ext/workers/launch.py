@@ -41,9 +41,9 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
             try:
                 return Launch(launcher, *(int(environment[name]) for name in names))
             except ValueError:
-                told = ", ".join(f"{name}={environment[name]}" for name in names)
+                found = ", ".join(f"{name}={environment[name]}" for name in names)
                 raise ValueError(
-                    f"{told}: not all numbers; start the job by torchrun or horovodrun"
+                    f"{found}: not all numbers; start the job by torchrun or horovodrun"
                 ) from None
     return Launch()
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,36 +31,47 @@ PAUSE_S = 0.001
 """Between two looks at a collective of Horovod, whose own cycle takes as long."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """What `pfl_ext.workers.distributed.Workers` needs. Tensors of bytes are uint8."""
 
+    _nccl = False
+
+    @abstractmethod
     def choose(self, *, on_own_gpus: bool) -> str:
         """Get ready to carry sums, by NCCL if every worker has its own GPU; the name of the means."""
-        ...
 
     def sum_(self, flat: Tensor) -> None:
         """Sum over workers, in place; the same bits on all."""
-        ...
+        carried = self._there(flat)
+        self._all_reduce(carried)
+        if carried is not flat:
+            flat.copy_(carried)
 
+    def _there(self, data: Tensor) -> Tensor:
+        return data if self._nccl else data.cpu()
+
+    @abstractmethod
+    def _all_reduce(self, carried: Tensor) -> None: ...
+
+    @abstractmethod
     def gather(self, data: Tensor) -> Tensor:
         """``[n]`` bytes of each worker -> ``[W, n]``, on the same device."""
-        ...
 
+    @abstractmethod
     def exchange(self, data: Tensor) -> Tensor:
         """``[W, n]`` bytes, row r for worker r -> ``[W, n]``, row r from worker r."""
-        ...
 
+    @abstractmethod
     def broadcast(self, data: Tensor) -> Tensor:
         """Worker 0's tensor."""
-        ...
 
+    @abstractmethod
     def store(self, timeout: float) -> Any:
         """A new client of the store that all workers share, for one thread."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Leave in good order, all together."""
-        ...
 
 
 def _client(host: str, port: int, timeout: float, prefix: str, *, server: bool = False) -> Any:
@@ -67,7 +79,7 @@ def _client(host: str, port: int, timeout: float, prefix: str, *, server: bool =
     return PrefixStore(f"pfl_ext/{prefix}", store)
 
 
-class _TorchTransport:
+class _TorchTransport(Transport):
     """torch.distributed, under torchrun (or anything that sets its variables)."""
 
     def __init__(self, launch: Launch, timeout: float) -> None:
@@ -91,14 +103,8 @@ class _TorchTransport:
         )
         return "NCCL" if self._nccl else "Gloo"
 
-    def _there(self, data: Tensor) -> Tensor:
-        return data if self._nccl else data.cpu()
-
-    def sum_(self, flat: Tensor) -> None:
-        carried = self._there(flat)
+    def _all_reduce(self, carried: Tensor) -> None:
         dist.all_reduce(carried)
-        if carried is not flat:
-            flat.copy_(carried)
 
     def gather(self, data: Tensor) -> Tensor:
         carried = self._there(data)
@@ -124,7 +130,7 @@ class _TorchTransport:
         dist.destroy_process_group()
 
 
-class _HorovodTransport:
+class _HorovodTransport(Transport):
     """Horovod, under horovodrun; the store is worker 0's.
 
     Raises:
@@ -146,9 +152,9 @@ class _HorovodTransport:
         if launch.rank == 0:
             self._server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             port = self._server.port
-        told = f"{host}:{port}".encode().ljust(256)
-        carried = self.broadcast(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-        name, _, number = bytes(carried.numpy()).decode().strip().rpartition(":")
+        address = f"{host}:{port}".encode().ljust(256)
+        received = self.broadcast(torch.frombuffer(bytearray(address), dtype=torch.uint8))
+        name, _, number = bytes(received.numpy()).decode().strip().rpartition(":")
         self._address = name, int(number)
 
     def choose(self, *, on_own_gpus: bool) -> str:
@@ -162,11 +168,8 @@ class _HorovodTransport:
             time.sleep(PAUSE_S)
         return self._hvd.synchronize(handle)
 
-    def sum_(self, flat: Tensor) -> None:
-        carried = flat if self._nccl or not flat.is_cuda else flat.cpu()
+    def _all_reduce(self, carried: Tensor) -> None:
         self._result(self._hvd.allreduce_async_(carried, op=self._hvd.Sum))
-        if carried is not flat:
-            flat.copy_(carried)
 
     def gather(self, data: Tensor) -> Tensor:
         rows = self._result(self._hvd.allgather_async(data.cpu()))

@@ -16,7 +16,8 @@ from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams, Normaliser, coefficient_sum, normaliser
+from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams, Normaliser, coefficient_sum
+from pfl_ext.backend import training_context
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from tests.closeness import assert_close_as_vector
@@ -171,11 +172,9 @@ def test_private_training_is_refused(engine: bool) -> None:
 def test_a_local_optimiser_of_other_steps_is_refused() -> None:
     module = Linear()
     model = PyTorchModel(module, torch.optim.Adam, torch.optim.SGD(module.parameters(), lr=1.0))
-    context: Any = type("Context", (), {})()
-    context.model_train_params = NNTrainHyperParams(1, 0.1, 4)
-    context.algorithm_params = FedNovaParams(1, 1, 1, 1)
+    context = training_context(0, 1, NNTrainHyperParams(1, 0.1, 4), FedNovaParams(1, 1, 1, 1))
     with pytest.raises(ValueError, match="plain SGD or SGD with momentum"):
-        normaliser(model, context)
+        FedNova().rule(model, context)
 
 
 def test_the_weightings_are_pfls() -> None:

@@ -12,7 +12,16 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.scaffold import CHANGE, Correction, Option, Renewal, ScaffoldParams, renewal
+from pfl_ext.algorithms.scaffold import (
+    CHANGE,
+    Controls,
+    Correction,
+    Option,
+    Renewal,
+    Scaffold,
+    ScaffoldParams,
+)
+from pfl_ext.backend import training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
@@ -170,9 +179,7 @@ def test_what_would_make_the_control_variates_something_else_is_refused(engine: 
 def test_local_training_of_other_steps_is_refused(optimizer: Any, more: Any, message: str) -> None:
     module: nn.Module = Linear()
     model = PyTorchModel(module, optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
-    context: Any = type("Context", (), {})()
     words = {"local_num_epochs": 1, "local_learning_rate": 0.1, "local_batch_size": 4, **more}
-    context.model_train_params = NNTrainHyperParams(**words)
-    context.algorithm_params = ScaffoldParams(1, 1, 1, 1, 1.0)
+    context = training_context(0, 1, NNTrainHyperParams(**words), ScaffoldParams(1, 1, 1, 1, 1.0))
     with pytest.raises(ValueError, match=message):
-        renewal(model, context)
+        Scaffold(Controls(module, ["user"])).rule(model, context)

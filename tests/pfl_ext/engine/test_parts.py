@@ -12,13 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight
+from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, squared_norm
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.layout import Layout
-from pfl_ext.engine.memory import activation_bytes, group_size
-from pfl_ext.engine.norms import squared_norm
 from pfl_ext.engine.one_step import Sums, _Adding
+from pfl_ext.engine.probe import activation_bytes, group_size
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, _cut, live_taps
@@ -84,7 +83,7 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
         bounds = found[name].norm_bounds()
         assert bounds is None or bool((bounds >= norms * (1 - roundings * UNIT)).all())
         gaps = (found[name].squared_norms().detach().sqrt() - norms).abs()
-        assert bool((gaps <= (2.0**-16 + roundings * UNIT) * norms).all()), name  # as norms.py promises
+        assert bool((gaps <= (2.0**-16 + roundings * UNIT) * norms).all()), name  # as squared_norm promises
         expected = (coefficients.view(3, *[1] * (theirs.ndim - 1)) * theirs).sum(0)
         total = torch.zeros_like(expected, dtype=torch.float32)
         found[name].add_to(total, coefficients)
@@ -270,7 +269,7 @@ def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     big = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=128, exact_crops=True)
     assert activation_bytes(big, HOW) == pytest.approx(4 * kept, rel=0.2)
     assert 1 <= group_size(big, HOW, 1) <= group_size(module, HOW, 1)
-    monkeypatch.setattr("pfl_ext.engine.memory.CPU_BYTES", kept)
+    monkeypatch.setattr("pfl_ext.engine.probe.CPU_BYTES", kept)
     assert group_size(module, HOW, 1) == 1
 
 

@@ -14,8 +14,7 @@ from pfl.common_types import Population  # noqa: F401  (makes torch the framewor
 from torch import Tensor, nn
 
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight
-from pfl_ext.engine.norms import squared_norm, squared_norms_of
+from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, squared_norm, squared_norms_of
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
