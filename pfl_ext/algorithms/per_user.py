@@ -194,23 +194,18 @@ def _statistics(
     return module.task.statistics(num_rows, rows, predictions, [annotations])
 
 
-def shot_groups(train_counts: IntArray, few_below: int) -> dict[str, npt.NDArray[np.bool_]]:
-    """Classes ``[K]`` by training images: zero, few (fewer than ``few_below``; FLAIR paper 6.1: 20), many."""
-    zero, few = train_counts == 0, train_counts < few_below
-    return {"zero": zero, "few": few & ~zero, "many": ~few}
-
-
 def shot_table(
     ap: Mapping[str, float], positives: Mapping[str, int], train_counts: IntArray, few_below: int
 ) -> dict[str, dict[str, float | int | None]]:
-    """C-AP of the classes that training saw never, seldom and often, in the unit of ``ap``.
+    """C-AP of the classes by training images: zero, few (fewer than ``few_below``) and many.
 
-    Over the classes with a positive in the evaluated split (others have no AP); None where there are none.
-    ``ap``, ``positives`` (in the evaluated split) and ``train_counts`` ``[K]`` are in one order.
+    It is in the unit of ``ap``, over the classes with a positive in the evaluated split (others have no AP);
+    None where there are none. ``ap``, ``positives`` and ``train_counts`` ``[K]`` are in one order.
     """
     values, present = np.fromiter(ap.values(), float), np.fromiter(positives.values(), int) > 0
+    zero, few = train_counts == 0, train_counts < few_below
     out: dict[str, dict[str, float | int | None]] = {}
-    for name, group in shot_groups(train_counts, few_below).items():
+    for name, group in {"zero": zero, "few": few & ~zero, "many": ~few}.items():
         scored = group & present
         mean = float(values[scored].mean()) if scored.any() else None
         out[name] = {"classes": int(group.sum()), "evaluated": int(scored.sum()), "C-AP": mean}

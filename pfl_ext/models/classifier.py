@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -59,10 +59,6 @@ class FrozenStatisticsBatchNorm2d(nn.Module):
             x, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
         )
 
-    def extra_repr(self) -> str:
-        """For ``print(model)``."""
-        return f"{len(self.weight)}, eps={self.eps}"
-
 
 def build_backbone(
     arch: str,
@@ -95,18 +91,7 @@ def build_backbone(
     stochastic depth, which would draw from the global generator during training, are removed; ResNets have
     none. Raises ValueError for a name or a file that does not fit.
     """
-    choices = (
-        ("norm", norm, get_args(Norm)),
-        ("init", init, get_args(Init)),
-        ("train", train, get_args(Trained)),
-    )
-    for key, value, known in choices:
-        if value not in known:
-            raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
-    if num_labels < 1 or groups < 1 or (bottleneck is not None and bottleneck < 1):
-        raise ValueError(
-            f"num_labels ({num_labels}), groups ({groups}) and bottleneck ({bottleneck}) must be at least 1"
-        )
+    assert min(num_labels, groups, bottleneck or 1) >= 1
     if train == "two_layers" and bottleneck is None:
         raise ValueError("train two_layers trains the bottleneck and the head: set bottleneck, e.g. to 64")
     with _DrawFrom(generator):

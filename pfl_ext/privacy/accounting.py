@@ -27,7 +27,6 @@ from pfl_ext.privacy.epsilon import (
     epsilon_spent,
     least_multiplier,
     min_separation,
-    refuse_unsound,
 )
 from pfl_ext.privacy.mechanisms import ClippingBound
 
@@ -108,7 +107,11 @@ class PrivacyConfig:
     """Amount of noise: what the budget needs, or that of the FLAIR paper's code, to reproduce its table."""
 
     def __post_init__(self) -> None:
-        refuse_unsound(self.sampler, self.band)
+        if self.band > 1 and self.sampler != "cyclic":
+            raise ValueError(
+                f"privacy.band is {self.band}, which needs users to take part at fixed distances: "
+                "set privacy.sampler to cyclic, or band to 1"
+            )
         if self.noise == "paper_bug" and self.sampler == "cyclic":
             raise ValueError(
                 "privacy.noise paper_bug is for subsampled rounds: set privacy.sampler to poisson"

@@ -196,27 +196,27 @@ DEFECTS = (
 )
 
 
+def _config(epsilon: float, sampler: Sampler, **options: Any) -> PrivacyConfig:
+    return PrivacyConfig(
+        epsilon=epsilon, delta=DELTA, mechanism="gaussian", sampler=sampler, clipping_bound=0.5, **options
+    )
+
+
 @lru_cache(maxsize=64)
 def claimed(epsilon: float, sampler: Sampler, columns: int = COLUMNS, **options: Any) -> Calibration:
     """A calibrated system for one run with many canaries."""
     users = Directions(columns).size
-    config = PrivacyConfig(
-        epsilon=epsilon, delta=DELTA, mechanism="gaussian", sampler=sampler, clipping_bound=0.5, **options
-    )
-    return config.calibrate(users, users // SHARES[sampler], ROUNDS)
+    return _config(epsilon, sampler, **options).calibrate(users, users // SHARES[sampler], ROUNDS)
 
 
 @lru_cache(maxsize=64)
 def small_claim(epsilon: float, sampler: Sampler, adaptive: bool) -> Calibration:
     """A calibrated system of two users who both take part in each of `RUN_ROUNDS` rounds."""
-    config = PrivacyConfig(
-        epsilon=epsilon, delta=DELTA, mechanism="gaussian", sampler=sampler, clipping_bound=0.5
-    )
-    made = config.calibrate(2, 2, RUN_ROUNDS)
+    fixed = _config(epsilon, sampler).calibrate(2, 2, RUN_ROUNDS)
     if not adaptive:
-        return made
-    enough = 2 * made.minimal_indicator_std_fraction
-    return replace(made, config=replace(config, mechanism="adaptive", indicator_std_fraction=enough))
+        return fixed
+    enough = 2 * fixed.minimal_indicator_std_fraction
+    return replace(fixed, config=replace(fixed.config, mechanism="adaptive", indicator_std_fraction=enough))
 
 
 def audit(game: Game, **options: Any) -> Finding:
@@ -259,16 +259,13 @@ def audit_defect(
     defect: Defect, epsilon: float, sampler: Sampler, *, columns: int = COLUMNS, runs: int = RUNS
 ) -> Finding:
     """What is found against a defect at this claim, by 4 ``columns`` canaries or ``runs`` runs."""
-    made: dict[str, Any] = {
-        "make_mechanism": defect.mechanism,
-        "users": defect.users,
-        "public": defect.public,
-    }
     if not defect.many_runs:
-        return audit(Game(claimed(epsilon, sampler, columns), Directions(columns), **made))
-    made["length"] = WHOLE if defect.adaptive else LONG
-    game = Game(small_claim(epsilon, sampler, defect.adaptive), Directions(32), others=1, **made)
-    return audit_in_runs(game, runs)
+        game = Game(claimed(epsilon, sampler, columns), Directions(columns))
+    else:
+        length = WHOLE if defect.adaptive else LONG
+        game = Game(small_claim(epsilon, sampler, defect.adaptive), Directions(32), others=1, length=length)
+    game = replace(game, make_mechanism=defect.mechanism, users=defect.users, public=defect.public)
+    return audit_in_runs(game, runs) if defect.many_runs else audit(game)
 
 
 def table(sampler: Sampler, claims: Sequence[float], names: str = "") -> str:

@@ -101,12 +101,6 @@ class BandedFactor:
             toeplitz += np.diag(np.full(self.num_rounds - k, value), -k)
         return np.asarray(toeplitz / self.column_norms)
 
-    def running_error(self) -> float:
-        """Root mean square over rounds of the noise on the running sum, over z: of A C^-1 by rows."""
-        prefix_sums = np.tril(np.ones((self.num_rounds, self.num_rounds)))
-        rows = np.linalg.solve(self.matrix().T, prefix_sums.T)
-        return float(np.linalg.norm(rows) / self.num_rounds**0.5)
-
 
 def sensitivity(factor: FloatArray, min_separation: int, max_participations: int) -> float:
     """Largest L2 change of ``C X`` by one user, for C ``[T, T]`` with at most ``min_separation`` diagonals.

@@ -299,15 +299,6 @@ def _gaussian_mu(epsilon: float, delta: float) -> float:
     return float(brentq(lambda mu: float(gaussian_delta(epsilon, mu)) - delta, 1e-9, high, xtol=1e-9)) + 1e-9
 
 
-def refuse_unsound(sampler: Sampler, band: int = 1) -> None:
-    """Raise ValueError for what no sound accounting is known for."""
-    if band > 1 and sampler != "cyclic":
-        raise ValueError(
-            f"privacy.band is {band}, which needs users to take part at fixed distances: "
-            "set privacy.sampler to cyclic, or band to 1"
-        )
-
-
 def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start: float) -> float:
     """The smallest whole multiple of ``STEP`` with ``epsilon_of(it) <= epsilon``, searched from ``start``.
 

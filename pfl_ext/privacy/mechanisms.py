@@ -246,13 +246,7 @@ class VectorMechanism(CentrallyApplicablePrivacyMechanism, ABC):
 
 
 class FlatGaussianMechanism(VectorMechanism):
-    """Gaussian noise on an update that is clipped in L2 norm.
-
-    Args:
-        clipping_bound: C, L2.
-        relative_noise_stddev: the noise's standard deviation over C.
-        clipping: what the bound limits.
-    """
+    """Gaussian noise on an update that is clipped in L2 norm; its standard deviation is relative to C."""
 
     order, unit_std = 2, 1.0
 

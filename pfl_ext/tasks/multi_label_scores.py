@@ -293,10 +293,6 @@ class MultiLabelScores(MetricValue):
             self._tree = self._merged = merged
         return self._merged
 
-    def __repr__(self) -> str:
-        scored = sum(len(part.rows) for part in self._parts())
-        return f"MultiLabelScores({scored} of {self.num_rows} rows, {self.num_labels} labels)"
-
 
 def _check_disjoint(counts: Array) -> None:
     """Raise ValueError if one of the rows was scored more than once; counts ``[N]``."""

@@ -56,7 +56,11 @@ class SingleLabel(WeightedTask):
 
     def summarise(self, statistics: ClassCounts) -> dict[str, float]:
         """Percent: ``accuracy``, and ``C-accuracy``, the mean over the classes that have images."""
-        return statistics.summary()
+        accuracy, found = statistics.overall_value, statistics.per_class[statistics.images > 0]
+        return {
+            "accuracy": 100 * accuracy,
+            "C-accuracy": 100 * float(found.mean()) if len(found) else 0.0,
+        }
 
     def check_target(self, label_shares: FloatArray) -> None:
         """Also refuse shares that do not sum to 1, since the classes exclude each other."""
@@ -118,15 +122,6 @@ class ClassCounts(MetricValue):
         """Accuracy of each class, ``[K]`` in [0, 1]; NaN for a class without images."""
         return np.where(self.images > 0, self.right / np.maximum(self.images, 1), np.nan)
 
-    def summary(self) -> dict[str, float]:
-        """Percent: ``accuracy``, and ``C-accuracy``, the mean over the classes that have images."""
-        accuracy = self.overall_value
-        present = self.per_class[self.images > 0]
-        return {
-            "accuracy": 100 * accuracy,
-            "C-accuracy": 100 * float(present.mean()) if len(present) else 0.0,
-        }
-
     def __add__(self, other: ClassCounts) -> ClassCounts:
         assert isinstance(other, ClassCounts)
         return ClassCounts(self.right + other.right, self.images + other.images, self.unknown + other.unknown)
@@ -145,6 +140,3 @@ class ClassCounts(MetricValue):
         counts = vector.astype(np.int64)
         k = len(self.images)
         return ClassCounts(counts[:k], counts[k : 2 * k], int(counts[-1]))
-
-    def __repr__(self) -> str:
-        return f"ClassCounts({self.right.sum()} of {self.images.sum()} right, {len(self.images)} classes)"

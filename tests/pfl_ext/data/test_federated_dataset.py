@@ -44,7 +44,7 @@ def test_every_image_keeps_its_own_labels(
 ) -> None:
     """Predecessors 1: Flower's baseline pairs all of a user's labels with the user's first image."""
     store = NumberedStore(sizes)
-    sampling = local_sampling(2, 4, 6, cap, straddle, reshuffle, input_size=8)
+    sampling = local_sampling(2, 4, 6, cap=cap, straddle=straddle, reshuffle=reshuffle, input_size=8)
     shares = iid_partition(store, 1) if partition == "iid" else None
     data = users(store, sampling, partition=shares)
     data.set_round(2)

@@ -18,6 +18,7 @@ from torchvision.transforms import RandomResizedCrop
 from pfl_ext.data.transforms import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    AugmentConfig,
     Crop,
     FloatArray,
     cropped,
@@ -256,10 +257,10 @@ def test_a_box_depends_on_the_generator_and_its_place_only(crop: Crop) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="input_size 65 is larger than the images"):
         draw_crops(rng(), 1, 64, 65, "crop", "none")
-    with pytest.raises(ValueError, match="crop must be one of crop, padded, resized"):
-        draw_crops(rng(), 1, 64, 32, "random", "none")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="flip must be one of none, horizontal, both"):
-        draw_crops(rng(), 1, 64, 32, "crop", "vertical")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"crop\n.*'crop', 'padded' or 'resized'"):
+        AugmentConfig(crop="random")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"flip\n.*'none', 'horizontal' or 'both'"):
+        AugmentConfig(flip="vertical")  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw_crops(rng(), 100, 1, 1, "resized", "both")

@@ -12,6 +12,7 @@ from torch import nn
 
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone, head_of
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, rounding_of, small_backbone
@@ -141,11 +142,23 @@ def test_frozen_layers_stay_and_the_rest_is_trained_as_by_pfls_loop(clipping: st
         ("cifar_cn", {}, "did you mean cifar_cnn"),
         ("cifar_cnn", {"weights": "imagenet"}, "no IMAGENET1K_V1 weights for cifar_cnn"),
         ("resnet18", {"train": "two_layers"}, "set bottleneck"),
-        ("resnet18", {"train": "head"}, "train must be one of all, two_layers"),
-        ("resnet18", {"bottleneck": 0}, "must be at least 1"),
         ("squeezenet1_1", {"bottleneck": 8}, "ends in a convolution"),
     ],
 )
 def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(arch, LABELS, **options)
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("trained", "head", "'all' or 'two_layers'"),
+        ("bottleneck", 0, "greater than 0"),
+        ("groups", 0, "greater than 0"),
+        ("input_size", -1, "greater than 0"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_by_name(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}\n.*{message}"):
+        ModelConfig(**{key: value})

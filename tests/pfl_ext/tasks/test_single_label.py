@@ -37,7 +37,7 @@ def test_accuracy_is_the_share_of_right_guesses_in_any_batches(
     assert total.overall_value == pytest.approx(np.mean(guesses == labels))
     means = [np.mean(guesses[labels == c] == c) for c in set(labels.tolist())]
     expected = {"accuracy": 100 * np.mean(guesses == labels), "C-accuracy": 100 * np.mean(means)}
-    assert total.summary() == pytest.approx(expected)
+    assert SingleLabel().summarise(total) == pytest.approx(expected)
     for c in range(CLASSES):
         assert np.isnan(total.per_class[c]) == (c not in labels)
 
