@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pfl_ext.algorithms.fednova import STEPS
 from tests.launching import command, run
@@ -16,16 +15,11 @@ from tests.pfl_ext.engine.setting import distance, rounding_of
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each of two workers handed to its server."""
     directory = tmp_path_factory.mktemp("workers")
     run(command("torchrun", 2, "tests.pfl_ext.algorithms.algorithm_worker", str(directory)))
     return directory
-
-
-def of_worker(told: Path, name: str, engine: bool, rank: int) -> tuple[dict[str, Tensor], float]:
-    update = torch.load(told / f"{name}-{engine}-{rank}.pt", weights_only=True)
-    return update, float(update.pop("weight"))
 
 
 @functools.cache
@@ -35,10 +29,10 @@ def rounding(name: str) -> float:
 
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("name", list(cases()))
-def test_two_workers_give_the_server_what_one_does(told: Path, name: str, engine: bool) -> None:
+def test_two_workers_give_the_server_what_one_does(outputs: Path, name: str, engine: bool) -> None:
     expected, weight, _ = cases()[name].run(engine)
     assert (STEPS in expected) == name.startswith("fednova")
     for rank in range(2):
-        update, same = of_worker(told, name, engine, rank)
-        assert same == weight
+        update = torch.load(outputs / f"{name}-{engine}-{rank}.pt", weights_only=True)
+        assert float(update.pop("weight")) == weight
         assert distance(update, expected) <= rounding(name)

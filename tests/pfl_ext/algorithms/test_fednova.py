@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams, Normaliser, coefficient_sum
 from pfl_ext.backend import training_context
-from pfl_ext.privacy.accounting import PrivacyConfig
-from pfl_ext.privacy.central import private_mean
 from tests.closeness import assert_close_as_vector
-from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
+from tests.pfl_ext.engine.setting import Setting, distance, private, rounding_of
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.test_backend import Linear
 
@@ -163,8 +161,7 @@ def test_a_user_without_steps_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_private_training_is_refused(engine: bool) -> None:
-    config = PrivacyConfig(epsilon=50.0, delta=1e-3, mechanism="gaussian", clipping_bound=0.5)
-    setting = Setting([2, 3], by_images=False, nova=True, more=[private_mean(config.calibrate(2, 2, 5))])
+    setting = Setting([2, 3], by_images=False, nova=True, more=[private(2)])
     with pytest.raises(ValueError, match="choose algorithm fedavg or fedprox"):
         setting.run(engine)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,11 +11,11 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.privacy.accounting import PrivacyConfig
-from pfl_ext.privacy.central import TALLY, private_mean
+from pfl_ext.privacy.central import TALLY
+from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
-from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, rounding_of, small_backbone
+from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, private, rounding_of, small_backbone
 from tests.pfl_ext.samplings import local_sampling
 
 
@@ -70,26 +68,13 @@ def how_of(weight_decay: float) -> LocalTraining:
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_private_users_with_decay_are_clipped_as_by_pfls_loop(
-    clipping: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_users_with_decay_are_clipped_as_by_pfls_loop(clipping: Clipping) -> None:
     """An update with decay in it has another norm than the gradient's: such users go one by one."""
-    sizes = [1, 2, 1, 2, 9]
 
-    def private() -> Any:
-        config = PrivacyConfig(
-            epsilon=50.0,
-            delta=1e-3,
-            mechanism="gaussian",
-            clipping=clipping,  # type: ignore[arg-type]
-            clipping_bound=0.3,
-        )
-        made = private_mean(config.calibrate(len(sizes), len(sizes), 5), noise_seed=4)
-        monkeypatch.setattr(made, "_noise", lambda context, size, users: (torch.zeros(size), 1e-9))
-        return made
+    def setting() -> Setting:
+        more = [private(5, clipping=clipping, noisy=False)]
+        return Setting([1, 2, 1, 2, 9], more=more, by_images=False, momentum=0.5, weight_decay=0.2)
 
-    common: dict[str, Any] = {"by_images": False, "momentum": 0.5, "weight_decay": 0.2}
-    theirs = Setting(sizes, more=[private()], **common).run(False)[0]
-    ours = Setting(sizes, more=[private()], **common).run(True, lanes=2)[0]
+    theirs, ours = setting().run(False)[0], setting().run(True, lanes=2)[0]
     assert TALLY not in ours
-    assert distance(ours, theirs) <= rounding_of(Setting(sizes, more=[private()], **common))
+    assert distance(ours, theirs) <= rounding_of(setting())

@@ -23,11 +23,9 @@ from pfl_ext.algorithms.scaffold import (
 )
 from pfl_ext.backend import training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.privacy.accounting import PrivacyConfig
-from pfl_ext.privacy.central import private_mean
 from tests.campaigns import scaffold_toy
 from tests.pfl_ext.algorithms.test_fednova import Passes
-from tests.pfl_ext.engine.setting import SIDE, NoisyStore, Setting, distance, inexact_settings, norm
+from tests.pfl_ext.engine.setting import SIDE, NoisyStore, Setting, distance, inexact_settings, norm, private
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.test_backend import Linear
 
@@ -98,8 +96,8 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_users_without_images_keep_what_they_have(engine: bool) -> None:
-    setting = Setting([3, 0, 5], SAMPLING, clipping="none", by_images=False, rounds=2)
-    setting.scaffold = ("I", "gradient")
+    form: tuple[Option, Correction] = ("I", "gradient")
+    setting = Setting([3, 0, 5], SAMPLING, clipping="none", by_images=False, rounds=2, scaffold=form)
     setting.run(engine)
     assert setting.controls is not None
     assert not setting.controls.own(1).any()
@@ -155,15 +153,11 @@ def test_a_pass_over_all_images_changes_no_draw_of_the_training() -> None:
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_what_would_make_the_control_variates_something_else_is_refused(engine: bool) -> None:
-    config = PrivacyConfig(epsilon=50.0, delta=1e-3, mechanism="gaussian", clipping_bound=0.5)
-    private = private_mean(config.calibrate(2, 2, 5))
-    for more in (private, Passes()):
-        setting = Setting([2, 3], SAMPLING, by_images=False, more=[more])
-        setting.scaffold = ("II", "gradient")
+    for more in (private(2), Passes()):
+        setting = Setting([2, 3], SAMPLING, by_images=False, more=[more], scaffold=("II", "gradient"))
         with pytest.raises(ValueError, match="no privacy and no other postprocessor but a weighting"):
             setting.run(engine)
-    twice = Setting([2, 3], SAMPLING, sampler="replacement", cohort=9)
-    twice.scaffold = ("II", "gradient")
+    twice = Setting([2, 3], SAMPLING, sampler="replacement", cohort=9, scaffold=("II", "gradient"))
     with pytest.raises(ValueError, match="draw cohorts without replacement"):
         twice.run(engine)
 

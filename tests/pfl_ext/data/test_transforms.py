@@ -20,7 +20,6 @@ from pfl_ext.data.transforms import (
     IMAGENET_STD,
     AugmentConfig,
     Crop,
-    FloatArray,
     cropped,
     draw_crops,
     normalise,
@@ -41,7 +40,11 @@ def made_images(n: int, size: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(rng(seed).integers(0, 256, (n, size, size, 3), np.uint8))
 
 
-def reference(image: Tensor, crop: FloatArray, input_size: int) -> Tensor:
+def drawn(n: int, size: int, input_size: int, crop: Crop, seed: int = 0) -> Tensor:
+    return torch.from_numpy(draw_crops(rng(seed), n, size, input_size, crop, "both"))
+
+
+def reference(image: Tensor, crop: Tensor, input_size: int) -> Tensor:
     """One image [H, W, 3] through torchvision's functional crop, resize and flips, as floats."""
     top, left, height, width = (int(v) for v in crop[:4])
     pixels = image.permute(2, 0, 1).float() / 255
@@ -52,33 +55,33 @@ def reference(image: Tensor, crop: FloatArray, input_size: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("crop", ["crop", "resized"])
-@pytest.mark.parametrize(("image_size", "input_size"), [(40, 32), (33, 17), (32, 32)])
-def test_a_crop_is_torchvisions_of_each_image_alone(crop: Crop, image_size: int, input_size: int) -> None:
-    images, crops = made_images(24, image_size), draw_crops(rng(1), 24, image_size, input_size, crop, "both")
-    out = cropped(images, torch.from_numpy(crops), input_size)
-    for image, row, result in zip(images, crops, out):
+def assert_torchvisions(images: Tensor, crops: Tensor, input_size: int) -> None:
+    """Each image comes out as torchvision makes it of that image alone."""
+    for image, row, result in zip(images, crops, cropped(images, crops, input_size)):
         assert_close_as_vector(result, reference(image, row, input_size), WEIGHTS)
 
 
+@pytest.mark.parametrize("crop", ["crop", "resized"])
+@pytest.mark.parametrize(("image_size", "input_size"), [(40, 32), (33, 17), (32, 32)])
+def test_a_crop_is_torchvisions_of_each_image_alone(crop: Crop, image_size: int, input_size: int) -> None:
+    assert_torchvisions(made_images(24, image_size), drawn(24, image_size, input_size, crop, 1), input_size)
+
+
 def test_augment_enlarges_boxes_smaller_than_the_input_like_torchvision() -> None:
-    images = made_images(3, 64)
-    crops = np.array([[0, 0, 5, 9, 0, 0], [59, 3, 5, 61, 1, 1], [0, 0, 64, 1, 0, 1]], np.float32)
-    out = cropped(images, torch.from_numpy(crops), 32)
-    for image, row, result in zip(images, crops, out):
-        assert_close_as_vector(result, reference(image, row, 32), WEIGHTS)
+    crops = torch.tensor([[0.0, 0, 5, 9, 0, 0], [59, 3, 5, 61, 1, 1], [0, 0, 64, 1, 0, 1]])
+    assert_torchvisions(made_images(3, 64), crops, 32)
 
 
 def test_identical_images_in_a_batch_get_distinct_crops_and_all_four_flips() -> None:
     images = made_images(1, 64).expand(64, -1, -1, -1)
-    crops = draw_crops(rng(), 64, 64, 24, "crop", "both")
-    out = cropped(images, torch.from_numpy(crops), 24)
+    crops = drawn(64, 64, 24, "crop")
+    out = cropped(images, crops, 24)
     assert len({row.numpy().tobytes() for row in out}) >= 60
     assert {(h, v) for h, v in crops[:, 4:].tolist()} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_an_image_is_augmented_the_same_in_any_batch() -> None:
-    images, crops = made_images(6, 40), torch.from_numpy(draw_crops(rng(), 6, 40, 32, "resized", "both"))
+    images, crops = made_images(6, 40), drawn(6, 40, 32, "resized")
     together = cropped(images, crops, 32)
     for i in range(6):
         alone = cropped(images[i : i + 1], crops[i : i + 1], 32)[0]
@@ -88,7 +91,7 @@ def test_an_image_is_augmented_the_same_in_any_batch() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_both_ways_of_an_exact_crop_give_the_stored_pixels(exact: bool) -> None:
     images = made_images(16, 40)
-    crops = torch.from_numpy(draw_crops(rng(), 16, 40, 32, "crop", "both"))
+    crops = drawn(16, 40, 32, "crop")
     out = cropped(images, crops, 32, exact=exact)
     assert_close_as_vector(out, cropped(images, crops, 32), 8)
     assert (out * 255 - (out * 255).round()).abs().max() < 1e-4, "pixels are not mixed"
@@ -123,25 +126,20 @@ def test_exact_crops_and_flips_are_gathered_and_never_resampled(exact: bool | No
 
 @pytest.mark.parametrize("exact", [True, False, None])
 def test_a_padded_crop_is_that_of_the_image_with_a_black_border(exact: bool | None) -> None:
-    images, crops = made_images(60, 32), draw_crops(rng(2), 60, 32, 32, "padded", "both")
-    out = cropped(images, torch.from_numpy(crops), 32, exact=exact)
+    images, crops = made_images(60, 32), drawn(60, 32, 32, "padded", 2)
+    out = cropped(images, crops, 32, exact=exact)
     for image, row, result in zip(images, crops, out):
         bordered = torch.nn.functional.pad(image, (0, 0, 4, 4, 4, 4))
-        expected = reference(bordered, row + np.array([4, 4, 0, 0, 0, 0], np.float32), 32)
+        expected = reference(bordered, row + torch.tensor([4, 4, 0, 0, 0, 0]), 32)
         assert_close_as_vector(result, expected, 8)
     for corner in (crops[:, 0], crops[:, 1]):
         assert set(corner.tolist()) == set(range(-4, 5)), "every position, edges included"
 
 
 def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_float32() -> None:
-    images, crops = made_images(4, 40), torch.from_numpy(draw_crops(rng(), 4, 40, 32, "crop", "both"))
-    resized = torch.from_numpy(draw_crops(rng(), 4, 40, 32, "resized", "both"))
-    for out in (
-        cropped(images, crops, 32),
-        cropped(images, resized, 32),
-        resize(images, 32),
-        resize(images, 40),
-    ):
+    images, crops, resized = made_images(4, 40), drawn(4, 40, 32, "crop"), drawn(4, 40, 32, "resized")
+    ways = [cropped(images, crops, 32), cropped(images, resized, 32), resize(images, 32), resize(images, 40)]
+    for out in ways:
         assert out.dtype == torch.float32
         assert out.is_contiguous(memory_format=torch.channels_last)
         assert 0 <= out.min() <= out.max() <= 1 + 1e-6
@@ -153,15 +151,11 @@ def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_flo
 
 
 def test_transforms_are_exact_under_autocast() -> None:
-    images, crops = made_images(4, 40), torch.from_numpy(draw_crops(rng(), 4, 40, 32, "resized", "both"))
+    images, crops = made_images(4, 40), drawn(4, 40, 32, "resized")
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(cropped(images, crops, 32), _without_autocast(images, crops))
+        within = cropped(images, crops, 32)
         assert resize(images, 32).dtype == torch.float32
-
-
-def _without_autocast(images: Tensor, crops: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return cropped(images, crops, 32)
+    assert torch.equal(within, cropped(images, crops, 32))
 
 
 @pytest.mark.parametrize(("image_size", "input_size"), [(40, 32), (32, 48), (32, 32)])

@@ -28,7 +28,7 @@ from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
-from pfl_ext.privacy.central import TALLY, private_mean
+from pfl_ext.privacy.central import TALLY, PrivateMean, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.tasks.multi_label import MultiLabel, WeightedMultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
@@ -78,6 +78,15 @@ class NoisyStore:
         return self.read(rows)[1]
 
 
+@torch.no_grad()
+def drawn(net: nn.Sequential, deviation: float, draw: torch.Generator) -> nn.Sequential:
+    """Every parameter from a normal distribution, about 1 in norms and about 0 elsewhere."""
+    for layer in net:
+        for parameter in layer.parameters():
+            parameter.normal_(float("Norm" in type(layer).__name__), deviation, generator=draw)
+    return net
+
+
 def small_backbone(seed: int = 0) -> nn.Sequential:
     """Every kind of layer that the tape knows, with and without bias, strides, groups and few positions."""
     torch_generator = torch.Generator().manual_seed(seed)
@@ -100,17 +109,11 @@ def small_backbone(seed: int = 0) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(48, LABELS),
     )
-    with torch.no_grad():
-        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
-            for parameter in layer.parameters():
-                mean = 1.0 if "Norm" in type(layer).__name__ else 0.0
-                parameter.copy_(torch.empty_like(parameter).normal_(mean, 0.2, generator=torch_generator))
-    return net
+    return drawn(net, 0.2, torch_generator)
 
 
 def wide_backbone() -> nn.Module:
     """With layers that are compiled: with and without bias, with strides, taped, trimmed and not."""
-    torch_generator = torch.Generator().manual_seed(2)
     net = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1, bias=False),
         nn.GroupNorm(8, 32),
@@ -128,12 +131,7 @@ def wide_backbone() -> nn.Module:
         nn.Flatten(),
         nn.Linear(32, LABELS),
     )
-    with torch.no_grad():
-        for layer in (layer for layer in net if len(list(layer.parameters(recurse=False)))):
-            for parameter in layer.parameters():
-                mean = 1.0 if isinstance(layer, nn.GroupNorm) else 0.0
-                parameter.normal_(mean, 0.1, generator=torch_generator)
-    return net
+    return drawn(net, 0.1, torch.Generator().manual_seed(2))
 
 
 @torch.no_grad()
@@ -238,8 +236,10 @@ class Setting:
         return updates, weight, metrics
 
 
-def private(num_users: int, mechanism: Mechanism = "gaussian", clipping: Clipping = "flat") -> Any:
-    """A postprocessor that clips some of these users."""
+def private(
+    num_users: int, mechanism: Mechanism = "gaussian", clipping: Clipping = "flat", *, noisy: bool = True
+) -> Any:
+    """A postprocessor that clips some of these users; not ``noisy``: what it adds is zeros."""
     config = PrivacyConfig(
         epsilon=50.0,
         delta=1e-3,
@@ -248,10 +248,13 @@ def private(num_users: int, mechanism: Mechanism = "gaussian", clipping: Clippin
         clipping_bound=0.27 if clipping == "flat" else 0.5,
         indicator_std_fraction=0.2,
     )
-    return private_mean(config.calibrate(num_users, num_users, 5), noise_seed=4)
+    mean = private_mean(config.calibrate(num_users, num_users, 5), noise_seed=4)
+    if not noisy:
+        mean._noise = lambda context, size, users: (torch.zeros(size), 1e-9)  # type: ignore[method-assign]
+    return mean
 
 
-class _Silent(type(private_mean(PrivacyConfig(mechanism="gaussian").calibrate(9, 9, 1)))):  # type: ignore[misc]
+class _Silent(PrivateMean):
     def postprocess_server(self, *, stats: Any, central_context: Any, aggregate_metrics: Any) -> Any:
         stats.pop(TALLY)
         return stats, Metrics()

@@ -97,18 +97,12 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("kind", ["gaussian", "adaptive"])
-def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(
-    clipping: Clipping, kind: Mechanism, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_cohort_is_clipped_and_counted_as_by_pfls_loop(clipping: Clipping, kind: Mechanism) -> None:
     sizes = [1, 2, 1, 2, 3, 9, 20]
 
-    def quiet() -> Any:
-        made = private(len(sizes), kind, clipping)
-        monkeypatch.setattr(made, "_noise", lambda context, size, users: (torch.zeros(size), 1e-9))
-        return made
-
     def setting() -> Setting:
-        return Setting(sizes, by_images=False, more=[quiet()], rounds=3)
+        more = [private(len(sizes), kind, clipping, noisy=False)]
+        return Setting(sizes, by_images=False, more=more, rounds=3)
 
     theirs, _, metrics = setting().run(engine=False)
     ours, _, our_metrics = setting().run(True, lanes=2)
@@ -154,11 +148,7 @@ def test_an_update_that_is_not_finite_is_refused_and_counted(
         private = private_mean(config.calibrate(len(sizes), len(sizes), 1), noise_seed=4)
         return Setting(sizes, by_images=False, more=[private], backbone=Poisoned)
 
-    def run(engine: bool) -> tuple[dict[str, Tensor], Metrics]:
-        updates, _, metrics = setting().run(engine)
-        return updates, metrics
-
-    (theirs, metrics), (ours, our_metrics) = run(False), run(True)
+    (theirs, _, metrics), (ours, _, our_metrics) = setting().run(False), setting().run(True)
     assert metrics[metric_name("refused updates")].overall_value == 2
     assert our_metrics[metric_name("refused updates")].overall_value == 2
     assert all(bool(torch.isfinite(t).all()) for t in ours.values())
@@ -168,9 +158,8 @@ def test_an_update_that_is_not_finite_is_refused_and_counted(
 @settings(max_examples=15, deadline=None)
 @given(size=st.integers(1, 9), rate=st.sampled_from([1e-3, 1.0, 1e3, 1e12]), per_layer=st.booleans())
 def test_no_users_part_of_a_private_sum_exceeds_the_bound(size: int, rate: float, per_layer: bool) -> None:
-    private = without_noise(0.5, "per_layer" if per_layer else "flat")
-    setting = Setting([size], by_images=False, more=[private], learning_rate=rate)
-    setting.clipping = "none"
+    more = [without_noise(0.5, "per_layer" if per_layer else "flat")]
+    setting = Setting([size], clipping="none", by_images=False, more=more, learning_rate=rate)
     updates, _, _ = setting.run(engine=True)
     assert norm(updates) <= 0.5
 
