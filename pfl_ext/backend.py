@@ -73,15 +73,15 @@ def cohort_line(metrics: Metrics) -> dict[str, Any]:
 class _OneByOne:
     """A pfl algorithm's local training done by the engine, for postprocessors that must see each user."""
 
-    def __init__(self, engine: CohortEngine, how: LocalTraining, rule: Rule) -> None:
-        self._engine, self._how, self._rule = engine, how, rule
+    def __init__(self, engine: CohortEngine, local: LocalTraining, rule: Rule) -> None:
+        self._engine, self._local_training, self._rule = engine, local, rule
 
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: Any, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """As pfl's algorithms do it."""
         counted = StepCounter(user_dataset)
-        update = MappedVectorStatistics(self._engine.train_alone(counted, self._how))
+        update = MappedVectorStatistics(self._engine.train_alone(counted, self._local_training))
         return self._rule.statistics(update, counted.num_steps), Metrics()
 
 
@@ -174,12 +174,12 @@ class CohortBackend(SimulatedBackend):
         algorithm = training_algorithm
         self._refuse(algorithm, cohort)
         rule = rule_of(algorithm, model, context)
-        how = self._local_training(algorithm, rule, model, context)
-        if self._engine is not None and rule is not None and isinstance(how, LocalTraining):
+        local = self._local_training(algorithm, rule, model, context)
+        if self._engine is not None and rule is not None and isinstance(local, LocalTraining):
             if self._only_norms_matter() and (rule.sends_update_alone or not self._is_private):
-                return self._finish(context, *self._train_cohort(self._engine, how, context, rule))
+                return self._finish(context, *self._train_cohort(self._engine, local, context, rule))
             if rule.correction is None:
-                algorithm = _OneByOne(self._engine, how, rule)
+                algorithm = _OneByOne(self._engine, local, rule)
         module = model.pytorch_model
         noted = module.noted = list[tuple[torch.Tensor, int]]()
         stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
@@ -216,10 +216,10 @@ class CohortBackend(SimulatedBackend):
         if self._engine is None:
             return None
         unknown = f"algorithm {type(algorithm).__name__}"
-        how = unknown if rule is None else local_training(rule, model, context)
-        if isinstance(how, LocalTraining):
-            return how
-        print(f"engine: pfl's own loop trains the users, because of {how}", file=sys.stderr)
+        local = unknown if rule is None else local_training(rule, model, context)
+        if isinstance(local, LocalTraining):
+            return local
+        print(f"engine: pfl's own loop trains the users, because of {local}", file=sys.stderr)
         self._engine = None
         return None
 
@@ -234,7 +234,7 @@ class CohortBackend(SimulatedBackend):
     def _train_cohort(
         self,
         engine: CohortEngine,
-        how: LocalTraining,
+        local: LocalTraining,
         context: CentralContext,
         rule: Rule,
     ) -> tuple[MappedVectorStatistics, Metrics]:
@@ -243,14 +243,14 @@ class CohortBackend(SimulatedBackend):
         private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
         if private is not None and by_images:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
-        tasks = engine.tasks(self._images.members(context.cohort_size), how, private)
+        tasks = engine.tasks(self._images.members(context.cohort_size), local, private)
         workers = get_ops().distributed
         mine = dealt(tasks, workers.world_size)[workers.global_rank]
 
         def weight(member: Member) -> float:
             return float(member.num_images) if by_images else 1.0
 
-        done = engine.train(self._images, mine, how, weight, private, rule)
+        done = engine.train(self._images, mine, local, weight, private, rule)
         members = [member for task in mine for member in task.members]
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
         for name in rule.counts(0):

@@ -69,7 +69,7 @@ class ImportanceWeights:
         """For the distribution of so many images, of which ``label_counts`` ``[K]`` have each label."""
         return cls(np.asarray(label_counts, np.float64) / num_images, task, **options)
 
-    def __call__(self, targets: npt.ArrayLike, own: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    def __call__(self, targets: npt.ArrayLike, of_user: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Weighted targets ``[n, K]`` of those images of a user that take part.
 
         Args:
@@ -79,7 +79,7 @@ class ImportanceWeights:
         Raises:
             ValueError: when the user has a label, or lacks one, that the target distribution never does.
         """
-        everything = np.asarray(own)
+        everything = np.asarray(of_user)
         q = self._task.event_shares(everything.sum(0, dtype=np.float64) / max(len(everything), 1))
         lost = np.flatnonzero((q > 0) & (self._p == 0))
         if len(lost):

@@ -159,7 +159,7 @@ class OnPfl(Choice, FederatedAveraging):
         central_context: CentralContext,
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """What pfl's loop asks of each user: local steps by the rule, then what the rule sends."""
-        rule, how = self.rule(model, central_context), central_context.model_train_params
+        rule, local = self.rule(model, central_context), central_context.model_train_params
         counted, finish, gradient = StepCounter(user_dataset), None, None
         if rule.correction is not None:
             assert not rule.proximal_weight
@@ -168,11 +168,11 @@ class OnPfl(Choice, FederatedAveraging):
             if rule.whole_gradient:
                 gradient = _gradient(model, user_dataset.once(), len(user_dataset))
             arguments = {"correction": user.correction, "rule": rule}
-            model.do_multiple_epochs_of(counted, how, _corrected_step, **arguments)
+            model.do_multiple_epochs_of(counted, local, _corrected_step, **arguments)
         elif rule.proximal_weight:
-            bridges.fedprox_bridge().do_proximal_sgd(model, counted, how, mu=rule.proximal_weight)
+            bridges.fedprox_bridge().do_proximal_sgd(model, counted, local, mu=rule.proximal_weight)
         else:
-            bridges.sgd_bridge().do_sgd(model, counted, how)
+            bridges.sgd_bridge().do_sgd(model, counted, local)
         update = model.get_model_difference(initial_model_state)
         besides = {} if finish is None else finish(dict(update.items()), counted.num_steps, gradient)
         statistics = rule.statistics(update, counted.num_steps)

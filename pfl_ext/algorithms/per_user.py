@@ -110,7 +110,7 @@ def users_with(store: ImageStore, min_images: int) -> IntArray:
     return chosen
 
 
-def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation) -> PersonalScores:
+def personalise(module: ImageClassifier, store: ImageStore, tuning: Personalisation) -> PersonalScores:
     """Fine-tune a copy of the model for every user of a split with enough images, and score both.
 
     Each worker takes its share of the users, dealt by their images, and has the scores of all at the end. The
@@ -122,10 +122,10 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
     """
     start = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     device = next(iter(start.values())).device
-    sizes, chosen = np.diff(store.user_offsets), users_with(store, how.min_images)
+    sizes, chosen = np.diff(store.user_offsets), users_with(store, tuning.min_images)
     names = [store.user_ids[user] for user in chosen.tolist()]
     parts = [
-        user_split(name, int(sizes[user]), how.train_share, how.split_seed)
+        user_split(name, int(sizes[user]), tuning.train_share, tuning.split_seed)
         for name, user in zip(names, chosen.tolist())
     ]
     offsets = np.cumsum([0, *(len(held_out) for _, held_out in parts)]).astype(np.int64)
@@ -135,7 +135,7 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
     before, after = nobody, nobody
     workers = get_ops().distributed
     mine = longest_first(sizes[chosen].astype(np.float64), workers.world_size)[workers.global_rank]
-    begin_work(personalisation=how.split_seed, users=len(chosen))
+    begin_work(personalisation=tuning.split_seed, users=len(chosen))
     try:
         for place in sorted(mine):
             (train, held_out), first = parts[place], int(firsts[place])
@@ -143,7 +143,7 @@ def personalise(module: ImageClassifier, store: ImageStore, how: Personalisation
             images, annotations = store.read(first + held_out)
             scored = partial(_statistics, module, num_rows, rows, images, annotations)
             before = before + scored()
-            _fine_tune(module, store.read(first + train), names[place], how, device)
+            _fine_tune(module, store.read(first + train), names[place], tuning, device)
             after = after + scored()
             module.load_state_dict(start)
     finally:
@@ -160,17 +160,18 @@ def _fine_tune(
     module: ImageClassifier,
     data: tuple[ByteArray, ByteArray],
     name: str,
-    how: Personalisation,
+    tuning: Personalisation,
     device: torch.device,
 ) -> None:
     trainable = [p for p in module.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable, lr=how.learning_rate)
-    if how.max_grad_norm is not None:
-        optimizer = PerVariableClippedSGD(trainable, lr=how.learning_rate, max_norm=how.max_grad_norm)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(trainable, lr=tuning.learning_rate)
+    if tuning.max_grad_norm is not None:
+        optimizer = PerVariableClippedSGD(trainable, lr=tuning.learning_rate, max_norm=tuning.max_grad_norm)
     collate = module.task.collate
-    user = UserImages(*data, name, how.sampling, stream(how.split_seed, "personal training", name), collate)
-    for _ in range(how.sampling.num_epochs):
-        for batch in user.iter(how.sampling.batch_size):
+    rng = stream(tuning.split_seed, "personal training", name)
+    user = UserImages(*data, name, tuning.sampling, rng, collate)
+    for _ in range(tuning.sampling.num_epochs):
+        for batch in user.iter(tuning.sampling.batch_size):
             optimizer.zero_grad()
             module.loss(*(part.to(device) for part in batch)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

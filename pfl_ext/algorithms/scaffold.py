@@ -118,16 +118,16 @@ class Controls:
         assert user_id is not None, "SCAFFOLD needs data sets with a user_id"
         return self._numbers[user_id]
 
-    def own(self, user: int) -> Tensor:
+    def control(self, user: int) -> Tensor:
         """c_i ``[P]`` of a user, at the start of the round."""
         found = self._users.read(user)
         if found is None:
             return torch.zeros_like(self.server)
         return torch.tensor(found, device=self.server.device)
 
-    def correction(self, own: Tensor) -> dict[str, Tensor]:
+    def correction(self, control: Tensor) -> dict[str, Tensor]:
         """``c - c_i`` by variable."""
-        return self.named(self.server - own)
+        return self.named(self.server - control)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a vector ``[P]`` by variable."""
@@ -142,9 +142,9 @@ class Controls:
         """The vector ``[P]`` of tensors by variable."""
         return torch.cat([tensors[name].reshape(-1) for name in self._shapes])
 
-    def renew(self, user: int, own: Tensor, change: Tensor) -> None:
+    def renew(self, user: int, control: Tensor, change: Tensor) -> None:
         """Keep ``c_i + change`` as the user's from the end of the round on."""
-        self._users.write(user, (own + change).cpu().numpy())
+        self._users.write(user, (control + change).cpu().numpy())
 
     def end_round(self, change: Tensor) -> None:
         """Move c by ``change`` ``[P]``, and let the users' new c_i be theirs."""
@@ -175,14 +175,14 @@ class Renewal:
     momentum: float
 
     def change(
-        self, server: Tensor, own: Tensor, update: Tensor, num_steps: int, gradient: Tensor | None
+        self, server: Tensor, control: Tensor, update: Tensor, num_steps: int, gradient: Tensor | None
     ) -> Tensor:
         """``c_i+ - c_i`` from c, c_i, ``y - x`` and option I's ``g_i(x)``, all ``[P]``; 0 without a step."""
         if num_steps == 0:
-            return torch.zeros_like(own)
+            return torch.zeros_like(control)
         if self.option == "I":
             assert gradient is not None
-            return gradient - own
+            return gradient - control
         counted = float(num_steps)
         if self.correction == "gradient":
             counted = coefficient_sum(num_steps, self.momentum)
@@ -194,7 +194,7 @@ class CorrectedUser:
 
     def __init__(self, controls: Controls, form: Renewal, user: int) -> None:
         self._controls, self._form, self._user = controls, form, user
-        self._own = controls.own(user)
+        self._own = controls.control(user)
 
     @property
     def correction(self) -> Mapping[str, Tensor]:

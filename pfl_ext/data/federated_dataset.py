@@ -277,16 +277,16 @@ class FederatedImageDataset(FederatedDataset):
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """What user number ``user`` trains on in this round."""
         rng = stream(self._seed, "local training", self._round, user, turn)
-        own = self.partition.rows_of(user)
-        rows = self._sampling.take(own, rng)
-        if len(rows) > len(own):  # FedVC: some come twice, but are read once
+        all_rows = self.partition.rows_of(user)
+        rows = self._sampling.take(all_rows, rng)
+        if len(rows) > len(all_rows):  # FedVC: some come twice, but are read once
             rows, places = np.unique(rows, return_inverse=True)
             images, targets = (part[places] for part in self._store.read(rows))
         else:
             images, targets = self._store.read(rows)
         weighted: ByteArray | npt.NDArray[np.float32] = targets
         if self._reweight is not None:
-            weighted = self._reweight(targets, self._store.targets(own))
+            weighted = self._reweight(targets, self._store.targets(all_rows))
         user_id = self.partition.user_ids[user]
         return UserImages(images, weighted, user_id, self._sampling, rng, self._collate)
 

@@ -181,12 +181,12 @@ class CohortEngine:
         self._rehearsed: set[LocalTraining] = set()
         self._fusable = self._fuse and fusable(model, self.lanes[0].net)
 
-    def _prepare(self, how: LocalTraining) -> LocalTraining:
+    def _prepare(self, local: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done.
 
         Weight decay changes weights that no image reaches: then none may be left out.
         """
-        return replace(how, amp=self._prepare_network(how.amp, self._built[0] or how.weight_decay > 0))
+        return replace(local, amp=self._prepare_network(local.amp, self._built[0] or local.weight_decay > 0))
 
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""
@@ -207,56 +207,56 @@ class CohortEngine:
             self._pool = None
 
     def tasks(
-        self, members: Sequence[Member], how: LocalTraining, scaling: Scaling | None = None
+        self, members: Sequence[Member], local: LocalTraining, scaling: Scaling | None = None
     ) -> list[Task]:
         """A whole cohort's tasks, of which each worker then takes its part (`dealt`).
 
         The same on every worker, so nothing here may depend on a device's free memory: see `_fitting`.
         """
-        how = self._prepare(how)
-        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(how, scaling))
+        local = self._prepare(local)
+        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(local, scaling))
 
-    def _fuses(self, how: LocalTraining, scaling: Scaling | None) -> bool:
+    def _fuses(self, local: LocalTraining, scaling: Scaling | None) -> bool:
         """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
         correction is each user's own.
         """
-        return self._fusable and not (how.weight_decay and scaling is not None) and how.correction is None
+        return self._fusable and not (local.weight_decay and scaling is not None) and local.correction is None
 
-    def _fitting(self, tasks: Sequence[Task], how: LocalTraining) -> list[Task]:
+    def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
-        if how not in self._max_images:
-            self._max_images[how] = group_size(self._model, how, len(self.lanes))
-        most = self._max_images[how]
+        if local not in self._max_images:
+            self._max_images[local] = group_size(self._model, local, len(self.lanes))
+        most = self._max_images[local]
         return [part for task in tasks for part in grouped(task.members, most, task.together)]
 
     def train(
         self,
         dataset: FederatedImageDataset,
         tasks: Sequence[Task],
-        how: LocalTraining,
+        local: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
         rule: Rule = PLAIN,
     ) -> CohortSum:
         """Train the users of these tasks and add up what they send, times ``weight_of(member)`` of each.
 
-        ``rule``: of the algorithm, from which ``how`` comes too. ``scaling``: is applied to updates besides.
+        ``rule``: of the algorithm, from which ``local`` comes too. ``scaling``: is applied to each update.
         """
         assert scaling is None or rule.sends_update_alone, "what is added to the sum would not be scaled"
-        how = self._prepare(how)
+        local = self._prepare(local)
         members = [member for task in tasks for member in task.members]
-        own = self._fitting(tasks, how)
+        fitting = self._fitting(tasks, local)
         self._trimmed.refresh()
-        if self._layout.device.type == "cuda" and how not in self._rehearsed:
+        if self._layout.device.type == "cuda" and local not in self._rehearsed:
             for member in [m for m in members if m.num_images][:1]:
-                self._rehearse(next(self._batches(dataset.read(member), how)), how, scaling)
+                self._rehearse(next(self._batches(dataset.read(member), local)), local, scaling)
         while True:
             try:
-                self._run(plan(own, len(self.lanes)), dataset, how, weight_of, scaling, rule)
+                self._run(plan(fitting, len(self.lanes)), dataset, local, weight_of, scaling, rule)
                 break
             except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
-                self._halve(how)
-                own = self._fitting(tasks, how)
+                self._halve(local)
+                fitting = self._fitting(tasks, local)
         first, *others = self.lanes
         for lane in self.lanes:
             lane.join()
@@ -278,13 +278,13 @@ class CohortEngine:
                 total[name] += tensor
         return total
 
-    def _rehearse(self, sample: Batch, how: LocalTraining, scaling: Scaling | None) -> None:
+    def _rehearse(self, sample: Batch, local: LocalTraining, scaling: Scaling | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
-        self._rehearsed.add(how)
+        self._rehearsed.add(local)
         print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
         for count, lane in enumerate(self.lanes):
             try:
-                lane.rehearse(how, sample, alone=not self._fuses(how, scaling))
+                lane.rehearse(local, sample, alone=not self._fuses(local, scaling))
             except torch.OutOfMemoryError as error:
                 if count == 0:
                     raise ValueError(NO_ROOM) from error
@@ -293,22 +293,22 @@ class CohortEngine:
                 break
         lane = self.lanes[0]
         torch.cuda.empty_cache()
-        while self._fuses(how, scaling):
-            each = -(-self._max_images[how] // MAX_USERS)
+        while self._fuses(local, scaling):
+            each = -(-self._max_images[local] // MAX_USERS)
             group = [Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS
             try:
-                train_one_step(lane.net, self._model, group, [0.0] * MAX_USERS, how, scaling, lane.sums)
+                train_one_step(lane.net, self._model, group, [0.0] * MAX_USERS, local, scaling, lane.sums)
                 torch.cuda.synchronize(self._layout.device)
                 return
             except torch.OutOfMemoryError:
-                self._halve(how)
+                self._halve(local)
 
-    def _halve(self, how: LocalTraining) -> None:
-        if self._max_images[how] == 1:
+    def _halve(self, local: LocalTraining) -> None:
+        if self._max_images[local] == 1:
             raise ValueError(NO_ROOM)
-        self._max_images[how] //= 2
+        self._max_images[local] //= 2
         torch.cuda.empty_cache()
-        print(f"out of memory: groups of {self._max_images[how]} images from here on", file=sys.stderr)
+        print(f"out of memory: groups of {self._max_images[local]} images from here on", file=sys.stderr)
 
     def _run(self, tasks: Plan, *job: Any) -> None:
         for lane in self.lanes:
@@ -336,7 +336,7 @@ class CohortEngine:
         lane: Lane,
         tasks: Sequence[Task],
         dataset: FederatedImageDataset,
-        how: LocalTraining,
+        local: LocalTraining,
         weight_of: Callable[[Member], float],
         scaling: Scaling | None,
         rule: Rule,
@@ -346,7 +346,7 @@ class CohortEngine:
         def read(member: Member) -> tuple[list[Batch], list[Batch]]:
             user = dataset.read(member)
             once = self._settled(user.once()) if rule.whole_gradient else ()
-            return list(self._batches(user, how)), list(once)
+            return list(self._batches(user, local)), list(once)
 
         order = [member for task in tasks for member in task.members]
         read_ahead = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
@@ -354,20 +354,20 @@ class CohortEngine:
         with lane.working():
             for task in tasks:
                 weights = [weight_of(m) * rule.scale(m.num_steps) for m in task.members]
-                own = list(islice(users, len(task.members)))
+                batches = list(islice(users, len(task.members)))
                 if task.together:
-                    firsts = [batch for (batch,), _ in own]
+                    firsts = [batch for (batch,), _ in batches]
                     with self.watch.charge("training"):
-                        train_one_step(lane.net, self._model, firsts, weights, how, scaling, lane.sums)
-                    lane.decay(sum(weights), how, scaling)
+                        train_one_step(lane.net, self._model, firsts, weights, local, scaling, lane.sums)
+                    lane.decay(sum(weights), local, scaling)
                 elif rule.correction is None:
                     with self.watch.charge("training"):
-                        lane.train(own[0][0], how)
+                        lane.train(batches[0][0], local)
                     lane.add(weights[0], scaling)
                 else:
                     user_id = dataset.partition.user_ids[task.members[0].user]
                     scales = weight_of(task.members[0]), weights[0]
-                    self._train_corrected(lane, user_id, *own[0], scales, how, rule)
+                    self._train_corrected(lane, user_id, *batches[0], scales, local, rule)
 
     def _train_corrected(
         self,
@@ -376,7 +376,7 @@ class CohortEngine:
         steps: list[Batch],
         once: list[Batch],
         weights: tuple[float, float],
-        how: LocalTraining,
+        local: LocalTraining,
         rule: Rule,
     ) -> None:
         """Train a user with its correction; ``weights``: of what it sends besides, and of its update."""
@@ -385,18 +385,18 @@ class CohortEngine:
         def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: trimmed.whole(name, t) for name, t in tensors.items()}
 
-        lane.correct({name: trimmed.live(name, t) for name, t in user.correction.items()}, how)
-        gradient = whole(lane.gradient(once, how)) if once else None
+        lane.correct({name: trimmed.live(name, t) for name, t in user.correction.items()}, local)
+        gradient = whole(lane.gradient(once, local)) if once else None
         with self.watch.charge("training"):
-            lane.train(steps, how)
+            lane.train(steps, local)
         lane.add(weights[1], None)
         for name, sent in user.finish(whole(lane.added()), len(steps), gradient).items():
             if name not in lane.besides:
                 lane.besides[name] = torch.zeros_like(sent, dtype=self._accumulate)
             lane.besides[name].add_(sent, alpha=weights[0])
 
-    def _batches(self, dataset: Any, how: LocalTraining) -> Iterator[Batch]:
-        every = (batch for _ in range(how.num_epochs) for batch in dataset.iter(how.batch_size))
+    def _batches(self, dataset: Any, local: LocalTraining) -> Iterator[Batch]:
+        every = (batch for _ in range(local.num_epochs) for batch in dataset.iter(local.batch_size))
         return self._settled(every)
 
     def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
@@ -412,10 +412,10 @@ class CohortEngine:
             lane.sums.losses.zero_()
         return total, int(number)
 
-    def train_alone(self, dataset: Any, how: LocalTraining) -> dict[str, Tensor]:
+    def train_alone(self, dataset: Any, local: LocalTraining) -> dict[str, Tensor]:
         """One user's update, for what must see each; overwritten by the next."""
-        how = self._prepare(how)
+        local = self._prepare(local)
         lane = self.lanes[0]
         self._trimmed.refresh()
-        lane.train(self._batches(dataset, how), how)
+        lane.train(self._batches(dataset, local), local)
         return self._trimmed.expand(lane.update())

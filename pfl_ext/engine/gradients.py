@@ -132,18 +132,18 @@ class Weight(Gradient):
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return e.reshape(-1, e.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        made: Tensor = convolution_backward(layer, x, e, (False, True))[1]
-        return made
+        gradient: Tensor = convolution_backward(layer, x, e, (False, True))[1]
+        return gradient
 
     def norm_bounds(self) -> Tensor | None:
         """``sum over a user's positions t of |x_t| |e_t|``, x_t being what the kernel meets there."""
         layer = self.layer
         channel = -1 if isinstance(layer, nn.Linear) else 1
-        given, e = (t.float().square().sum(channel) for t in (self.x, self.e))  # torch's norm is slow here
+        inputs, e = (t.float().square().sum(channel) for t in (self.x, self.e))  # torch's norm is slow here
         if isinstance(layer, nn.Conv2d):
             ones = torch.ones(1, 1, *layer.kernel_size, device=e.device)
-            given = F.conv2d(given[:, None], ones, None, layer.stride, layer.padding, layer.dilation)[:, 0]
-        products = (given.clamp(min=0) * e).sqrt().reshape(len(e), -1).sum(1)
+            inputs = F.conv2d(inputs[:, None], ones, None, layer.stride, layer.padding, layer.dilation)[:, 0]
+        products = (inputs.clamp(min=0) * e).sqrt().reshape(len(e), -1).sum(1)
         bounds: Tensor = self.users.sums(products.double()) * 1.001
         return bounds
 

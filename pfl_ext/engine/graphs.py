@@ -45,27 +45,27 @@ class StepGraphs:
         self._recorded: dict[tuple[int, bool, LocalTraining], _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, step: Step, how: LocalTraining, first: bool, batch: Batch) -> None:
+    def run(self, step: Step, local: LocalTraining, first: bool, batch: Batch) -> None:
         """``step`` on this batch (of the CPU, best pinned)."""
         n = len(batch.images)
-        graph = self.prepared(step, how, first, padded(n), batch)
+        graph = self.prepared(step, local, first, padded(n), batch)
         held = graph.batch
-        for ours, given in zip(held, batch):
-            ours[:n].copy_(given, non_blocking=True)
+        for ours, fresh in zip(held, batch):
+            ours[:n].copy_(fresh, non_blocking=True)
         if n < len(held.images):
             held.shares[n:].zero_()
             held.crops[n:].copy_(held.crops[:1].expand(len(held.crops) - n, -1))  # any that lies in the image
         graph.replay()
 
-    def prepared(self, step: Step, how: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
+    def prepared(self, step: Step, local: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
         """The recording for batches of ``size``, made now if there is none; any batch as a sample."""
-        key = (size, first, how)
+        key = (size, first, local)
         if key not in self._recorded:
             static = Batch(*(p[:1].to(self._device).repeat(size, *[1] * (p.ndim - 1)) for p in sample))
             static.shares.zero_()
 
             def call() -> None:
-                step(how, first, static)
+                step(local, first, static)
 
             vectors = self._changed()
             before = [vector.clone() for vector in vectors]

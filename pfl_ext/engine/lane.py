@@ -56,11 +56,11 @@ class Lane:
         written = [self._local, self.sums.losses]
         return written if self._velocity is None else [*written, self._velocity]
 
-    def _prepare(self, how: LocalTraining) -> None:
-        if how.momentum and self._velocity is None:
+    def _prepare(self, local: LocalTraining) -> None:
+        if local.momentum and self._velocity is None:
             self._velocity = self.layout.zeros()
             self._velocities = self.layout.views(self._velocity)
-        if how.correction and not self._corrections:
+        if local.correction and not self._corrections:
             self._corrections = self.layout.views(self.layout.zeros())
 
     def clear(self) -> None:
@@ -86,39 +86,39 @@ class Lane:
         if self._stream is not None:
             torch.cuda.current_stream(self.layout.device).wait_stream(self._stream)
 
-    def train(self, batches: Iterable[Batch], how: LocalTraining) -> None:
+    def train(self, batches: Iterable[Batch], local: LocalTraining) -> None:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
-        self._prepare(how)
+        self._prepare(local)
         first = True
         for batch in batches:
             if self._graphs is None:
-                self._step(how, first, batch)
+                self._step(local, first, batch)
             else:
-                self._graphs.run(self._step, how, first, batch)
+                self._graphs.run(self._step, local, first, batch)
             first = False
         if first:  # no data, no update
             self._local.copy_(self._start)
 
-    def correct(self, corrections: Mapping[str, Tensor], how: LocalTraining) -> None:
-        """The next `train` adds these to its steps, where ``how.correction`` says."""
-        self._prepare(how)
+    def correct(self, corrections: Mapping[str, Tensor], local: LocalTraining) -> None:
+        """The next `train` adds these to its steps, where ``local.correction`` says."""
+        self._prepare(local)
         torch._foreach_copy_(self._corrections, [corrections[name] for name in self.layout.names])
 
-    def gradient(self, batches: Sequence[Batch], how: LocalTraining) -> dict[str, Tensor]:
+    def gradient(self, batches: Sequence[Batch], local: LocalTraining) -> dict[str, Tensor]:
         """The gradient of the mean loss over all these images at the central weights, by variable."""
         num_images = sum(len(batch.images) for batch in batches)
         total = [torch.zeros_like(start) for start in self._starts]
         for batch in batches:
             there = Batch(*(t.to(self.layout.device, non_blocking=True) for t in batch))
             part = len(batch.images) / num_images
-            torch._foreach_add_(total, self._gradients(self._central, there, how), alpha=part)
+            torch._foreach_add_(total, self._gradients(self._central, there, local), alpha=part)
         return dict(zip(self.layout.names, total))
 
     def _gradients(
-        self, module: ImageClassifier, batch: Batch, how: LocalTraining, tally: bool = False
+        self, module: ImageClassifier, batch: Batch, local: LocalTraining, tally: bool = False
     ) -> list[Tensor]:
         with torch.enable_grad():
-            with how.autocast(self.layout.device):
+            with local.autocast(self.layout.device):
                 outputs, targets = module.outputs(batch.images, batch.targets, batch.crops)
             losses = module.task.image_losses(outputs, targets)
             loss = (losses * batch.shares).sum()
@@ -127,59 +127,59 @@ class Lane:
                 self.sums.losses += torch.stack([loss.detach().double() * number, number.double()])
             return list(torch.autograd.grad(loss, trained(module)))
 
-    def rehearse(self, how: LocalTraining, sample: Batch, alone: bool) -> None:
+    def rehearse(self, local: LocalTraining, sample: Batch, alone: bool) -> None:
         """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
         if self._graphs is None:
             return
-        self._prepare(how)
-        sizes = sorted({padded(n) for n in range(1, how.batch_size + 1)})
+        self._prepare(local)
+        sizes = sorted({padded(n) for n in range(1, local.batch_size + 1)})
         steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
         with self.working():
             for first, size in steps:
-                self._graphs.prepared(self._step, how, first, size, sample)
+                self._graphs.prepared(self._step, local, first, size, sample)
         self.join()
 
-    def _step(self, how: LocalTraining, first: bool, batch: Batch) -> None:
+    def _step(self, local: LocalTraining, first: bool, batch: Batch) -> None:
         """One SGD step (an image whose share is 0 is padding), the first from the centre.
 
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
         module = self._central if first else self._module
-        gradients = self._gradients(module, batch, how, tally=True)
+        gradients = self._gradients(module, batch, local, tally=True)
         with torch.no_grad():
-            if how.mu and not first:
+            if local.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
-                torch._foreach_add_(gradients, difference, alpha=how.mu)
-            if how.correction == "gradient":
+                torch._foreach_add_(gradients, difference, alpha=local.mu)
+            if local.correction == "gradient":
                 torch._foreach_add_(gradients, self._corrections)
-            clip_gradients(gradients, how)
-            if how.weight_decay:
+            clip_gradients(gradients, local)
+            if local.weight_decay:
                 torch._foreach_add_(
-                    gradients, self._starts if first else self._weights, alpha=how.weight_decay
+                    gradients, self._starts if first else self._weights, alpha=local.weight_decay
                 )
-            if how.momentum and first:
+            if local.momentum and first:
                 torch._foreach_copy_(self._velocities, gradients)
-            elif how.momentum:
-                torch._foreach_mul_(self._velocities, how.momentum)
+            elif local.momentum:
+                torch._foreach_mul_(self._velocities, local.momentum)
                 torch._foreach_add_(self._velocities, gradients)
                 gradients = self._velocities
             if not first:
-                torch._foreach_sub_(self._weights, gradients, alpha=how.learning_rate)
+                torch._foreach_sub_(self._weights, gradients, alpha=local.learning_rate)
             elif self._stream is not None:  # few launches
-                torch._foreach_mul_(gradients, -how.learning_rate)
+                torch._foreach_mul_(gradients, -local.learning_rate)
                 torch._foreach_add_(gradients, self._starts)
                 torch._foreach_copy_(self._weights, gradients)
             else:
-                for own, start, gradient in zip(self._weights, self._starts, gradients):
-                    torch.sub(start, gradient, alpha=how.learning_rate, out=own)
-            if how.correction == "step":
-                torch._foreach_sub_(self._weights, self._corrections, alpha=how.learning_rate)
+                for weight, start, gradient in zip(self._weights, self._starts, gradients):
+                    torch.sub(start, gradient, alpha=local.learning_rate, out=weight)
+            if local.correction == "step":
+                torch._foreach_sub_(self._weights, self._corrections, alpha=local.learning_rate)
 
-    def decay(self, weight: float, how: LocalTraining, scaling: Scaling | None) -> None:
+    def decay(self, weight: float, local: LocalTraining, scaling: Scaling | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
-        if how.weight_decay:
+        if local.weight_decay:
             assert scaling is None, "their norms are not known"
-            self.sums.vector.add_(self._start, alpha=-how.learning_rate * how.weight_decay * weight)
+            self.sums.vector.add_(self._start, alpha=-local.learning_rate * local.weight_decay * weight)
 
     @torch.no_grad()
     def add(self, weight: float, scaling: Scaling | None) -> None:
@@ -198,9 +198,9 @@ class Lane:
             wide = scales[0].float().repeat_interleave(self._sizes, output_size=len(self._local))
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
             return
-        for view, own, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):
+        for view, update, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):
             if scale:  # a refused user's numbers may be infinite
-                view.add_(own, alpha=weight * scale)
+                view.add_(update, alpha=weight * scale)
 
     def added(self) -> dict[str, Tensor]:
         """The update that `add` has just added without a scaling, by name; views that `train` overwrites."""

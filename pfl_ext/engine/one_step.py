@@ -48,7 +48,7 @@ def train_one_step(
     model: ImageClassifier,
     batches: Sequence[Batch],
     weights: Sequence[float],
-    how: LocalTraining,
+    local: LocalTraining,
     scaling: Scaling | None,
     sums: Sums,
 ) -> None:
@@ -62,8 +62,8 @@ def train_one_step(
     for size in sizes:
         starts.append(starts[-1] + size)
     users = Users(tuple(starts), device)
-    adding = _Adding(how, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
-    at_once = scaling is None and how.clipping != "global" and device.type == "cpu"
+    adding = _Adding(local, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
+    at_once = scaling is None and local.clipping != "global" and device.type == "cpu"
     x, targets = model.prepare(images, targets, crops)
     losses = net.run(
         x,
@@ -71,7 +71,7 @@ def train_one_step(
         users,
         shares,
         adding.add if at_once else adding.keep,
-        how.autocast(device),
+        local.autocast(device),
     )
     of_batch = torch.tensor(sizes, dtype=shares.dtype).repeat_interleave(torch.tensor(sizes))
     sums.losses[0] += (losses * shares * sent(of_batch, device)).sum()
@@ -81,23 +81,23 @@ def train_one_step(
 
 
 class _Adding:
-    def __init__(self, how: LocalTraining, weights: Tensor, scaling: Scaling | None, sums: Sums) -> None:
-        self._how, self._weights, self._scaling, self._sums = how, weights, scaling, sums
+    def __init__(self, local: LocalTraining, weights: Tensor, scaling: Scaling | None, sums: Sums) -> None:
+        self._local, self._weights, self._scaling, self._sums = local, weights, scaling, sums
         self._kept: dict[str, Gradient] = {}
 
     def add(self, name: str, gradient: Gradient) -> None:
         """Of one variable, whose clipping depends on no other."""
-        steps = -self._how.learning_rate * self._weights
+        steps = -self._local.learning_rate * self._weights
         total = self._sums.views["backbone." + name]
-        if self._how.clipping == "none" or self._surely_small(gradient):
+        if self._local.clipping == "none" or self._surely_small(gradient):
             _add_evenly(gradient, total, steps)
             return
         norms = gradient.squared_norms().sqrt()
-        gradient.add_to(total, steps * (self._how.max_norm / norms.clamp(min=self._how.max_norm)))
+        gradient.add_to(total, steps * (self._local.max_norm / norms.clamp(min=self._local.max_norm)))
 
     def _surely_small(self, gradient: Gradient) -> bool:
         bounds = gradient.norm_bounds()
-        return bounds is not None and bool((bounds <= self._how.max_norm).all())
+        return bounds is not None and bool((bounds <= self._local.max_norm).all())
 
     def keep(self, name: str, gradient: Gradient) -> None:
         """Until all variables are known."""
@@ -110,7 +110,7 @@ class _Adding:
         norms = torch.stack([self._kept[name].squared_norms() for name in names], 1)  # [U, V]
         if self._scaling is not None:  # factors of larger ones would lose digits as float32
             norms = torch.where(norms <= LARGEST**2, norms, torch.inf)
-        factors = -self._how.learning_rate * local_clipping(norms, self._how)
+        factors = -self._local.learning_rate * local_clipping(norms, self._local)
         scaled = self._weights[:, None] * factors
         if self._scaling is not None:
             scales, tally = self._scaling.user_scales(names, norms * factors.square())
@@ -130,11 +130,11 @@ def _add_evenly(gradient: Gradient, total: Tensor, coefficients: Tensor) -> None
         gradient.add_to(total, coefficients)
 
 
-def local_clipping(squared_norms: Tensor, how: LocalTraining) -> Tensor:
+def local_clipping(squared_norms: Tensor, local: LocalTraining) -> Tensor:
     """Factors ``[U, V]`` of one step's gradients from their squared norms ``[U, V]``, float64."""
-    if how.clipping == "variable":
-        return how.max_norm / squared_norms.sqrt().clamp(min=how.max_norm)
-    if how.clipping == "global":
+    if local.clipping == "variable":
+        return local.max_norm / squared_norms.sqrt().clamp(min=local.max_norm)
+    if local.clipping == "global":
         whole = squared_norms.sum(1, keepdim=True).sqrt()
-        return (how.max_norm / (whole + 1e-6)).clamp(max=1.0).expand_as(squared_norms)
+        return (local.max_norm / (whole + 1e-6)).clamp(max=1.0).expand_as(squared_norms)
     return torch.ones_like(squared_norms)

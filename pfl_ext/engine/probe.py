@@ -70,7 +70,7 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     return True
 
 
-def activation_bytes(model: ImageClassifier, how: LocalTraining) -> int:
+def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
     """What forward keeps for backward, of one image, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -86,17 +86,17 @@ def activation_bytes(model: ImageClassifier, how: LocalTraining) -> int:
     with (
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-        how.autocast(device),
+        local.autocast(device),
     ):
         model.backbone(x)
     return max(1, sum(kept.values()) // 2)
 
 
-def group_size(model: ImageClassifier, how: LocalTraining, lanes: int) -> int:
+def group_size(model: ImageClassifier, local: LocalTraining, lanes: int) -> int:
     """Images of one group: what memory allows, and no more than is of use."""
     device = model.mean.device
     if device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes
     else:
         budget = float(CPU_BYTES)
-    return int(min(max(budget / (COPIES * activation_bytes(model, how)), 1), MOST_IMAGES[device.type]))
+    return int(min(max(budget / (COPIES * activation_bytes(model, local)), 1), MOST_IMAGES[device.type]))

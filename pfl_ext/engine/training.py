@@ -85,13 +85,13 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
     )
 
 
-def clip_gradients(gradients: list[Tensor], how: LocalTraining) -> None:
+def clip_gradients(gradients: list[Tensor], local: LocalTraining) -> None:
     """In place; as torch's ``clip_grad_norm_`` where global."""
-    if how.clipping == "variable":
-        clip_each(gradients, how.max_norm)
-    elif how.clipping == "global":
+    if local.clipping == "variable":
+        clip_each(gradients, local.max_norm)
+    elif local.clipping == "global":
         norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(gradients))))
-        torch._foreach_mul_(gradients, (how.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (local.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 class Batch(NamedTuple):

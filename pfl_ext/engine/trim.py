@@ -108,14 +108,14 @@ class Trimmed:
 
 def _cut(layer: nn.Conv2d, sides: Sides) -> nn.Conv2d:
     """The same layer with these taps."""
-    made = copy.deepcopy(layer)
+    shorter = copy.deepcopy(layer)
     weight = layer.weight.detach()[:, :, sides[0], sides[1]]
     kept = weight.clone(memory_format=memory_format(layer.weight))
-    made.weight = nn.Parameter(kept, requires_grad=layer.weight.requires_grad)
-    made.kernel_size = (weight.shape[2], weight.shape[3])
+    shorter.weight = nn.Parameter(kept, requires_grad=layer.weight.requires_grad)
+    shorter.kernel_size = (weight.shape[2], weight.shape[3])
     low = zip(_padding(layer), sides, layer.dilation)
-    made.padding = tuple(p - side.start * d for p, side, d in low)
-    return made
+    shorter.padding = tuple(p - side.start * d for p, side, d in low)
+    return shorter
 
 
 def _padding(layer: nn.Conv2d) -> tuple[int, ...]:
@@ -131,8 +131,8 @@ def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
     for name, layer in central.named_modules():
         if isinstance(layer, nn.Conv2d):
 
-            def note(_: nn.Module, given: tuple[Tensor], name: str = name) -> None:
-                sizes.setdefault(name, []).append((given[0].shape[2], given[0].shape[3]))
+            def note(_: nn.Module, inputs: tuple[Tensor], name: str = name) -> None:
+                sizes.setdefault(name, []).append((inputs[0].shape[2], inputs[0].shape[3]))
 
             hooks.append(layer.register_forward_pre_hook(note))
     side = central.input_size

@@ -69,23 +69,22 @@ def load_weights(backbone: nn.Module, head: str, arch: str, tensors: dict[str, T
     """
     if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
         tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
-    own = {name: t for name, t in backbone.state_dict().items() if not name.startswith(f"{head}.")}
-    given = {
+    wanted = {name: t for name, t in backbone.state_dict().items() if not name.startswith(f"{head}.")}
+    loaded = {
         name: t
         for name, t in tensors.items()
         if not name.startswith(f"{head}.") and not name.endswith("num_batches_tracked")
     }
-    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
+    missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):
         raise ValueError(
             f"{source} holds BatchNorm statistics, for which GroupNorm has no place; take the network with "
             "frozen BatchNorm (pretrained), or weights trained with GroupNorm"
         )
     wrong = [
-        f"{name} is {tuple(given[name].shape)} {given[name].dtype} for {tuple(own[name].shape)}"
-        for name in own
-        if name in given
-        and not (given[name].shape == own[name].shape and _same_kind(given[name].dtype, own[name].dtype))
+        f"{name} is {tuple(loaded[name].shape)} {loaded[name].dtype} for {tuple(wanted[name].shape)}"
+        for name in wanted
+        if name in loaded and not _fits(loaded[name], wanted[name])
     ]
     found = [
         *([f"missing {_some(sorted(missing))}"] if missing else []),
@@ -95,12 +94,13 @@ def load_weights(backbone: nn.Module, head: str, arch: str, tensors: dict[str, T
     if found:
         raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}")
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
+        for name, tensor in wanted.items():
+            tensor.copy_(loaded[name])
 
 
-def _same_kind(a: torch.dtype, b: torch.dtype) -> bool:
-    return a.is_floating_point == b.is_floating_point
+def _fits(tensor: Tensor, wanted: Tensor) -> bool:
+    same_kind = tensor.dtype.is_floating_point == wanted.dtype.is_floating_point
+    return same_kind and tensor.shape == wanted.shape
 
 
 def _some(names: Sequence[str]) -> str:

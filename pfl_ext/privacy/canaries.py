@@ -190,7 +190,7 @@ class SyntheticEngine:
     def __init__(self, game: Game) -> None:
         self._game = game
 
-    def tasks(self, members: Sequence[Member], how: Any, scaling: Any = None) -> list[Task]:
+    def tasks(self, members: Sequence[Member], local: Any, scaling: Any = None) -> list[Task]:
         """Some users each, so that workers can share them."""
         return [Task(tuple(members[i : i + 256]), True) for i in range(0, len(members), 256)]
 
@@ -198,7 +198,7 @@ class SyntheticEngine:
         self,
         dataset: Any,
         tasks: Sequence[Task],
-        how: Any,
+        local: Any,
         weight_of: Any,
         scaling: PrivateMean,
         rule: Any = None,
@@ -398,8 +398,8 @@ def attacks(game: Game, release: Release) -> dict[str, FloatArray]:
     seen = release.sums[:, :m]
     found = {"likelihood": _likelihood(game, release), "sum": seen.sum(0), "largest": seen.max(0)}
     if game.sampler == "cyclic":
-        own, others = release.drawn, ~release.drawn
-        means = [(seen * of).sum(0) / np.maximum(of.sum(0), 1) for of in (own, others)]
+        rounds = (release.drawn, ~release.drawn)
+        means = [(seen * of).sum(0) / np.maximum(of.sum(0), 1) for of in rounds]
         found["own rounds against others"] = means[0] - means[1]
     else:
         found["outliers among rounds"] = seen.max(0) + seen.min(0) - 2 * np.median(seen, axis=0)

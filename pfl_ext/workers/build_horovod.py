@@ -97,10 +97,10 @@ def cuda_home(nvcc: str | None, torch_cuda: str | None) -> Path | None:
     """
     if nvcc is None or torch_cuda is None:
         return None
-    told = subprocess.run(
+    steps = subprocess.run(
         [nvcc, "--dryrun", "-", "-x", "cu"], input="", capture_output=True, text=True
     ).stderr
-    tops = [line.partition("TOP=")[2].strip() for line in told.splitlines() if "TOP=" in line]
+    tops = [line.partition("TOP=")[2].strip() for line in steps.splitlines() if "TOP=" in line]
     home = Path(tops[0]).resolve() if tops else Path(nvcc).resolve().parent.parent
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     if f"release {torch_cuda}" not in version:

@@ -54,16 +54,16 @@ def test_dead_taps_decay_too() -> None:
     trimmed = {n.removesuffix(".weight") for n in engine._trimmed._sides}
     assert trimmed, "a network with dead taps is tried"
     data = FederatedImageDataset(NoisyStore([9]), local_sampling(input_size=10, batch_size=4), seed=0)
-    for how, whole in ((how_of(0.0), False), (how_of(0.1), True), (how_of(0.0), True)):
-        done = engine.train(data, engine.tasks(data.members(1), how), how, lambda _: 1.0, None)
+    for local, whole in ((local_of(0.0), False), (local_of(0.1), True), (local_of(0.0), True)):
+        done = engine.train(data, engine.tasks(data.members(1), local), local, lambda _: 1.0, None)
         assert (engine._model is module) == whole
         for name in trimmed:
             update = done.update[f"{name}.weight"]
-            assert bool((update == 0).any()) == (not how.weight_decay)
+            assert bool((update == 0).any()) == (not local.weight_decay)
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(module.parameters(), engine._model.parameters()))
 
 
-def how_of(weight_decay: float) -> LocalTraining:
+def local_of(weight_decay: float) -> LocalTraining:
     return LocalTraining(0.1, 2, 4, "none", 0.0, 0.0, None, weight_decay=weight_decay)
 
 

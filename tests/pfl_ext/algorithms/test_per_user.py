@@ -61,7 +61,7 @@ def network() -> ImageClassifier:
     )
 
 
-def how(**other: Any) -> Personalisation:
+def tuning(**other: Any) -> Personalisation:
     sampling = local_sampling(num_epochs=8, batch_size=4, straddle=False, flip="none", input_size=8)
     fields = {
         "learning_rate": 0.05,
@@ -91,42 +91,42 @@ def test_splits_differ_between_users_and_seeds() -> None:
 
 def test_fine_tuning_sees_only_its_own_part_of_a_users_images() -> None:
     store = Store()
-    told = personalise(network(), store, how())
+    scores_of = personalise(network(), store, tuning())
     held_six, trained_six, held_nine, trained_nine = store.asked
     assert not set(held_six) & set(trained_six)
     assert sorted(held_six + trained_six) == list(range(1, 7))
     assert sorted(held_nine + trained_nine) == list(range(7, 16))
-    assert told.users == ["six", "nine"]  # the user with one image is left out
-    assert told.trained_on.tolist() == [len(trained_six), len(trained_nine)]
-    np.testing.assert_array_equal(told.before.targets(), store.labels[[*held_six, *held_nine]])
+    assert scores_of.users == ["six", "nine"]  # the user with one image is left out
+    assert scores_of.trained_on.tolist() == [len(trained_six), len(trained_nine)]
+    np.testing.assert_array_equal(scores_of.before.targets(), store.labels[[*held_six, *held_nine]])
 
 
 def test_fine_tuning_leaves_the_model_and_helps_a_user_who_differs() -> None:
     module = network()
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     store = Store()
-    told = personalise(module, store, how())
+    scores_of = personalise(module, store, tuning())
     assert all(torch.equal(tensor, start[name]) for name, tensor in module.state_dict().items())
-    loss = [np.abs(part.scores() - part.targets()).mean(1) for part in (told.before, told.after)]
-    nine = slice(told.offsets[1], told.offsets[2])
+    loss = [np.abs(part.scores() - part.targets()).mean(1) for part in (scores_of.before, scores_of.after)]
+    nine = slice(scores_of.offsets[1], scores_of.offsets[2])
     assert loss[1][nine].mean() < 0.6 * loss[0][nine].mean()
     with torch.no_grad():
         expected = torch.sigmoid(module(torch.from_numpy(store.images[store.asked[0]]))).numpy()
-    assert_close_as_vector(told.before.scores()[: len(expected)], expected, 100)
+    assert_close_as_vector(scores_of.before.scores()[: len(expected)], expected, 100)
 
 
 def test_fine_tuning_is_a_function_of_its_seed_and_each_user_alone() -> None:
-    one, two = (personalise(network(), Store(), how()) for _ in range(2))
+    one, two = (personalise(network(), Store(), tuning()) for _ in range(2))
     assert one.after == two.after
-    assert one.after != personalise(network(), Store(), how(split_seed=1)).after
+    assert one.after != personalise(network(), Store(), tuning(split_seed=1)).after
     # A user's result does not depend on who was fine-tuned before: only "nine" is large enough here.
-    alone = personalise(network(), Store(), how(min_images=8))
+    alone = personalise(network(), Store(), tuning(min_images=8))
     np.testing.assert_array_equal(alone.after.scores(), one.after.scores()[one.offsets[1] :])
 
 
 def test_no_user_large_enough_is_a_mistake_that_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"lower personal.min_images below 10"):
-        personalise(network(), Store(), how(min_images=10))
+        personalise(network(), Store(), tuning(min_images=10))
 
 
 def test_a_users_scores_are_those_of_its_rows_alone() -> None:
@@ -148,18 +148,18 @@ def test_a_users_scores_are_those_of_its_rows_alone() -> None:
 
 
 def test_quantiles_leave_out_what_is_no_number() -> None:
-    made = quantiles(np.array([np.nan, 0.0, 10.0, 20.0, 30.0, 40.0]))
-    assert made["n"] == 5
-    assert (made["mean"], made["q0"], made["q25"], made["q50"], made["q100"]) == (20, 0, 10, 20, 40)
-    assert made["q10"] == pytest.approx(4)
+    found = quantiles(np.array([np.nan, 0.0, 10.0, 20.0, 30.0, 40.0]))
+    assert found["n"] == 5
+    assert (found["mean"], found["q0"], found["q25"], found["q50"], found["q100"]) == (20, 0, 10, 20, 40)
+    assert found["q10"] == pytest.approx(4)
     assert quantiles(np.array([np.nan])) == {"n": 0}
 
 
 def test_classes_are_told_apart_by_how_often_training_saw_them() -> None:
     ap = {"never": 10.0, "seldom": 20.0, "nearly": 40.0, "often": 60.0, "unseen in test": 0.0}
     positives = {"never": 1, "seldom": 2, "nearly": 1, "often": 9, "unseen in test": 0}
-    made = shot_table(ap, positives, np.array([0, 1, 19, 20, 5]), 20)
-    assert made == {
+    found = shot_table(ap, positives, np.array([0, 1, 19, 20, 5]), 20)
+    assert found == {
         "zero": {"classes": 1, "evaluated": 1, "C-AP": 10.0},
         "few": {"classes": 3, "evaluated": 2, "C-AP": 30.0},
         "many": {"classes": 1, "evaluated": 1, "C-AP": 60.0},
@@ -182,11 +182,11 @@ def test_workers_share_the_users_and_their_sum_is_what_one_worker_finds(
         def all_reduce(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             return tensors
 
-    whole = personalise(network(), Store(), how())
+    whole = personalise(network(), Store(), tuning())
     parts = []
     for rank in range(2):
         monkeypatch.setattr(pytorch_ops, "distributed", Share(rank))
-        parts.append(personalise(network(), Store(), how()))
+        parts.append(personalise(network(), Store(), tuning()))
     for part in parts:
         assert part.users == whole.users
         np.testing.assert_array_equal(part.offsets, whole.offsets)

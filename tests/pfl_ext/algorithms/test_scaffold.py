@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
     sums: tuple[dict[str, Tensor], dict[str, Tensor]]
     """Of updates, and of changes of c_i."""
-    own: Tensor
+    controls: Tensor
     """All c_i, ``[users, P]``."""
     weight: float
 
@@ -69,16 +69,17 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
         """Of the last round; c is the mean of all c_i."""
         sums, weight, _ = setting.run(engine, **({"lanes": lanes} if engine else {}))
         assert setting.controls is not None
-        own = torch.stack([setting.controls.own(user) for user in range(len(sizes))]).double()
+        control = torch.stack([setting.controls.control(user) for user in range(len(sizes))]).double()
         p = torch.tensor([float(min(n, 9)) if by_images else 1.0 for n in sizes]).double()
-        mean = (p[:, None] * own).sum(0) / p.sum()
+        mean = (p[:, None] * control).sum(0) / p.sum()
         # Each round adds the mean of the users' changes, each at most two c_i long: a product and a sum each.
         roundings = setting.rounds * 2 * 2 * len(sizes)
-        assert (setting.controls.server.double() - mean).norm() < roundings * 2**-24 * own.norm(dim=1).max()
-        assert int((own.norm(dim=1) > 0).sum()) >= len(sizes) - 1
+        largest = control.norm(dim=1).max()
+        assert (setting.controls.server.double() - mean).norm() < roundings * 2**-24 * largest
+        assert int((control.norm(dim=1) > 0).sum()) >= len(sizes) - 1
         changes = {n: t for n, t in sums.items() if n.startswith(CHANGE)}
         assert len(changes) == len(sums) / 2
-        return Ended(({n: t for n, t in sums.items() if n not in changes}, changes), own, weight)
+        return Ended(({n: t for n, t in sums.items() if n not in changes}, changes), control, weight)
 
     theirs, ours = (end(setting, engine) for engine in (False, True))
     exact, *moved = (end(each, False) for each in inexact_settings(setting))
@@ -90,8 +91,8 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
         apart = max(distance(other.sums[part], exact.sums[part]) for other in moved)
         allowed = 2 * apart + rounding / rate * ours.weight / norm(exact.sums[part])
         assert distance(ours.sums[part], theirs.sums[part]) <= allowed
-    apart = max(float((other.own - exact.own).norm()) for other in moved)
-    assert (ours.own - theirs.own).norm() <= 2 * apart + rounding / setting.learning_rate
+    apart = max(float((other.controls - exact.controls).norm()) for other in moved)
+    assert (ours.controls - theirs.controls).norm() <= 2 * apart + rounding / setting.learning_rate
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -100,8 +101,8 @@ def test_users_without_images_keep_what_they_have(engine: bool) -> None:
     setting = Setting([3, 0, 5], SAMPLING, clipping="none", by_images=False, rounds=2, scaffold=form)
     setting.run(engine)
     assert setting.controls is not None
-    assert not setting.controls.own(1).any()
-    assert setting.controls.own(2).any()
+    assert not setting.controls.control(1).any()
+    assert setting.controls.control(2).any()
 
 
 def test_a_gradient_counts_as_often_as_momentum_makes_it_count() -> None:
@@ -109,16 +110,16 @@ def test_a_gradient_counts_as_often_as_momentum_makes_it_count() -> None:
     what the optimiser stepped on.
     """
     g, rate, steps = torch.tensor([2.0, -1.0]), 0.1, 7
-    server, own = torch.tensor([0.5, 0.25]), torch.tensor([1.0, -3.0])
+    server, control = torch.tensor([0.5, 0.25]), torch.tensor([1.0, -3.0])
     for momentum in (0.0, 0.9):
         for correction, expected in (("gradient", g), ("step", None)):
             y, v, total = torch.zeros(2), torch.zeros(2), torch.zeros(2)
             for _ in range(steps):
-                v = momentum * v + g + ((server - own) if correction == "gradient" else 0)
-                y = y - rate * v - (rate * (server - own) if correction == "step" else 0)
+                v = momentum * v + g + ((server - control) if correction == "gradient" else 0)
+                y = y - rate * v - (rate * (server - control) if correction == "step" else 0)
                 total += v
             form = Renewal("II", correction, rate, momentum)  # type: ignore[arg-type]
-            new = own + form.change(server, own, y, steps, None)
+            new = control + form.change(server, control, y, steps, None)
             torch.testing.assert_close(new, total / steps if expected is None else expected)
 
 

@@ -73,9 +73,9 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     weight_decay: float,
     nova: bool,
 ) -> None:
-    how, bound = clipping
-    rate = 0.05 if how == "none" else 0.2  # larger ones magnify rounding from step to step
-    setting = Setting(sizes, sampling, how, bound, mu, learning_rate=rate, by_images=by_images)
+    local, bound = clipping
+    rate = 0.05 if local == "none" else 0.2  # larger ones magnify rounding from step to step
+    setting = Setting(sizes, sampling, local, bound, mu, learning_rate=rate, by_images=by_images)
     setting.task, setting.nova = task, nova
     setting.momentum, setting.weight_decay = momentum, weight_decay
     theirs, weight, metrics = setting.run(engine=False)
@@ -284,12 +284,12 @@ def test_workers_with_less_memory_divide_their_own_groups_and_share_the_cohort_a
         CohortEngine(ImageClassifier(small_backbone(), task=MultiLabel(), input_size=10, exact_crops=True))
         for _ in range(2)
     ]
-    how = LocalTraining(0.1, 2, 4, "none", 0.0, 0.0, None)
-    engines[1]._max_images[how] = 4
-    shares = [dealt(engine.tasks(cohort, how), 2)[rank] for rank, engine in enumerate(engines)]
+    local = LocalTraining(0.1, 2, 4, "none", 0.0, 0.0, None)
+    engines[1]._max_images[local] = 4
+    shares = [dealt(engine.tasks(cohort, local), 2)[rank] for rank, engine in enumerate(engines)]
     trained = [m.user for share in shares for task in share for m in task.members]
     assert sorted(trained) == list(range(40))
-    own = [engine._fitting(share, how) for engine, share in zip(engines, shares)]
+    own = [engine._fitting(share, local) for engine, share in zip(engines, shares)]
     assert sorted(m.user for share in own for task in share for m in task.members) == list(range(40))
     assert max(len(task.members) for task in own[0]) > 1
     assert all(len(task.members) == 1 and task.together for task in own[1])

@@ -232,7 +232,7 @@ def test_padding_a_batch_changes_no_step(size: int) -> None:
     targets = targets_for(task, size, draw)
     crops = torch.tensor([[1.0, 2, 10, 10, 1, 0]]).repeat(size, 1)
     (plain, module), (graphed, _) = lane_of(task), lane_of(task)
-    how = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
+    local = LocalTraining(0.1, 2, 16, "variable", 0.5, 0.2, None, momentum=0.5, weight_decay=0.01)
     graphed._graphs = StepGraphs(torch.device("cpu"), graphed._written)
 
     def first(n: int) -> Batch:
@@ -241,11 +241,11 @@ def test_padding_a_batch_changes_no_step(size: int) -> None:
 
     batch, short = first(size), first(1)
     for lane in (plain, graphed):
-        lane.train([batch, short, batch], how)
+        lane.train([batch, short, batch], local)
     assert_close_as_vector(graphed._local, plain._local, 2 * 3 * 9)  # three steps of sums of up to 72 terms
     assert size <= padded(size) <= max(1, 1.34 * size)
     again = [p.detach().clone() for p in module.parameters()]
-    plain.train([batch], how)
+    plain.train([batch], local)
     assert all(torch.equal(a, b) for a, b in zip(again, module.parameters())), "only local weights move"
 
 

@@ -40,11 +40,13 @@ def length(tensor: Tensor) -> float:
 
 
 @torch.no_grad()
-def added(gradient: Gradient, shape: torch.Size, users: int, bound: float, how: LocalTraining = HOW) -> Sums:
+def added(
+    gradient: Gradient, shape: torch.Size, users: int, bound: float, local: LocalTraining = HOW
+) -> Sums:
     """The sum of one variable of these users, each clipped to ``bound``."""
     total = torch.zeros(shape)
     sums = Sums(total, {"backbone.w": total}, [])
-    adding = _Adding(how, torch.ones(users, dtype=torch.float64), without_noise(bound), sums)
+    adding = _Adding(local, torch.ones(users, dtype=torch.float64), without_noise(bound), sums)
     adding.keep("w", gradient)
     adding.add_kept()
     return sums
@@ -105,10 +107,10 @@ def test_no_share_exceeds_the_bound_whatever_the_size_of_its_numbers(
     kind: str, images: int, left: float, seed: int, bound: float, power: float, other: float, dtype: Any
 ) -> None:
     """From numbers that are subnormal, or whose squares are zero, to those whose squares are infinite."""
-    for how in (HOW, LocalTraining(1.0, 1, 16, "variable", 10.0, 0.0, None)):
+    for local in (HOW, LocalTraining(1.0, 1, 16, "variable", 10.0, 0.0, None)):
         gradient = cancelling(kind, images, left, (10**power, 10**other), seed)
         gradient.x, gradient.e = gradient.x.to(dtype), gradient.e.to(dtype)
-        sums = added(gradient, gradient.layer.weight.shape, 1, bound, how)
+        sums = added(gradient, gradient.layer.weight.shape, 1, bound, local)
         assert length(sums.vector) <= bound * (1 + SLACK)
         if power + other > 22 and left == 1.0:
             assert refused(sums) == 1

@@ -298,27 +298,27 @@ def test_a_saved_model_of_ours_is_a_weights_file(norm: Norm, tmp_path: Path) -> 
         assert name.startswith("fc.") or torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def broken(weights: dict[str, Tensor], how: str) -> Any:
+def broken(weights: dict[str, Tensor], fault: str) -> Any:
     changed: dict[str, Any] = dict(weights)
-    if how == "missing":
+    if fault == "missing":
         del changed["layer1.0.bn1.running_mean"]
-    elif how == "unexpected":
+    elif fault == "unexpected":
         changed["layer5.weight"] = torch.zeros(3)
-    elif how == "misshaped":
+    elif fault == "misshaped":
         changed["conv1.weight"] = torch.zeros(64, 1, 7, 7)
-    elif how == "integers":
+    elif fault == "integers":
         changed["conv1.weight"] = torch.zeros(64, 3, 7, 7, dtype=torch.int64)
-    elif how == "wrapped":
+    elif fault == "wrapped":
         return {"state_dict": weights, "epoch": 3}
-    elif how == "empty":
+    elif fault == "empty":
         return {}
-    elif how == "list":
+    elif fault == "list":
         return list(weights.values())
     return changed
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("fault", "message"),
     [
         ("missing", r"does not fit resnet18: missing layer1\.0\.bn1\.running_mean"),
         ("unexpected", r"does not fit resnet18: unexpected layer5\.weight"),
@@ -330,10 +330,10 @@ def broken(weights: dict[str, Tensor], how: str) -> Any:
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    published: dict[str, Tensor], tmp_path: Path, how: str, message: str
+    published: dict[str, Tensor], tmp_path: Path, fault: str, message: str
 ) -> None:
     path = tmp_path / "w.pth"
-    torch.save(broken(published, how), path)
+    torch.save(broken(published, fault), path)
     with pytest.raises(ValueError, match=message) as refused:
         build(norm="frozen_batch", weights=path)
     assert str(path) in str(refused.value)

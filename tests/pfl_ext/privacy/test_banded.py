@@ -32,8 +32,8 @@ POPULATION, COHORT, ROUNDS = 100, 10, 25
 
 
 def cyclic(**options: Any) -> Calibration:
-    made: dict[str, Any] = {"sampler": "cyclic", "band": 4, "mechanism": "gaussian", "delta": 1e-3} | options
-    return PrivacyConfig(**made).calibrate(POPULATION, COHORT, ROUNDS)
+    facts: dict[str, Any] = {"sampler": "cyclic", "band": 4, "mechanism": "gaussian", "delta": 1e-3} | options
+    return PrivacyConfig(**facts).calibrate(POPULATION, COHORT, ROUNDS)
 
 
 def patterns(rounds: int, separation: int, most: int) -> list[tuple[int, ...]]:
@@ -190,7 +190,7 @@ def test_the_circle_is_in_an_order_of_the_seed() -> None:
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
 def test_epsilon_is_dp_accountings_of_k_gaussian_rounds(accountant: Any, epsilon: float) -> None:
-    made = cyclic(epsilon=epsilon, accountant=accountant)
+    facts = cyclic(epsilon=epsilon, accountant=accountant)
     k = math.ceil(ROUNDS * COHORT / POPULATION)
 
     def direct(noise: float) -> float:
@@ -200,23 +200,23 @@ def test_epsilon_is_dp_accountings_of_k_gaussian_rounds(accountant: Any, epsilon
         )
         return float(ledger.compose(event).get_epsilon(1e-3))
 
-    z = made.simulated.noise_multiplier
-    assert made.epsilon == pytest.approx(direct(z), rel=1e-3)
-    assert direct(z) <= made.epsilon + 1e-4 <= epsilon + 1e-4
+    z = facts.simulated.noise_multiplier
+    assert facts.epsilon == pytest.approx(direct(z), rel=1e-3)
+    assert direct(z) <= facts.epsilon + 1e-4 <= epsilon + 1e-4
     assert direct(z - 3 * STEP) > epsilon
-    assert made.epsilon <= made.epsilon_rdp
-    assert [made.epsilon_after(t) for t in (0, 1, 10)] == [0, made.epsilon_after(1), made.epsilon_after(1)]
-    assert made.epsilon_after(11) > made.epsilon_after(10)
+    assert facts.epsilon <= facts.epsilon_rdp
+    assert [facts.epsilon_after(t) for t in (0, 1, 10)] == [0, facts.epsilon_after(1), facts.epsilon_after(1)]
+    assert facts.epsilon_after(11) > facts.epsilon_after(10)
 
 
 def test_the_claim_names_participations_separation_and_relation() -> None:
-    told = cyclic(noise_cohort_size=20).to_json()
-    assert told["neighbouring_relation"] == "replace_special"
-    assert (told["sampler"], told["config"]["band"]) == ("cyclic", 4)
-    system, executed = told["simulated_system"], told["as_executed"]
+    statement = cyclic(noise_cohort_size=20).to_json()
+    assert statement["neighbouring_relation"] == "replace_special"
+    assert (statement["sampler"], statement["config"]["band"]) == ("cyclic", 4)
+    system, executed = statement["simulated_system"], statement["as_executed"]
     assert (system["participations_at_most"], system["min_separation"]) == (5, 5)
     assert (executed["participations_at_most"], executed["min_separation"]) == (3, 10)
-    json.dumps(told, allow_nan=False)
+    json.dumps(statement, allow_nan=False)
 
 
 @pytest.mark.parametrize(

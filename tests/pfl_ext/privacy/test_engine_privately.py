@@ -47,11 +47,11 @@ def test_no_users_share_of_the_engines_sum_is_longer_than_the_bound(
     """Alone in a cohort, with one step (2 and 4 images) or several (11); measured in float64."""
     data = FederatedImageDataset(Photos([2, 4, 11], side=16), SAMPLING, seed=0)
     engine = CohortEngine(network, lanes=1)
-    how = LocalTraining(0.1, 2, 8, "variable", 10.0, 0.0, amp)
+    local = LocalTraining(0.1, 2, 8, "variable", 10.0, 0.0, amp)
     mean = private_mean(calibration(cohort=1, mechanism="gaussian", clipping=clipping, clipping_bound=BOUND))
     lengths = []
     for member in data.members(3):
-        done = engine.train(data, engine.tasks([member], how), how, lambda _: 1.0, mean)
+        done = engine.train(data, engine.tasks([member], local), local, lambda _: 1.0, mean)
         lengths.append(math.sqrt(sum(float(t.double().square().sum()) for t in done.update.values())))
         assert done.tally is not None
         assert done.tally[1] == 1  # clipped: the bound is tried
