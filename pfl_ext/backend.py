@@ -127,7 +127,7 @@ class CohortBackend(SimulatedBackend):
                 "mechanism last among the postprocessors"
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
-        self._images, self._engine = training_data, engine
+        self._images, self.engine = training_data, engine
         self._seed, self._config_hash = seed, config_hash
 
     @classmethod
@@ -145,11 +145,6 @@ class CohortBackend(SimulatedBackend):
     @property
     def _is_private(self) -> bool:
         return any(map(is_private, self._postprocessors))
-
-    @property
-    def engine(self) -> CohortEngine | None:
-        """What trains the cohorts; None where pfl's own loop does."""
-        return self._engine
 
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
@@ -175,18 +170,18 @@ class CohortBackend(SimulatedBackend):
         self._refuse(algorithm, cohort)
         rule = rule_of(algorithm, model, context)
         local = self._local_training(algorithm, rule, model, context)
-        if self._engine is not None and rule is not None and isinstance(local, LocalTraining):
+        if self.engine is not None and rule is not None and isinstance(local, LocalTraining):
             if self._only_norms_matter() and (rule.sends_update_alone or not self._is_private):
-                return self._finish(context, *self._train_cohort(self._engine, local, context, rule))
+                return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:
-                algorithm = _OneByOne(self._engine, local, rule)
+                algorithm = _OneByOne(self.engine, local, rule)
         module = model.pytorch_model
         noted = module.noted = list[tuple[torch.Tensor, int]]()
         stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
         module.noted = None
         if isinstance(algorithm, _OneByOne):
-            assert self._engine is not None
-            total, number = self._engine.take_losses()
+            assert self.engine is not None
+            total, number = self.engine.take_losses()
         else:
             total, number = sum(float(loss) * size for loss, size in noted), sum(size for _, size in noted)
         losses = Metrics([(TRAIN_LOSS, Weighted(total, number))])
@@ -213,14 +208,14 @@ class CohortBackend(SimulatedBackend):
     def _local_training(
         self, algorithm: Any, rule: Rule | None, model: PyTorchModel, context: CentralContext
     ) -> LocalTraining | None:
-        if self._engine is None:
+        if self.engine is None:
             return None
         unknown = f"algorithm {type(algorithm).__name__}"
         local = unknown if rule is None else local_training(rule, model, context)
         if isinstance(local, LocalTraining):
             return local
         print(f"engine: pfl's own loop trains the users, because of {local}", file=sys.stderr)
-        self._engine = None
+        self.engine = None
         return None
 
     def _only_norms_matter(self) -> bool:

@@ -27,8 +27,7 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
-from pfl_ext.engine.lane import Lane
-from pfl_ext.engine.layout import Layout
+from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import Scaling, train_one_step
 from pfl_ext.engine.probe import MOST_IMAGES, fusable, group_size
 from pfl_ext.engine.training import Batch, LocalTraining, settled

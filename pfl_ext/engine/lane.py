@@ -1,6 +1,6 @@
 """One place where users are trained one after another, with weights of its own: a CPU core, a GPU's stream.
 
-Letters: P parameters, V variables, B images of a batch.
+Letters: P parameters in all, V variables (parameter tensors), B images of a batch.
 """
 
 from __future__ import annotations
@@ -8,19 +8,73 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
-from pfl_ext.engine.layout import PIECE, Layout
 from pfl_ext.engine.one_step import Scaling, Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
 from pfl_ext.models.classifier import ImageClassifier
+
+PIECE = 2**18
+"""Numbers of a vector that a CPU's core takes up at once: a megabyte of float32 stays in its cache."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of the V variables lies in a vector of P numbers, each in its own memory format."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+    @staticmethod
+    def of(module: nn.Module) -> Layout:
+        """That of the parameters of ``module`` that are trained."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        assert named, "a network without trainable parameters"
+        return Layout(
+            tuple(name for name, _ in named),
+            tuple(p.numel() for _, p in named),
+            tuple(p.shape for _, p in named),
+            tuple(p.stride() for _, p in named),
+            named[0][1].device,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return sum(self.sizes)
+
+    def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``[P]``."""
+        return torch.zeros(self.num_parameters, dtype=dtype, device=self.device)
+
+    def gather(self, module: nn.Module) -> Tensor:
+        """Move the trained parameters of ``module`` into one vector ``[P]``, of which they become views."""
+        vector = self.zeros()
+        trained = (p for p in module.parameters() if p.requires_grad)
+        for parameter, view in zip(trained, self.views(vector)):
+            view.copy_(parameter.data)
+            parameter.data = view
+        return vector
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """The V variables as views of ``vector`` ``[P]``."""
+        assert vector.shape == (self.num_parameters,)
+        parts = torch.split(vector, list(self.sizes))
+        return [
+            part.as_strided(shape, stride, part.storage_offset())
+            for part, shape, stride in zip(parts, self.shapes, self.strides)
+        ]
 
 
 class Lane:
@@ -217,6 +271,6 @@ def _no_losses(layout: Layout) -> Tensor:
     return torch.zeros(2, dtype=torch.float64, device=layout.device)
 
 
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that training changes."""
     return [p for p in module.parameters() if p.requires_grad]

@@ -91,21 +91,17 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
     def __init__(self, mechanism: VectorMechanism, bound: MutableClippingBound) -> None:
         super().__init__(mechanism)
         self._mechanism = mechanism
-        self._bound, self._next_round = bound, 0
+        self._bound = bound
+        self.rounds_done = 0  # rounds whose noisy mean was released
 
     @property
     def clipping_bound(self) -> float:
         """C of the coming round."""
         return float(self._bound.value())
 
-    @property
-    def rounds_done(self) -> int:
-        """Rounds whose noisy mean was released."""
-        return self._next_round
-
     def state(self) -> dict[str, float]:
         """What a checkpoint must hold besides the noise seed."""
-        return {"clipping_bound": self.clipping_bound, "rounds_done": float(self._next_round)}
+        return {"clipping_bound": self.clipping_bound, "rounds_done": float(self.rounds_done)}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from a `state`.
@@ -116,7 +112,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         if set(state) != {"clipping_bound", "rounds_done"} or not state["clipping_bound"] > 0:
             raise ValueError(f"not the state of a privacy mechanism: {dict(state)}; start a new run")
         self._bound.set_value(float(state["clipping_bound"]))
-        self._next_round = int(state["rounds_done"])
+        self.rounds_done = int(state["rounds_done"])
 
     @abstractmethod
     def refuse_round(self, round_number: int) -> None:
@@ -160,9 +156,9 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         """
         round_number = central_context.current_central_iteration
         self.refuse_round(round_number)
-        if round_number != self._next_round:
+        if round_number != self.rounds_done:
             raise ValueError(
-                f"round {round_number} of private training came where round {self._next_round} was due: "
+                f"round {round_number} of private training came where round {self.rounds_done} was due: "
                 "resume from a checkpoint that holds the privacy mechanism's state"
             )
         tally = stats.pop(TALLY)[0].tolist()
@@ -172,7 +168,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         stats.weight = self._divisor(users)
         metrics = self._round_metrics(bound, tally, added, stats.weight)
         metrics |= self._adapt(central_context, tally[4])
-        self._next_round += 1
+        self.rounds_done += 1
         return stats, metrics
 
     def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, divisor: float) -> Metrics:

@@ -92,7 +92,6 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "engine/cohort": _ENGINE,
     "engine/gradients": _ENGINE,
     "engine/lane": [*_ENGINE, "engine/test_on_card"],
-    "engine/layout": _ENGINE,
     "engine/one_step": _ENGINE,
     "engine/tape": _ENGINE,
     "engine/training": [*_ENGINE, "algorithms/test_local_sgd"],

@@ -14,8 +14,7 @@ from torch import nn
 
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, squared_norm
 from pfl_ext.engine.graphs import StepGraphs, padded
-from pfl_ext.engine.lane import Lane
-from pfl_ext.engine.layout import Layout
+from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.probe import activation_bytes, group_size
 from pfl_ext.engine.tape import TapedNetwork
