@@ -4,7 +4,7 @@ Users with a single local step go through the network together (`one_step`), the
 with weights of their own (`lane`). Both kinds are dealt to workers and lanes beforehand, by predicted work,
 so that the order of every floating-point sum, and with it the result, is the same in every repetition.
 
-Letters: U users, P parameters, n numbers that a `Scaling` sums besides.
+Letters: U users, P parameters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane, Layout
-from pfl_ext.engine.one_step import Scaling, train_one_step
+from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.engine.probe import MOST_IMAGES, fusable, group_size
 from pfl_ext.engine.training import Batch, LocalTraining, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.central import PrivateMean
 
 MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
@@ -112,7 +113,7 @@ class CohortSum:
     update: dict[str, Tensor]  # by variable; views that the next round overwrites
     num_users: int
     num_images: int
-    tally: Tensor | None  # [n]
+    tally: Tensor | None  # [5]
     besides: dict[str, Tensor] = field(default_factory=dict)
     """What users send besides their updates."""
 
@@ -206,7 +207,7 @@ class CohortEngine:
             self._pool = None
 
     def tasks(
-        self, members: Sequence[Member], local: LocalTraining, scaling: Scaling | None = None
+        self, members: Sequence[Member], local: LocalTraining, scaling: PrivateMean | None = None
     ) -> list[Task]:
         """A whole cohort's tasks, of which each worker then takes its part (`dealt`).
 
@@ -215,7 +216,7 @@ class CohortEngine:
         local = self._prepare(local)
         return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(local, scaling))
 
-    def _fuses(self, local: LocalTraining, scaling: Scaling | None) -> bool:
+    def _fuses(self, local: LocalTraining, scaling: PrivateMean | None) -> bool:
         """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
         correction is each user's own.
         """
@@ -234,7 +235,7 @@ class CohortEngine:
         tasks: Sequence[Task],
         local: LocalTraining,
         weight_of: Callable[[Member], float],
-        scaling: Scaling | None,
+        scaling: PrivateMean | None,
         rule: Rule = PLAIN,
     ) -> CohortSum:
         """Train the users of these tasks and add up what they send, times ``weight_of(member)`` of each.
@@ -277,7 +278,7 @@ class CohortEngine:
                 total[name] += tensor
         return total
 
-    def _rehearse(self, sample: Batch, local: LocalTraining, scaling: Scaling | None) -> None:
+    def _rehearse(self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
         self._rehearsed.add(local)
         print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
@@ -337,7 +338,7 @@ class CohortEngine:
         dataset: FederatedImageDataset,
         local: LocalTraining,
         weight_of: Callable[[Member], float],
-        scaling: Scaling | None,
+        scaling: PrivateMean | None,
         rule: Rule,
     ) -> None:
         """Train these one after another."""

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from pfl_ext.data.transfer import sent
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
-from pfl_ext.engine.one_step import Scaling, Sums
+from pfl_ext.engine.one_step import Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.central import PrivateMean
 
 PIECE = 2**18
 """Numbers of a vector that a CPU's core takes up at once: a megabyte of float32 stays in its cache."""
@@ -229,14 +230,14 @@ class Lane:
             if local.correction == "step":
                 torch._foreach_sub_(self._weights, self._corrections, alpha=local.learning_rate)
 
-    def decay(self, weight: float, local: LocalTraining, scaling: Scaling | None) -> None:
+    def decay(self, weight: float, local: LocalTraining, scaling: PrivateMean | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
         if local.weight_decay:
             assert scaling is None, "their norms are not known"
             self.sums.vector.add_(self._start, alpha=-local.learning_rate * local.weight_decay * weight)
 
     @torch.no_grad()
-    def add(self, weight: float, scaling: Scaling | None) -> None:
+    def add(self, weight: float, scaling: PrivateMean | None) -> None:
         """Add the update of the user just trained, times ``weight`` and its scale, to the sum."""
         if scaling is None:
             length = PIECE if self._stream is None else len(self._local)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +20,8 @@ from pfl_ext.engine.gradients import Gradient, Users, Weight
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.privacy.mechanisms import LARGEST
-
-
-class Scaling(Protocol):
-    """What is done to each user's update before it is added, and depends on its norms alone; as clipping."""
-
-    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
-        """For squared norms ``[U, V]`` float64: factors ``[U, V]``, 0 if refused; ``[U, n]`` to be summed."""
-        ...
 
 
 @dataclass
@@ -38,7 +30,7 @@ class Sums:
 
     vector: Tensor  # [P]
     views: dict[str, Tensor]
-    tally: list[Tensor]  # each [n]
+    tally: list[Tensor]  # each [5]: see `pfl_ext.privacy.central.tally_of`
     losses: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     """``[2]``: the sum of the losses of all images, each at the step that it was in, and their number."""
 
@@ -49,7 +41,7 @@ def train_one_step(
     batches: Sequence[Batch],
     weights: Sequence[float],
     local: LocalTraining,
-    scaling: Scaling | None,
+    scaling: PrivateMean | None,
     sums: Sums,
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
@@ -81,7 +73,9 @@ def train_one_step(
 
 
 class _Adding:
-    def __init__(self, local: LocalTraining, weights: Tensor, scaling: Scaling | None, sums: Sums) -> None:
+    def __init__(
+        self, local: LocalTraining, weights: Tensor, scaling: PrivateMean | None, sums: Sums
+    ) -> None:
         self._local, self._weights, self._scaling, self._sums = local, weights, scaling, sums
         self._kept: dict[str, Gradient] = {}
 

@@ -276,10 +276,6 @@ class Calibration:
         self.refuse_round(rounds - 1)
         return self.simulated.epsilon_after(rounds)
 
-    def accounted_rounds(self, rounds: int) -> int:
-        """`accounted_rounds` of this run's."""
-        return accounted_rounds(rounds, self.num_rounds)
-
     def refuse_round(self, round_number: int) -> None:
         """Raise ValueError when round ``round_number`` (from 0) lies beyond the budget."""
         if round_number >= self.num_rounds:
@@ -295,7 +291,7 @@ class Calibration:
         There is a ``simulated_system`` only where one is simulated. ``noun``: whom the guarantee protects.
         """
         done = self.num_rounds if rounds is None else rounds
-        counted = self.accounted_rounds(done)
+        counted = accounted_rounds(done, self.num_rounds)
         there, here = self.simulated, self.executed
         claim = (
             f"simulated_system SIMULATES {there.cohort_size} {noun}s a round of {there.population}: its "

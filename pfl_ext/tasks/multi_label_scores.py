@@ -13,7 +13,7 @@ Shape letters: N images of the evaluation set, B images of a batch, K labels (cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,16 +159,15 @@ class _Rows(NamedTuple):
 class MultiLabelScores(MetricValue):
     """The exact statistic: the scored rows of one evaluation set of N images.
 
-    ``+`` is a union. It is O(1) and copies nothing; the rows are put together once, when first read.
+    ``+`` is a union. It copies no rows; they are put together once, when first read.
     Every row must be scored once: a row scored twice is an error at reading, on whichever workers the two
     copies lay. Rows not scored by anybody are absent from `scores` and `targets`.
     """
 
-    def __init__(self, num_rows: int, num_labels: int, tree: Any):
-        """``tree`` is a `_Rows` or a list of two trees; use `from_batch`."""
+    def __init__(self, num_rows: int, num_labels: int, parts: Sequence[_Rows]):
+        """Use `from_batch`."""
         self.num_rows, self.num_labels = num_rows, num_labels
-        self._tree = tree
-        self._merged: _Rows | None = None
+        self._parts = list(parts)
         self._c_ap: float | None = None
 
     @classmethod
@@ -198,7 +197,7 @@ class MultiLabelScores(MetricValue):
             )
         check_probabilities(scores)
         assert not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
-        return cls(num_rows, scores.shape[1], _Rows(rows, scores, targets))
+        return cls(num_rows, scores.shape[1], [_Rows(rows, scores, targets)])
 
     def scores(self) -> npt.NDArray[np.float32]:
         """Scores of the rows present, in row order, ``[number present, K]``; N rows once all are in."""
@@ -227,7 +226,7 @@ class MultiLabelScores(MetricValue):
     def __add__(self, other: MultiLabelScores) -> MultiLabelScores:
         assert isinstance(other, MultiLabelScores)
         assert (self.num_rows, self.num_labels) == (other.num_rows, other.num_labels)
-        return MultiLabelScores(self.num_rows, self.num_labels, [self._tree, other._tree])
+        return MultiLabelScores(self.num_rows, self.num_labels, [*self._parts, *other._parts])
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, MultiLabelScores)
@@ -248,7 +247,7 @@ class MultiLabelScores(MetricValue):
         addends are 0, every bit survives the sum.
         """
         table = np.zeros((self.num_rows, self.num_labels + 1), np.float32)
-        for part in self._parts():
+        for part in self._parts:
             table[part.rows, :-1] = _encode(part.scores, part.targets)
             np.add.at(table[:, -1], part.rows, 1)
         return table.ravel()
@@ -259,39 +258,21 @@ class MultiLabelScores(MetricValue):
         _check_disjoint(table[:, -1])
         rows = np.flatnonzero(table[:, -1])
         body = table[:, :-1] if len(rows) == self.num_rows else table[rows, :-1]
-        return MultiLabelScores(self.num_rows, self.num_labels, _Rows(rows, *_decode(body)))
-
-    def _parts(self) -> Iterator[_Rows]:
-        """The leaves; a loop, because as many batches deep a tree would exceed Python's recursion limit."""
-        stack = [self._tree]
-        while stack:
-            node = stack.pop()
-            if isinstance(node, _Rows):
-                yield node
-            else:
-                stack.extend(reversed(node))
+        return MultiLabelScores(self.num_rows, self.num_labels, [_Rows(rows, *_decode(body))])
 
     def _read(self) -> _Rows:
         """All rows as one, ascending; the parts are let go."""
-        if self._merged is None:
-            parts = list(self._parts())
-            if len(parts) == 1 and (np.diff(parts[0].rows) > 0).all():
-                self._merged = parts[0]
-                return self._merged
-            counts = np.bincount(np.concatenate([p.rows for p in parts]), minlength=self.num_rows)
+        if len(self._parts) > 1 or (np.diff(self._parts[0].rows) <= 0).any():
+            counts = np.bincount(np.concatenate([p.rows for p in self._parts]), minlength=self.num_rows)
             _check_disjoint(counts)
-            place = np.cumsum(counts) - 1
-            rows = np.flatnonzero(counts)
-            merged = _Rows(
-                rows,
-                np.empty((len(rows), self.num_labels), np.float32),
-                np.empty((len(rows), self.num_labels), np.bool_),
-            )
-            for part in parts:
+            place, rows = np.cumsum(counts) - 1, np.flatnonzero(counts)
+            shape = len(rows), self.num_labels
+            merged = _Rows(rows, np.empty(shape, np.float32), np.empty(shape, np.bool_))
+            for part in self._parts:
                 merged.scores[place[part.rows]] = part.scores
                 merged.targets[place[part.rows]] = part.targets
-            self._tree = self._merged = merged
-        return self._merged
+            self._parts = [merged]
+        return self._parts[0]
 
 
 def _check_disjoint(counts: Array) -> None:
