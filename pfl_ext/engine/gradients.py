@@ -74,6 +74,10 @@ class Gradient:
         """``total += sum_u coefficients[u] g_u``, ``[U]``."""
         raise NotImplementedError
 
+    def add_evenly(self, total: Tensor, coefficients: Tensor) -> None:
+        """`add_to` in the precision of the pass, where no bound depends on the sum."""
+        self.add_to(total, coefficients)
+
     def refuse(self, users: Sequence[int]) -> None:
         """Make the gradients of these users zero, whatever they hold."""
         raise NotImplementedError

@@ -99,7 +99,8 @@ class Lane:
         for parameter, view in zip(trained(self._module), self._weights):
             parameter.data = view
         vector = layout.zeros(accumulate)
-        self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], _no_losses(layout))
+        losses = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], losses)
         self.net = TapedNetwork(central.backbone)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -266,10 +267,6 @@ class Lane:
         """The update of the user just trained, by name; views that the next user overwrites."""
         self._local.sub_(self._start)
         return dict(zip(self.layout.names, self._weights))
-
-
-def _no_losses(layout: Layout) -> Tensor:
-    return torch.zeros(2, dtype=torch.float64, device=layout.device)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data.transfer import sent
-from pfl_ext.engine.gradients import Gradient, Users, Weight
+from pfl_ext.engine.gradients import Gradient, Users
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
@@ -84,7 +84,7 @@ class _Adding:
         steps = -self._local.learning_rate * self._weights
         total = self._sums.views["backbone." + name]
         if self._local.clipping == "none" or self._surely_small(gradient):
-            _add_evenly(gradient, total, steps)
+            gradient.add_evenly(total, steps)
             return
         norms = gradient.squared_norms().sqrt()
         gradient.add_to(total, steps * (self._local.max_norm / norms.clamp(min=self._local.max_norm)))
@@ -115,13 +115,6 @@ class _Adding:
                 self._kept[name].refuse(refused)
         for column, name in enumerate(names):
             self._kept[name].add_to(self._sums.views[name], scaled[:, column])
-
-
-def _add_evenly(gradient: Gradient, total: Tensor, coefficients: Tensor) -> None:
-    if isinstance(gradient, Weight):
-        gradient.add_evenly(total, coefficients)
-    else:
-        gradient.add_to(total, coefficients)
 
 
 def local_clipping(squared_norms: Tensor, local: LocalTraining) -> Tensor:

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import dp_accounting
 import numpy as np
@@ -108,18 +108,6 @@ class System:
         return privacy_profile(self, rounds)
 
 
-class _Ledger(Protocol):
-    """Composed rounds that can be asked for their privacy; both answers are upper bounds."""
-
-    def get_epsilon(self, target_delta: float) -> float:
-        """The least epsilon known to hold at this delta."""
-        ...
-
-    def get_delta(self, target_epsilon: float) -> float:
-        """The least delta known to hold at this epsilon."""
-        ...
-
-
 def gaussian_delta(epsilon: npt.ArrayLike, mu: float) -> npt.NDArray[np.float64]:
     """Delta of a Gaussian mechanism whose sensitivity is ``mu`` standard deviations of its noise.
 
@@ -194,8 +182,11 @@ class _WithoutReplacement:
 
 
 @lru_cache(maxsize=16)
-def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ...] | None) -> _Ledger | None:
-    """The rounds of `epsilon_spent`; None where there is no guarantee to speak of."""
+def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ...] | None) -> Any:
+    """The rounds of `epsilon_spent`, whose ``get_epsilon`` and ``get_delta`` are upper bounds.
+
+    None where there is no guarantee to speak of.
+    """
     noise_multiplier, sampler, times = system.noise_multiplier, system.sampler, rounds
     if sampler == "cyclic":
         noise_multiplier /= math.sqrt(system.participations(rounds))
@@ -219,8 +210,7 @@ def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ..
         ledger = RdpAccountant(range(2, 64, 4) if coarse else orders, neighboring_relation=RELATIONS[sampler])
     else:
         ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
-    composed: _Ledger = ledger.compose(event, times)
-    return composed
+    return ledger.compose(event, times)
 
 
 @lru_cache(maxsize=512)

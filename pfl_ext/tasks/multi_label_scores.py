@@ -32,9 +32,9 @@ from pfl_ext.tasks.ranking import (
     checked,
     left_step_ap,
     rank,
+    rank_on,
     ratio,
 )
-from pfl_ext.tasks.ranking_device import rank_on
 
 COLUMNS = ("C-AP", "C-P", "C-R", "C-F1", "O-AP", "O-P", "O-R", "O-F1")
 """The columns of Table 1 in the FLAIR paper, in its order."""

@@ -59,7 +59,6 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 _ENGINE = ("engine/test_parts", "engine/test_engine", "privacy/test_engine_privately")
 _PFL_EXT: Mapping[str, Sequence[str]] = {
     "tasks/single_label": ["tasks/test_single_label"],
-    "workers/aggregator": ["workers/test_distributed"],
     "backend": ["test_backend", "engine/test_engine"],
     "checkpoint": ["test_checkpoint", "test_small_parts"],
     "evaluation": ["tasks/test_single_label", "test_backend"],
@@ -88,7 +87,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "data/schedule": ["data/test_schedule", "data/test_federated_dataset"],
     "models/small": ["models/test_small_models"],
     "data/transforms": ["data/test_transforms"],
-    "workers/transport": ["workers/test_transport", "workers/test_distributed"],
+    "workers/transport": ["workers/test_distributed"],
     "engine/cohort": _ENGINE,
     "engine/gradients": _ENGINE,
     "engine/lane": [*_ENGINE, "engine/test_on_card"],

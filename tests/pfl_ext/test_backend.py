@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.optimizers import OptimizerConfig
 from pfl_ext.backend import CohortBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -230,3 +232,39 @@ def test_the_seeds_that_pfl_noises_with_come_from_the_secret_and_nothing_else_do
     assert users == same
     assert not set(public) & set(secret)
     assert not set(secret) & set(other)
+
+
+def clients(store: NumberedStore) -> Clients:
+    module = Linear()
+    means: Any = SimpleNamespace(
+        model=PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)),
+        users=FederatedImageDataset(store, WHOLE, seed=1),
+        local=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=0.5, local_batch_size=WHOLE.batch_size
+        ),
+        seed=1,
+        postprocessors=[WeightByDatapoints()],
+        engine=None,
+        accumulate=torch.float32,
+        config_hash="",
+    )
+    return Clients(means)
+
+
+def test_the_mean_is_of_the_users_that_are_named_and_weighs_them_by_their_images() -> None:
+    store = NumberedStore([2, 5, 6])
+    ours = clients(store)
+    update, line = ours.mean_update(ours.weights(), np.array([0, 2]), 3)
+    start = Linear().weight.detach()
+    steps = [gradient(start, *store.read(np.arange(*rows))) for rows in ((0, 2), (7, 13))]
+    moved = start.double() - 0.5 * (steps[0] / 4 + steps[1] * 3 / 4)
+    assert_close_as_vector(start + update["weight"], moved, 50)
+    assert (line["users"], line["images"]) == (2, 8)
+
+
+def test_users_without_images_move_nothing() -> None:
+    ours = clients(NumberedStore([0, 0, 6]))
+    for users in (np.array([0, 1]), np.empty(0, np.int64)):
+        update, line = ours.mean_update(ours.weights(), users, 0)
+        assert not update["weight"].any()
+        assert line["images"] == 0

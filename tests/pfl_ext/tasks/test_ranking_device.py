@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.tasks import multi_label_scores, ranking_device
-from pfl_ext.tasks.ranking import Array, BoolArray, Ranking, rank
-from pfl_ext.tasks.ranking_device import rank_on
+from pfl_ext.tasks import multi_label_scores, ranking
+from pfl_ext.tasks.ranking import Array, BoolArray, Ranking, rank, rank_on
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,7 @@ def test_both_rank_alike(seed: int, n: int, k: int, levels: int, share: float, o
 
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, targets = drawn(0, 30, 7, 11, 0.3)
-    monkeypatch.setattr(ranking_device, "BLOCK_ELEMENTS", 60)
+    monkeypatch.setattr(ranking, "DEVICE_BLOCK", 60)
     assert_same(rank_on(CPU, scores, targets, overall=True), rank(scores, targets, overall=True))
 
 

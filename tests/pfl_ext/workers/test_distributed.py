@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
+from pfl_ext.backend import FlatSumAggregator
+from pfl_ext.workers import transport
 from pfl_ext.workers import watchdog as watchdog_module
-from pfl_ext.workers.aggregator import FlatSumAggregator
 from pfl_ext.workers.distributed import (
     connected,
     current,
@@ -136,6 +138,46 @@ def test_sums_in_float64_do_not_depend_on_the_order_of_users() -> None:
     assert_close_as_vector(exact[0], exact[1], 64)
     rough = [total(order, torch.float32) for order in (forwards, shuffled)]
     assert float((rough[0] - rough[1]).abs().max()) > 1e-8
+
+
+class OnCard(Tensor):
+    """A tensor that leaves its card only by `cpu`."""
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_sums_travel_from_card_to_card_by_nccl_and_by_way_of_the_cpu_without_it(
+    nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo cannot read a card's memory, and NCCL no other."""
+    carried: list[type[Tensor]] = []
+
+    def three_workers(flat: Tensor) -> None:
+        carried.append(type(flat))
+        flat.mul_(3)
+
+    monkeypatch.setattr("torch.distributed.all_reduce", three_workers)
+    torchs = object.__new__(transport._TorchTransport)
+    torchs._nccl = nccl
+    flat = torch.arange(4.0).as_subclass(OnCard)
+    torchs.sum_(flat)
+    assert carried == [OnCard if nccl else Tensor]
+    assert flat.tolist() == [0, 3, 6, 9], "the sum comes back to where the data was"
+
+
+def test_the_first_worker_serves_the_store_where_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a scheduler that sets torchrun's variables and starts the workers itself."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port("127.0.0.1")))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    second = transport.open_transport(Launch("torchrun", rank=1, world_size=2), 1)
+    with pytest.raises(DistNetworkError):  # nobody serves it yet
+        second.store(0.5)
+    first = transport.open_transport(Launch("torchrun", rank=0, world_size=2), 5)
+    first.store(5).set("word", "said")
+    assert second.store(5).get("word") == b"said"
 
 
 class Kennel:
