@@ -59,7 +59,7 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 _ENGINE = ("engine/test_parts", "engine/test_engine", "privacy/test_engine_privately")
 _PFL_EXT: Mapping[str, Sequence[str]] = {
     "tasks/single_label": ["tasks/test_single_label"],
-    "backend": ["test_backend", "engine/test_engine"],
+    "backend": ["test_backend", "engine/test_engine", "workers/test_distributed"],
     "checkpoint": ["test_checkpoint", "test_small_parts"],
     "evaluation": ["tasks/test_single_label", "test_backend"],
     "data/federated_dataset": ["data/test_federated_dataset", "data/test_fedvc", "test_backend"],
