@@ -153,7 +153,7 @@ def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
     [
         (["--privacy.noise_cohort_size=13"], "only 12 users"),
         (["--privacy.noise_cohort_size=3"], "below the cohort_size of 4"),
-        (["--privacy.epsilon=0"], "privacy.epsilon is 0"),
+        (["--privacy.epsilon=0"], "privacy.epsilon is '0': input should be greater than 0"),
         (["--federated.weighting=images"], "set federated.weighting to users"),
         (["--federated.replacement=true"], "refuses federated.replacement = true"),
         (["--mode=centralised"], "privacy refuses mode = centralised"),
@@ -207,8 +207,11 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
         (["--federated.weighting=images"], "set federated.weighting to users"),
         (["--federated.replacement=true"], "local_privacy refuses federated.replacement = true"),
         (["--federated.algorithm=scaffold"], "local_privacy refuses federated.algorithm = scaffold"),
-        (["--local_privacy.epsilon=-1"], "local_privacy.epsilon is -1"),
-        (["--local_privacy.epsilon=1e8"], "local_privacy.epsilon is 100000000.0"),
+        (["--local_privacy.epsilon=-1"], "local_privacy.epsilon is '-1'"),
+        (
+            ["--local_privacy.epsilon=1e8"],
+            "local_privacy.epsilon is '1e8': input should be less than or equal to 100000",
+        ),
         (["--local_privacy.mechanism=rappor"], "local_privacy.mechanism is 'rappor'"),
         (["--local_privacy.sigma=1"], "there is no config key local_privacy.sigma"),
     ],
