@@ -263,11 +263,7 @@ class CohortBackend(SimulatedBackend):
         )
 
     def _train_cohort(
-        self,
-        engine: CohortEngine,
-        local: LocalTraining,
-        context: CentralContext,
-        rule: Rule,
+        self, engine: CohortEngine, local: LocalTraining, context: CentralContext, rule: Rule
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
         by_images = isinstance(self._postprocessors[0], WeightByDatapoints)

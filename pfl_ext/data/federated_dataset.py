@@ -21,7 +21,7 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from dataset.files import prefetched
 from pfl_ext.algorithms import fedvc
 from pfl_ext.data.sampling import LocalSampling
-from pfl_ext.data.schedule import UserCost, longest_first
+from pfl_ext.data.schedule import longest_first, predicted_costs
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
@@ -186,7 +186,7 @@ class FederatedImageDataset(FederatedDataset):
     ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
     bits of each). Where it is None they come from ``seed``, and `CohortBackend` refuses these
     mechanisms, because anybody who knows ``seed`` could subtract their noise.
-    Reading runs ahead on ``threads`` threads. ``cost`` predicts users' times, by which workers share them.
+    Reading runs ahead on ``threads`` threads.
 
     Raises:
         ValueError: when a cohort is larger than the population.
@@ -206,7 +206,6 @@ class FederatedImageDataset(FederatedDataset):
         collate: Collate = torch.from_numpy,
         prefetch: int = 4,
         threads: int = 1,
-        cost: UserCost | None = None,
     ) -> None:
         self.partition = natural_partition(store) if partition is None else partition
         super().__init__(self._user_by_id, self._no_sampler)
@@ -215,7 +214,6 @@ class FederatedImageDataset(FederatedDataset):
         self.noise_seed = noise_seed
         self._sampler, self._prefetch, self._threads = sampler, prefetch, threads
         self._reweight, self._collate = reweight, collate
-        self._cost = UserCost() if cost is None else cost
         self._round = 0
         self._only: IntArray | None = None
 
@@ -272,7 +270,7 @@ class FederatedImageDataset(FederatedDataset):
         """Positions of the cohort for each worker, by predicted time, longest first."""
         sizes = self.partition.sizes[cohort]
         steps, images = self._sampling.num_steps(sizes), self._sampling.image_passes(sizes)
-        return longest_first(self._cost.predict(steps, images), world_size)
+        return longest_first(predicted_costs(steps, images), world_size)
 
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """What user number ``user`` trains on in this round."""

@@ -6,7 +6,6 @@ Shape letters: U users of a cohort, W workers.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,25 +14,14 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class UserCost:
-    """Seconds of one user's local training: ``per_user + per_step * steps + per_image * images``.
+PER_USER, PER_STEP, PER_IMAGE = 0.04, 0.06, 0.011
+"""Seconds of local training, fitted to stock pfl's times (RESULTS.md of FLAIR, workers). Only their
+proportions matter to an assignment."""
 
-    ``images`` are image passes: images times epochs, the engine's padding included. Only the proportions
-    matter to an assignment. The defaults were fitted to stock pfl's times (RESULTS.md of FLAIR, workers).
-    """
 
-    per_user: float = 0.04
-    per_step: float = 0.06
-    per_image: float = 0.011
-
-    def predict(self, steps: IntArray, images: IntArray) -> FloatArray:
-        """``[U]`` seconds."""
-        return (
-            self.per_user
-            + self.per_step * np.asarray(steps)
-            + self.per_image * np.asarray(images, np.float64)
-        )
+def predicted_costs(steps: IntArray, images: IntArray) -> FloatArray:
+    """``[U]`` seconds of users with so many steps and image passes: images times epochs."""
+    return PER_USER + PER_STEP * np.asarray(steps) + PER_IMAGE * np.asarray(images, np.float64)
 
 
 def longest_first(costs: FloatArray, world_size: int) -> list[list[int]]:

@@ -93,10 +93,7 @@ def _resized_shapes(
     height = np.rint(np.sqrt(area / ratio)).astype(np.int64)
     fits = (width > 0) & (width <= image_size) & (height > 0) & (height <= image_size)
     rows, first, found = np.arange(len(u)), fits.argmax(1), fits.any(1)
-    return (
-        np.where(found, height[rows, first], image_size),
-        np.where(found, width[rows, first], image_size),
-    )
+    return (np.where(found, height[rows, first], image_size), np.where(found, width[rows, first], image_size))
 
 
 def cropped(images: Tensor, crops: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:

@@ -203,9 +203,7 @@ def _replacement(bn: _BatchNorm, norm: Norm, groups: int) -> nn.Module:
 
 
 def _replace(
-    module: nn.Module,
-    kind: type[nn.Module] | tuple[type[nn.Module], ...],
-    by: Callable[[Any], nn.Module],
+    module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], by: Callable[[Any], nn.Module]
 ) -> None:
     for name, child in module.named_children():
         if isinstance(child, kind):

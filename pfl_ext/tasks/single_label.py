@@ -57,10 +57,7 @@ class SingleLabel(WeightedTask):
     def summarise(self, statistics: ClassCounts) -> dict[str, float]:
         """Percent: ``accuracy``, and ``C-accuracy``, the mean over the classes that have images."""
         accuracy, found = statistics.overall_value, statistics.per_class[statistics.images > 0]
-        return {
-            "accuracy": 100 * accuracy,
-            "C-accuracy": 100 * float(found.mean()) if len(found) else 0.0,
-        }
+        return {"accuracy": 100 * accuracy, "C-accuracy": 100 * float(found.mean()) if len(found) else 0.0}
 
     def check_target(self, label_shares: FloatArray) -> None:
         """Also refuse shares that do not sum to 1, since the classes exclude each other."""

@@ -123,10 +123,7 @@ def test_the_server_optimizer_sees_minus_the_mean_update(beta: float) -> None:
         velocity = beta * velocity + 0.5 * gradient(weight, *store.read(np.arange(4)))
         weight = weight - 0.3 * velocity
     got = train(
-        store,
-        cohort=1,
-        rounds=3,
-        server=lambda p: OptimizerConfig(learning_rate=0.3, momentum=beta).build(p),
+        store, cohort=1, rounds=3, server=lambda p: OptimizerConfig(learning_rate=0.3, momentum=beta).build(p)
     )
     assert_close_as_vector(got, weight, 3 * 50)
 

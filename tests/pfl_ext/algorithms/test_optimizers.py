@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.optimizers import (
-    FedOpt,
-    OptimizerConfig,
-    PerVariableClippedSGD,
-    ServerConfig,
-)
+from pfl_ext.algorithms.optimizers import FedOpt, OptimizerConfig, PerVariableClippedSGD, ServerConfig
 from tests.closeness import assert_close_as_vector
 
 GRADIENTS = (0.5, -0.2, 0.03)
@@ -38,14 +33,14 @@ def one(value: float = 1.0) -> nn.Parameter:
 
 
 def adaptive(x: nn.Parameter, name: Any, **changes: Any) -> torch.optim.Optimizer:
-    arguments: dict[str, Any] = {
+    common: dict[str, Any] = {
         "learning_rate": 0.1,
         "beta1": 0.9,
         "beta2": 0.99,
         "epsilon": 0.01,
-        **changes,
+        "adam_form": "keras",
     }
-    config = ServerConfig(optimizer=name, **{"adam_form": "keras", **arguments})
+    config = ServerConfig(optimizer=name, **{**common, **changes})
     return config.build([x], config.adam_form)
 
 
@@ -202,13 +197,8 @@ def test_pfl_makes_the_local_optimiser_anew_with_a_learning_rate() -> None:
 
 
 def schedule(round: int, name: Any = "warmup_linear", *, num_rounds: int = 5000, **changes: Any) -> float:
-    arguments: dict[str, Any] = {
-        "learning_rate": 0.1,
-        "final_learning_rate": 0.02,
-        "warmup_rounds": 30,
-        **changes,
-    }
-    return ServerConfig(schedule=name, **arguments).rate(round, num_rounds)
+    common: dict[str, Any] = {"learning_rate": 0.1, "final_learning_rate": 0.02, "warmup_rounds": 30}
+    return ServerConfig(schedule=name, **{**common, **changes}).rate(round, num_rounds)
 
 
 def test_the_schedule_of_pfl_research_is_met_at_its_corners() -> None:

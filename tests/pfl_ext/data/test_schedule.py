@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dataset.flair.mini import MiniSpec, mini_index
 from pfl_ext.data.federated_dataset import FederatedImageDataset
-from pfl_ext.data.schedule import UserCost, longest_first
+from pfl_ext.data.schedule import longest_first, predicted_costs
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
@@ -53,12 +53,12 @@ def test_the_slowest_worker_is_near_the_best_of_all_assignments(costs: list[floa
 def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() -> None:
     """Real sizes at full scale, costs with a fixed part, times that scatter by 5 % round the prediction."""
     sizes = np.diff(mini_index(MiniSpec()).splits["train"].user_offsets)
-    sampling, cost, rng = local_sampling(), UserCost(0.04, 0.06, 0.011), np.random.default_rng(0)
+    sampling, rng = local_sampling(), np.random.default_rng(0)
     for workers in (2, 4, 8, 16, 64):
         ours, dealt = [], []
         for _ in range(40):
             cohort = sizes[rng.choice(len(sizes), 200, replace=False)]
-            predicted = cost.predict(sampling.num_steps(cohort), sampling.image_passes(cohort))
+            predicted = predicted_costs(sampling.num_steps(cohort), sampling.image_passes(cohort))
             true = predicted * rng.normal(1, 0.05, len(cohort))
             best = lower_bound(true, workers)
             ours.append(makespan(longest_first(predicted, workers), true) / best)
@@ -67,15 +67,8 @@ def test_the_schedule_is_within_ten_percent_of_the_best_on_flairs_histogram() ->
         assert np.mean(ours) < np.mean(dealt)
 
 
-def test_shares_follow_the_cost_that_the_data_set_was_given() -> None:
-    """By images alone one of 16 is worth sixteen of 1; where only users cost, shares have equally many."""
-    store = NumberedStore([16, *[1] * 16])
-    cohort = np.arange(17)
-    by_images = FederatedImageDataset(store, local_sampling(), seed=0, cost=UserCost(0, 0, 1)).assign(
-        cohort, 2
-    )
-    assert sorted(map(len, by_images)) == [1, 16]
-    by_users = FederatedImageDataset(store, local_sampling(), seed=0, cost=UserCost(1, 0, 0)).assign(
-        cohort, 2
-    )
-    assert sorted(map(len, by_users)) == [8, 9]
+def test_shares_follow_the_cost_of_images_and_of_users() -> None:
+    """One user of 512 images is worth more than sixteen of one image; without images all are alike."""
+    data = FederatedImageDataset(NumberedStore([512, *[1] * 16]), local_sampling(), seed=0)
+    assert sorted(map(len, data.assign(np.arange(17), 2))) == [1, 16]
+    assert sorted(map(len, data.assign(np.arange(1, 17), 2))) == [8, 8]

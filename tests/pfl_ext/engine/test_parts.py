@@ -65,8 +65,7 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
     names = [name for name, _ in backbone.named_parameters()]
     own = [
         torch.autograd.grad(
-            MultiLabel().loss(backbone(images[span]), targets[span]),
-            list(backbone.parameters()),
+            MultiLabel().loss(backbone(images[span]), targets[span]), list(backbone.parameters())
         )
         for span in users.spans
     ]

@@ -196,10 +196,7 @@ def test_the_command_prints_its_table(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (
-            ["--defect", "no such thing"],
-            "has the words 'no such thing'; choose from none; noise divided",
-        ),
+        (["--defect", "no such thing"], "has the words 'no such thing'; choose from none; noise divided"),
         (["--samplers", "fixed", "--defect", "votes"], "no name has the words 'votes'"),
         (["--claims", "0"], "argument --claims: give numbers above 0"),
         (["--samplers", "nope"], "invalid choice: 'nope'"),

@@ -25,13 +25,7 @@ from torchmetrics.functional import classification as tm
 
 from pfl_ext.tasks import ranking
 from pfl_ext.tasks.multi_label import MultiLabel
-from pfl_ext.tasks.multi_label_scores import (
-    COLUMNS,
-    MultiLabelScores,
-    average_precision,
-    f1,
-    summarise,
-)
+from pfl_ext.tasks.multi_label_scores import COLUMNS, MultiLabelScores, average_precision, f1, summarise
 
 Array = npt.NDArray[Any]
 TINY = 1e-45  # the smallest subnormal float32
