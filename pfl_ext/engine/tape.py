@@ -137,8 +137,7 @@ def _frozen_backward(ctx: Any, e: Tensor, layer: FrozenStatisticsBatchNorm2d, ta
     (x,) = ctx.saved_tensors
     rstd = (layer.running_var + layer.eps).rsqrt()
     sums, products = e.float().flatten(2).sum(2), _products(e, x)
-    tape.put(layer, "weight", Explicit(tape.users.sums((products - layer.running_mean * sums) * rstd)))
-    tape.put(layer, "bias", Explicit(tape.users.sums(sums)))
+    _put_norm(layer, tape, (products - layer.running_mean * sums) * rstd, sums)
     if not ctx.needs_input_grad[1]:
         return None
     return (e * (layer.weight * rstd).view(-1, 1, 1).to(e.dtype)).to(x.dtype)

@@ -83,12 +83,16 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
     Raises:
         ValueError: for a bound outside `BOUND_RANGE`.
     """
-    device, parts, rows_of_layer, start = tensors[0].device, [], [], 0
+    device, parts, places, rows_of_layer, start, end = tensors[0].device, [], [], [], 0, 0
     for count in layers:
-        layer = [t.detach().reshape(-1).float() for t in tensors[start : start + count]]
-        size = sum(t.numel() for t in layer)
-        parts += [*layer, torch.zeros(-size % ROW, device=device)]
-        rows_of_layer.append(-(-size // ROW))
+        first = end
+        for tensor in tensors[start : start + count]:
+            parts.append(tensor.detach().reshape(-1).float())
+            places.append(end)
+            end += tensor.numel()
+        parts.append(torch.zeros(-end % ROW, device=device))  # so that a row is of one layer
+        end += -end % ROW
+        rows_of_layer.append((end - first) // ROW)
         start += count
     rows = torch.cat(parts).view(-1, ROW)
     row_norms = torch.linalg.vector_norm(rows, order, dim=1, dtype=torch.float64 if order == 1 else None)
@@ -103,21 +107,9 @@ def clip(tensors: Sequence[Tensor], layers: Sequence[int], bound: float, order: 
         rows.masked_fill_(~finite, 0.0)
     elif not bool(finite):
         rows.zero_()
-    flat, out, offset = rows.view(-1), [], 0
-    for part, tensor in zip(parts, [*_with_paddings(tensors, layers)]):
-        if tensor is not None:
-            out.append(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += part.numel()
+    flat = rows.view(-1)
+    out = [flat[place : place + t.numel()].view(t.shape) for place, t in zip(places, tensors)]
     return Clipped(out, torch.linalg.vector_norm(norms, order), ~over.any(), finite)
-
-
-def _with_paddings(tensors: Sequence[Tensor], layers: Sequence[int]) -> list[Tensor | None]:
-    """The tensors with None for the padding behind each layer."""
-    found, start = [], 0
-    for count in layers:
-        found += [*tensors[start : start + count], None]
-        start += count
-    return found
 
 
 def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) -> Tensor:

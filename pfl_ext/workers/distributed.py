@@ -97,10 +97,7 @@ class Workers(DistributedContext):
         with self._together():
             self._agree(flat)
             self._transport.sum_(flat)
-        if average:
-            flat /= self.world_size
-        for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
-            tensor.data.copy_(part.view_as(tensor))
+        _hand_out(flat / self.world_size if average else flat, tensors)
         return tensors
 
     def sum_model(self, exact: list[Tensor], model: list[Tensor]) -> None:
@@ -114,9 +111,7 @@ class Workers(DistributedContext):
             return
         flat = torch.cat([t.detach().reshape(-1).float() for t in large])
         with self._together():
-            total = self._sum_as_bf16(flat)
-        for tensor, part in zip(large, torch.split(total, [t.numel() for t in large])):
-            tensor.data.copy_(part.view_as(tensor))
+            _hand_out(self._sum_as_bf16(flat), large)
 
     def _sum_as_bf16(self, flat: Tensor) -> Tensor:
         """Each worker sums its W-th part in float32, so bf16 rounds twice and not W times."""
@@ -165,6 +160,11 @@ class Workers(DistributedContext):
         ]
         if differing:
             raise ValueError(f"the workers are not at the same place: {'; '.join(differing[:4])}")
+
+
+def _hand_out(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors])):
+        tensor.data.copy_(part.view_as(tensor))
 
 
 def current() -> Workers | None:
