@@ -22,14 +22,13 @@ from typing import Any, ClassVar
 
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.context import CentralContext
-from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.algorithms.algorithm import Refusals, Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
-from pfl_ext.algorithms.rules import Rule
+from pfl_ext.algorithms.rules import Rule, mu_of
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
 """Key of a user's share of tau_eff, ``[1]``."""
@@ -109,7 +108,7 @@ class FedNova(OnPfl):
             ValueError: for a local optimiser whose steps are not those of SGD with momentum.
         """
         rate, momentum = rate_and_momentum(model, context, "FedNova")
-        mu = float(get_param_value(context.algorithm_params.mu))
+        mu = mu_of(context)
         return Normaliser(momentum, rate * mu, mu)
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:

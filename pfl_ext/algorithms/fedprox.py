@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.fedprox import FedProxParams
 from pfl.context import CentralContext
-from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.algorithms.algorithm import Refusals, Setup, register
 from pfl_ext.algorithms.on_pfl import OnPfl
-from pfl_ext.algorithms.rules import ProximalRule
+from pfl_ext.algorithms.rules import Rule, mu_of
 from pfl_ext.configs import STRICT
 
 DEFAULT_MU = 0.01
@@ -52,6 +51,6 @@ class FedProx(OnPfl):
         """The algorithm and its parameters."""
         return cls(), FedProxParams(**common, **cls.resolved(setup.options))
 
-    def rule(self, model: PyTorchModel, context: CentralContext) -> ProximalRule:
+    def rule(self, model: PyTorchModel, context: CentralContext) -> Rule:
         """Local SGD with the proximal term."""
-        return ProximalRule(float(get_param_value(context.algorithm_params.mu)))
+        return Rule(mu_of(context))

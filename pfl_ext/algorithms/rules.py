@@ -54,6 +54,9 @@ class Rule:
     whole_gradient: bool = False
     """Whether `UserRule.finish` needs the gradient over all images of the user, in one more pass."""
 
+    def __init__(self, proximal_weight: float = 0.0) -> None:
+        self.proximal_weight = proximal_weight
+
     @property
     def sends_update_alone(self) -> bool:
         """Whether a user's update, as it is, is all that the user sends."""
@@ -87,13 +90,6 @@ class Rule:
         return update
 
 
-class ProximalRule(Rule):
-    """FedAvg's, with a proximal term."""
-
-    def __init__(self, proximal_weight: float) -> None:
-        self.proximal_weight = proximal_weight
-
-
 class StepCounter:
     """A user's data set that counts the batches it hands out."""
 
@@ -113,13 +109,14 @@ class StepCounter:
             yield batch
 
 
-def _mu(context: CentralContext) -> float:
+def mu_of(context: CentralContext) -> float:
+    """The weight of the proximal term in an algorithm's parameters."""
     return float(get_param_value(context.algorithm_params.mu))
 
 
 PFLS_OWN: Mapping[type, Callable[[CentralContext], Rule]] = {
     FederatedAveraging: lambda context: Rule(),
-    PflFedProx: lambda context: ProximalRule(_mu(context)),
+    PflFedProx: lambda context: Rule(mu_of(context)),
 }
 """Algorithms of pfl's own that the engine can train for."""
 
