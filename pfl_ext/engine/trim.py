@@ -15,8 +15,6 @@ Letters: k taps of a kernel along one side.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +66,6 @@ class Trimmed:
             self.model.backbone = layers.replaced(self.model.backbone)
         elif on_gpu:
             self.model.to(memory_format=torch.channels_last)
-        self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -92,18 +89,9 @@ class Trimmed:
         self.live(name, wide).copy_(tensor)
         return wide
 
-    @torch.no_grad()
     def expand(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
-        """An update of the trimmed network as one of the whole; its tensors are used again the next time."""
-        if not self._sides:
-            return update
-        shapes: Mapping[str, Any] = dict(self._central.named_parameters())
-        for name in self._sides.keys() & update.keys():  # frozen weights have no update
-            if name not in self._sums:
-                self._sums[name] = torch.empty_like(shapes[name], dtype=update[name].dtype)
-            self._sums[name].zero_()
-            self.live(name, self._sums[name]).copy_(update[name])
-        return {name: self._sums.get(name, tensor) for name, tensor in update.items()}
+        """An update of the trimmed network as one of the whole."""
+        return {name: self.whole(name, tensor) for name, tensor in update.items()}
 
 
 def _cut(layer: nn.Conv2d, sides: Sides) -> nn.Conv2d:
