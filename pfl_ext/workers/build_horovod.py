@@ -214,15 +214,8 @@ def main(argv: Sequence[str]) -> None:
             run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
             source = fetch(Path(folder))
             repair(source, cuda)
-            words = (
-                "install",
-                "--verbose",
-                "--no-deps",
-                "--no-build-isolation",
-                "--force-reinstall",
-                str(source),
-            )
-            run(pip(*words), "building Horovod", build_environment(cuda), log)
+            words = "install --verbose --no-deps --no-build-isolation --force-reinstall".split()
+            run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
     prove()
     print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
 

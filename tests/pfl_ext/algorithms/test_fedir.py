@@ -28,8 +28,8 @@ labels_of = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=50)
 @given(labels_of, st.lists(st.integers(1, 9), min_size=CLASSES, max_size=CLASSES), st.integers(1, 50))
 def test_an_image_weighs_target_over_own_frequency(labels: list[int], mass: list[int], part: int) -> None:
     """Equation 3; q from all the user's images, also where only some of them take part."""
-    own = np.eye(CLASSES, dtype=np.uint8)[labels]
-    weighted = ImportanceWeights.of_counts(mass, sum(mass), SingleLabel())(own[:part], own)
+    of_user = np.eye(CLASSES, dtype=np.uint8)[labels]
+    weighted = ImportanceWeights.of_counts(mass, sum(mass), SingleLabel())(of_user[:part], of_user)
     for row, label in zip(weighted, labels):
         expected = (mass[label] / sum(mass)) / (labels.count(label) / len(labels))
         assert row[label] == pytest.approx(expected, rel=1e-6)
@@ -38,41 +38,41 @@ def test_an_image_weighs_target_over_own_frequency(labels: list[int], mass: list
 
 @given(labels_of, st.integers(1, 7))
 def test_a_user_like_the_target_has_weights_of_exactly_one(labels: list[int], times: int) -> None:
-    own = np.eye(CLASSES, dtype=np.uint8)[labels]
-    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times, SingleLabel())
-    assert np.array_equal(weights(own, own), own)
+    of_user = np.eye(CLASSES, dtype=np.uint8)[labels]
+    weights = ImportanceWeights.of_counts(of_user.sum(0) * times, len(of_user) * times, SingleLabel())
+    assert np.array_equal(weights(of_user, of_user), of_user)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=30), st.integers(1, 7))
 def test_a_multi_label_user_like_the_target_has_weights_of_exactly_one(rows: Any, times: int) -> None:
-    own = np.array(rows, np.uint8)
-    weights = ImportanceWeights.of_counts(own.sum(0) * times, len(own) * times, WeightedMultiLabel())
-    assert np.array_equal(weights(own, own), 2.0 * own - 1)
+    of_user = np.array(rows, np.uint8)
+    weights = ImportanceWeights.of_counts(of_user.sum(0) * times, len(of_user) * times, WeightedMultiLabel())
+    assert np.array_equal(weights(of_user, of_user), 2.0 * of_user - 1)
 
 
 def test_a_multi_label_image_is_weighted_label_by_label() -> None:
-    own = np.array([[1, 0], [1, 1], [1, 0], [0, 0]], np.uint8)  # q = 3/4, 1/4
+    of_user = np.array([[1, 0], [1, 1], [1, 0], [0, 0]], np.uint8)  # q = 3/4, 1/4
     weights = ImportanceWeights([0.5, 0.5], WeightedMultiLabel())
     expected = [[2 / 3, -2 / 3], [2 / 3, 2], [2 / 3, -2 / 3], [-2, -2 / 3]]
-    assert_close_as_vector(weights(own, own), np.array(expected), 8)
-    capped = ImportanceWeights([0.5, 0.5], WeightedMultiLabel(), cap=1.5)(own, own)
+    assert_close_as_vector(weights(of_user, of_user), np.array(expected), 8)
+    capped = ImportanceWeights([0.5, 0.5], WeightedMultiLabel(), cap=1.5)(of_user, of_user)
     np.testing.assert_allclose(np.abs(capped).max(0), [1.5, 1.5])
     assert np.array_equal(np.sign(capped), np.sign(expected))
 
 
 def test_weighted_frequencies_are_the_targets() -> None:
     """What importance weights are for: under them the user's classes have the target's shares."""
-    own = np.eye(CLASSES, dtype=np.uint8)[[0] * 17 + [1] * 5 + [2, 3]]
-    weights = ImportanceWeights([0.1, 0.2, 0.3, 0.4], SingleLabel())(own, own)
+    of_user = np.eye(CLASSES, dtype=np.uint8)[[0] * 17 + [1] * 5 + [2, 3]]
+    weights = ImportanceWeights([0.1, 0.2, 0.3, 0.4], SingleLabel())(of_user, of_user)
     assert_close_as_vector(weights.sum(0) / weights.sum(), np.array([0.1, 0.2, 0.3, 0.4]), 2 * 24)
 
 
 def test_a_batch_of_one_class_is_unchanged() -> None:
-    own = np.eye(CLASSES, dtype=np.uint8)[[1, 1, 1, 2]]
-    weighted = torch.from_numpy(ImportanceWeights([0.4, 0.3, 0.2, 0.1], SingleLabel())(own[:3], own))
+    of_user = np.eye(CLASSES, dtype=np.uint8)[[1, 1, 1, 2]]
+    weighted = torch.from_numpy(ImportanceWeights([0.4, 0.3, 0.2, 0.1], SingleLabel())(of_user[:3], of_user))
     logits = torch.randn(3, CLASSES, generator=torch.Generator().manual_seed(0))
     loss = SingleLabel().loss
-    assert_close_as_vector(loss(logits, weighted), loss(logits, torch.from_numpy(own[:3]).float()), 50)
+    assert_close_as_vector(loss(logits, weighted), loss(logits, torch.from_numpy(of_user[:3]).float()), 50)
 
 
 @pytest.mark.parametrize("task", [SingleLabel(), WeightedMultiLabel()])
@@ -82,19 +82,19 @@ def test_the_data_set_hands_on_weighted_targets_and_the_same_images(task: Weight
     plain, weighted = (
         FederatedImageDataset(store, sampling, seed=2, reweight=w).user_dataset(0) for w in (None, weights)
     )
-    own = store.targets(np.arange(9))
+    of_user = store.targets(np.arange(9))
     for (images, targets, crops), (same, changed, also) in zip(plain.iter(4), weighted.iter(4)):
         assert torch.equal(images, same)
         assert torch.equal(crops, also)
-        np.testing.assert_array_equal(changed.numpy(), weights(targets.numpy(), own))
+        np.testing.assert_array_equal(changed.numpy(), weights(targets.numpy(), of_user))
         assert not torch.equal(targets, changed)
 
 
 @pytest.mark.parametrize("engine", [False, True])
 def test_where_a_user_is_like_the_target_fedir_is_plain_to_the_bit(engine: bool) -> None:
     sizes = [9]
-    own = NoisyStore(sizes, SingleLabel()).read(np.arange(9))[1] > 0
-    like = ImportanceWeights.of_counts(own.sum(0), 9, SingleLabel())
+    of_user = NoisyStore(sizes, SingleLabel()).read(np.arange(9))[1] > 0
+    like = ImportanceWeights.of_counts(of_user.sum(0), 9, SingleLabel())
     one_hot = NoisyOneHot(sizes)
     plain = Setting(sizes, task=SingleLabel(), store=one_hot).run(engine)[0]
     same = Setting(sizes, task=SingleLabel(), store=one_hot, reweight=like).run(engine)[0]

@@ -74,10 +74,10 @@ def test_two_users_are_averaged_as_the_paper_says(engine: bool, momentum: float,
     steps = nova.pop(STEPS) / weight
     total = torch.zeros(())
     expected: dict[str, Tensor] = {}
-    for user, (n, made) in enumerate(zip(sizes, (1, 3))):
+    for user, (n, steps_made) in enumerate(zip(sizes, (1, 3))):
         alone = Setting(sizes, EACH_ONCE, more=[Only(user)], **common).run(False)[0]
-        a = coefficient_sum(made, momentum, 0.2 * mu)
-        total = total + n / 14 * (made if mu else a)
+        a = coefficient_sum(steps_made, momentum, 0.2 * mu)
+        total = total + n / 14 * (steps_made if mu else a)
         for name, update in alone.items():
             expected[name] = expected.get(name, torch.zeros(())) + update / 14 / a
     assert weight == 14
@@ -154,9 +154,9 @@ def test_postprocessors_that_see_each_user_see_the_normalised_update(
 
 
 def test_a_user_without_steps_counts_for_nothing() -> None:
-    made = Normaliser(0.0, 0.0).statistics(MappedVectorStatistics({"x": torch.zeros(2)}), 0)
-    assert not made["x"].any()
-    assert made[STEPS].item() == 0
+    sent = Normaliser(0.0, 0.0).statistics(MappedVectorStatistics({"x": torch.zeros(2)}), 0)
+    assert not sent["x"].any()
+    assert sent[STEPS].item() == 0
 
 
 @pytest.mark.parametrize("engine", [False, True])

@@ -40,8 +40,8 @@ class Store:
         self.images = (rng.integers(0, 80, (16, 8, 8, 3)) + 150 * bright[:, None, None, None]).astype(
             np.uint8
         )
-        own = np.where(np.arange(16) >= 7, 1 - bright, bright)
-        self.labels = np.stack([bright, own], 1).astype(np.uint8)
+        opposite = np.where(np.arange(16) >= 7, 1 - bright, bright)
+        self.labels = np.stack([bright, opposite], 1).astype(np.uint8)
         self.asked: list[list[int]] = []
 
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:

@@ -61,8 +61,8 @@ def test_a_user_trains_on_its_own_images_once_an_epoch() -> None:
     for user, _ in data.get_cohort(3):
         u = int(str(user.user_id).removeprefix("user-"))
         rows = np.concatenate(seen_rows(user, local_sampling(3, 2)))
-        own = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
-        assert sorted(rows.tolist()) == sorted(own.tolist() * 3)
+        all_rows = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
+        assert sorted(rows.tolist()) == sorted(all_rows.tolist() * 3)
 
 
 def test_the_cap_takes_another_random_subset_each_round() -> None:
@@ -81,11 +81,11 @@ def test_the_cap_takes_another_random_subset_each_round() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 40), st.sampled_from(["random", "first"]), st.integers(0, 2**32))
 def test_the_cap_takes_distinct_images_in_the_stores_order(n: int, most: int, cap: Any, seed: int) -> None:
-    own = 1000 + 7 * np.arange(n)
-    rows = local_sampling(max_images=most, cap=cap).take(own, stream(seed, "cap")).tolist()
+    all_rows = 1000 + 7 * np.arange(n)
+    rows = local_sampling(max_images=most, cap=cap).take(all_rows, stream(seed, "cap")).tolist()
     assert len(rows) == min(n, most)
     assert rows == sorted(set(rows)), "no image is drawn twice"
-    assert set(rows) <= set(own.tolist())
+    assert set(rows) <= set(all_rows.tolist())
 
 
 def test_the_first_images_are_taken_when_asked_for() -> None:

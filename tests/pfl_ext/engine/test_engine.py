@@ -83,16 +83,16 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(
     assert our_weight == weight
     rounding = rounding_of(setting)
     assert distance(ours, theirs) <= rounding
-    told = {str(name): value for name, value in our_metrics if "learning" not in str(name)}
+    reported = {str(name): value for name, value in our_metrics if "learning" not in str(name)}
     expected = {str(name): value for name, value in metrics}
-    assert told.keys() == expected.keys()
+    assert reported.keys() == expected.keys()
     for name, value in expected.items():
         if name != "training loss":
-            assert str(told[name]) == str(value), name
+            assert str(reported[name]) == str(value), name
         else:  # five layers err by the root of their 72 terms or fewer, and the trained weights by the above
             margin = 2 * 5 * 9 * 2**-24 + rounding
-            assert told[name].overall_value == pytest.approx(value.overall_value, rel=margin)
-            assert told[name].weight == value.weight
+            assert reported[name].overall_value == pytest.approx(value.overall_value, rel=margin)
+            assert reported[name].weight == value.weight
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
@@ -258,22 +258,22 @@ def test_a_plan_holds_every_user_once_in_groups_that_fit(
 ) -> None:
     cohort = [Member(i, 0, m.num_images, m.num_steps, m.num_passes) for i, m in enumerate(cohort)]
     tasks = grouped(cohort, most, fuse)
-    made = plan(tasks, lanes)
-    assert len(made.lanes) == lanes
-    assert {id(t) for lane in [made.wide, *made.lanes] for t in lane} == {id(t) for t in tasks}
+    planned = plan(tasks, lanes)
+    assert len(planned.lanes) == lanes
+    assert {id(t) for lane in [planned.wide, *planned.lanes] for t in lane} == {id(t) for t in tasks}
     assert sorted(m.user for task in tasks for m in task.members) == list(range(len(cohort)))
     for task in tasks:
         assert task.together == (fuse and task.members[0].num_steps == 1)
         assert len(task.members) <= (MAX_USERS if task.together else 1)
         assert len(task.members) == 1 or sum(m.num_passes for m in task.members) <= most
-    assert not any(task.together for task in made.wide)
+    assert not any(task.together for task in planned.wide)
 
 
 def test_one_heavy_user_is_trained_on_all_cores_and_light_ones_side_by_side() -> None:
     heavy, light = Member(0, 0, 500, 63, 1000), [Member(u, 0, 16, 2, 32) for u in range(1, 9)]
-    made = plan(grouped([heavy, *light], 64, True), 2)
-    assert [task.members[0].user for task in made.wide] == [0]
-    assert [len(lane) for lane in made.lanes] == [4, 4]
+    planned = plan(grouped([heavy, *light], 64, True), 2)
+    assert [task.members[0].user for task in planned.wide] == [0]
+    assert [len(lane) for lane in planned.lanes] == [4, 4]
     assert not plan(grouped(light, 64, True), 2).wide
 
 
@@ -289,10 +289,10 @@ def test_workers_with_less_memory_divide_their_own_groups_and_share_the_cohort_a
     shares = [dealt(engine.tasks(cohort, local), 2)[rank] for rank, engine in enumerate(engines)]
     trained = [m.user for share in shares for task in share for m in task.members]
     assert sorted(trained) == list(range(40))
-    own = [engine._fitting(share, local) for engine, share in zip(engines, shares)]
-    assert sorted(m.user for share in own for task in share for m in task.members) == list(range(40))
-    assert max(len(task.members) for task in own[0]) > 1
-    assert all(len(task.members) == 1 and task.together for task in own[1])
+    fitting = [engine._fitting(share, local) for engine, share in zip(engines, shares)]
+    assert sorted(m.user for share in fitting for task in share for m in task.members) == list(range(40))
+    assert max(len(task.members) for task in fitting[0]) > 1
+    assert all(len(task.members) == 1 and task.together for task in fitting[1])
 
 
 def test_sums_of_a_round_are_not_those_of_the_round_before() -> None:

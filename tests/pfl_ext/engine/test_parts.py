@@ -63,7 +63,7 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
     net = TapedNetwork(backbone)
     net.run(images, losses, users, weights, found.__setitem__, contextlib.nullcontext())
     names = [name for name, _ in backbone.named_parameters()]
-    own = [
+    of_users = [
         torch.autograd.grad(
             MultiLabel().loss(backbone(images[span]), targets[span]), list(backbone.parameters())
         )
@@ -76,7 +76,7 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
         2 * 4 + (3 * (side // 2) ** 2) ** 0.5
     )  # the losses of both; a sum over three images' positions
     for i, name in enumerate(names):
-        theirs = torch.stack([user[i] for user in own])
+        theirs = torch.stack([user[i] for user in of_users])
         norms = theirs.flatten(1).norm(dim=1)
         bounds = found[name].norm_bounds()
         assert bounds is None or bool((bounds >= norms * (1 - roundings * UNIT)).all())

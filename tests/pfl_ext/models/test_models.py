@@ -493,13 +493,13 @@ def test_pfl_trains_the_classifier_by_its_own_bridge() -> None:
 
 
 def test_the_probe_tells_models_apart_and_repeats_itself() -> None:
-    def made(seed: int = 0, **changes: Any) -> str:
+    def checksum(seed: int = 0, **changes: Any) -> str:
         return probe_checksum(ImageClassifier(build(seed=seed), task=MultiLabel(), input_size=32, **changes))
 
-    assert made() == made()
-    assert len({made(), made(seed=1), made(mean=(0.5, 0.5, 0.5))}) == 3
+    assert checksum() == checksum()
+    assert len({checksum(), checksum(seed=1), checksum(mean=(0.5, 0.5, 0.5))}) == 3
     model = ImageClassifier(build(), task=MultiLabel(), input_size=32)
-    assert probe_checksum(model) == probe_checksum(model.train()) == made()
+    assert probe_checksum(model) == probe_checksum(model.train()) == checksum()
 
 
 # Mistakes

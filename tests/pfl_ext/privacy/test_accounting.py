@@ -265,12 +265,12 @@ def test_senseless_settings_are_refused_by_name(options: dict[str, Any], message
 
 def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
     alone = PrivacyConfig(noise_cohort_size=5000).calibrate(FLAIR_USERS, 20, 150)
-    made = PrivacyConfig(noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
-    assert made.simulated == alone.simulated
-    assert made.simulated.delta == pytest.approx(FLAIR_USERS**-1.1)
-    assert (made.executed.population, made.executed.cohort_size) == (275, 20)
-    assert made.epsilon <= 2.0 < made.epsilon_executed
-    report = made.to_json()
+    few = PrivacyConfig(noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
+    assert few.simulated == alone.simulated
+    assert few.simulated.delta == pytest.approx(FLAIR_USERS**-1.1)
+    assert (few.executed.population, few.executed.cohort_size) == (275, 20)
+    assert few.epsilon <= 2.0 < few.epsilon_executed
+    report = few.to_json()
     assert report["is_simulation"] is True
     assert "5000 users a round of 41131" in report["claim"]
     assert "20 of 275" in report["claim"]

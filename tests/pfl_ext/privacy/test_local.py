@@ -131,10 +131,10 @@ def test_a_round_is_the_mean_of_users_each_with_its_noise(mechanism: Any) -> Non
     noisy, metrics = release(LocallyPrivateMean(config, 9, noise_seed=2**90), [torch.zeros(200_000)] * 5)
     one = config.noise_multiplier * 0.4 * (math.sqrt(2) if mechanism == "laplace" else 1)
     assert float(noisy.std()) == pytest.approx(one / math.sqrt(5), rel=0.01)
-    told = {str(name): value.overall_value for name, value in metrics}
-    assert set(told) == {f"Local DP | {name}" for name in METRICS[:-1]}
-    assert told["Local DP | noise std. dev. on the mean"] == pytest.approx(one / math.sqrt(5))
-    assert told["Local DP | users"] == 5
+    reported = {str(name): value.overall_value for name, value in metrics}
+    assert set(reported) == {f"Local DP | {name}" for name in METRICS[:-1]}
+    assert reported["Local DP | noise std. dev. on the mean"] == pytest.approx(one / math.sqrt(5))
+    assert reported["Local DP | users"] == 5
     shared = LocallyPrivateMean(config, 9, noise_seed=2**90)
     assert torch.equal(release(shared, [torch.zeros(200_000)] * 5)[0], noisy)
 

@@ -29,10 +29,10 @@ def expected_std(name: str, round_number: int) -> float:
     """Sigma C / cohort_lg, or what the other mechanisms promise of the mean."""
     if name == "local":
         return float(2 / 8 * BOUND * np.sqrt(2 / USERS))
-    made = mechanisms()[name]
-    assert isinstance(made, PrivateMean)
-    scale = made._correlated._factor.noise_scales[round_number]
-    return made.calibration.value_noise_multiplier * BOUND / 60 * float(scale)
+    mechanism = mechanisms()[name]
+    assert isinstance(mechanism, PrivateMean)
+    scale = mechanism._correlated._factor.noise_scales[round_number]
+    return mechanism.calibration.value_noise_multiplier * BOUND / 60 * float(scale)
 
 
 @pytest.mark.parametrize("name", NAMES)

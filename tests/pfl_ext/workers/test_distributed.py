@@ -229,8 +229,8 @@ class Kennel:
 
 @pytest.fixture
 def kennel() -> Iterator[Kennel]:
-    with contextlib.closing(Kennel()) as made:
-        yield made
+    with contextlib.closing(Kennel()) as kept:
+        yield kept
 
 
 def wait(condition: Callable[[], bool], seconds: float = 20) -> bool:
