@@ -214,7 +214,7 @@ def main(argv: Sequence[str]) -> None:
             run(pip("install", "--quiet", *BUILDING, *RUNTIME), "installing what Horovod needs")
             source = fetch(Path(folder))
             repair(source, cuda)
-            words = "install --verbose --no-deps --no-build-isolation --force-reinstall".split()
+            words = ["install", "--verbose", "--no-deps", "--no-build-isolation", "--force-reinstall"]
             run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
     prove()
     print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
