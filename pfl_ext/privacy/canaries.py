@@ -5,12 +5,9 @@ update is as long as it may be along a direction of its own, orthogonal to all o
 are axes of one tensor, the others are split evenly over all tensors, as clipping each tensor by itself treats
 the two differently. Everything but the users' training is what production calls: `FederatedImageDataset`
 draws the cohorts, `CohortBackend` runs the rounds and sums over workers, `private_mean` clips,
-adds noise and divides. A game's ``path`` says what stands in for training:
-
-* ``synthetic``: updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` does; 10^5
-  canaries and their rounds take a second.
-* ``loop``: updates are made up and go one by one through pfl's loop and `PrivateMean.postprocess_one_user`.
-* ``engine``: `CohortEngine` trains a linear network on images, of which each has the gradient of a canary.
+adds noise and divides. Updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` scales
+them, so that 10^5 canaries and their rounds take a second. The tests play the same games through pfl's loop,
+and with `CohortEngine` on images of which each has the gradient of a canary.
 
 The neighbouring relation is that of the sampler: a canary that is out is absent (poisson), sends nothing in
 its rounds (cyclic), or sends the opposite (fixed, where a user is replaced).
@@ -23,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +34,12 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from scipy.linalg import hadamard
-from torch import Tensor, nn
+from torch import nn
 
-from pfl_ext.algorithms.algorithm import Refusals
 from pfl_ext.backend import CohortBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
-from pfl_ext.engine.cohort import CohortEngine, CohortSum, Task
+from pfl_ext.engine.cohort import CohortSum, Task
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Calibration
 from pfl_ext.privacy.banded import BandedFactor
@@ -53,7 +50,6 @@ from pfl_ext.randomness import derive, stream
 from pfl_ext.tasks.multi_label import MultiLabel
 
 IntArray = npt.NDArray[np.int64]
-Path = Literal["synthetic", "loop", "engine"]
 
 TENSORS = 4  # V, a power of two
 LONG = 50.0  # length of a canary's update, in bounds
@@ -115,58 +111,16 @@ def _signs(size: int) -> FloatArray:
     return np.asarray(hadamard(size) / size**0.5)
 
 
-class CanaryStore:
-    """One image per user. That of canary (v, k, i) has the gradient of its direction: see `PixelNetwork`.
-
-    A pixel of 128 is zero to the network, 255 and 1 are plus and minus 127; labels are the signs of ``h_k``.
-    """
-
-    def __init__(self, directions: Directions, signs: IntArray, num_users: int) -> None:
-        self.user_ids = [str(user) for user in range(num_users)]
-        self.user_offsets = np.arange(num_users + 1, dtype=np.int64)
-        self._directions, self._signs = directions, signs
-        self.side = 1
-        while 3 * self.side**2 < TENSORS * directions.columns:
-            self.side += 1
-
-    def read(self, rows: IntArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Images and labels: see `ImageStore`."""
-        n = self._directions.columns
-        images = np.full((len(rows), 3 * self.side**2), 128, np.uint8)
-        for image, row in zip(images, rows.tolist()):
-            v, _, i = self._directions.place(row)
-            pattern = np.sign(_signs(TENSORS)[v]) if i >= self._directions.whole else np.eye(TENSORS)[v]
-            image[i : TENSORS * n : n] = 128 + 127 * pattern * self._signs[row]
-        pictures = images.reshape(-1, 3, self.side, self.side).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(pictures), self.targets(rows)
-
-    def targets(self, rows: IntArray) -> npt.NDArray[np.uint8]:
-        """The labels of `read`."""
-        _, k, _ = self._directions.place(rows)
-        labels: npt.NDArray[np.uint8] = (_signs(self._directions.labels)[k] > 0).astype(np.uint8)
-        return labels
-
-
-class PixelNetwork(nn.Module):
-    """V linear layers without bias, each of its part of the pixels, added up; all weights zero.
-
-    The gradient at an image x with labels y is ``(1/2 - y_k) x_i / K`` for each label k and pixel i.
-    """
+class CanaryNetwork(nn.Module):
+    """V linear layers without bias, whose weights are the tensors of the canaries' updates; all zero."""
 
     def __init__(self, directions: Directions) -> None:
         super().__init__()
-        self._columns = directions.columns
-        layers = [nn.Linear(self._columns, directions.labels, bias=False) for _ in range(TENSORS)]
+        self.columns = directions.columns
+        layers = [nn.Linear(self.columns, directions.labels, bias=False) for _ in range(TENSORS)]
         for layer in layers:
             nn.init.zeros_(layer.weight)
         self.parts = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[B, K]`` of images ``[B, 3, S, S]``."""
-        pixels = x.flatten(1)
-        parts = torch.split(pixels[:, : TENSORS * self._columns], self._columns, 1)
-        logits = [layer(part) for layer, part in zip(self.parts, parts)]
-        return torch.stack(logits).sum(0)
 
 
 class CanaryUsers(FederatedImageDataset):
@@ -228,31 +182,6 @@ class SyntheticEngine:
 NAMES = [f"backbone.parts.{v}.weight" for v in range(TENSORS)]
 
 
-class SyntheticAlgorithm:
-    """In the place of pfl's FedAvg: a user's made-up update, one at a time.
-
-    With privacy: as `pfl_ext.algorithms.fedavg`, a user sends its update alone, which the mechanism clips.
-    """
-
-    refusals: ClassVar[Refusals] = {}
-
-    def __init__(self, game: Game, mechanism: PrivateMean) -> None:
-        self._game, self._mechanism = game, mechanism
-
-    def simulate_one_user(
-        self, model: Any, user_dataset: Any, central_context: Any
-    ) -> tuple[MappedVectorStatistics, Metrics]:
-        """See pfl's ``FederatedAlgorithm``."""
-        if len(user_dataset) == 0:  # the nobody of an empty cohort
-            return MappedVectorStatistics(
-                {n: torch.zeros(1, self._game.directions.columns) for n in NAMES}
-            ), Metrics()
-        user = int(user_dataset.user_id)
-        length = float(self._game.lengths(np.array([user]))[0]) * self._mechanism.clipping_bound
-        tensors = torch.from_numpy(self._game.directions.vector(user) * length).float()
-        return MappedVectorStatistics(dict(zip(NAMES, tensors))), Metrics()
-
-
 @dataclass(frozen=True)
 class Release:
     """What everybody sees of T rounds."""
@@ -287,7 +216,6 @@ class Game:
     directions: Directions
     others: int = 0
     seed: int = 0
-    path: Path = "synthetic"
     make_mechanism: MakeMechanism = private_mean
     users: type[CanaryUsers] = CanaryUsers
     public: frozenset[str] = field(default_factory=frozenset)
@@ -322,8 +250,7 @@ class Game:
     def play(self) -> Release:
         """Run all rounds; with several workers, this worker's share of them."""
         mechanism = self.make_mechanism(self.calibration, noise_seed=self.secret("noise"))
-        signs = np.sign(self.lengths(np.arange(self.canaries + self.others))).astype(np.int64)
-        store = CanaryStore(self.directions, signs, len(signs))
+        store = self.store()
         sampling = LocalSampling(num_epochs=1, batch_size=1, flip="none", input_size=store.side)
         data = self.users(
             store,
@@ -335,26 +262,39 @@ class Game:
         in_all = np.ones(self.others, bool)
         data.present = np.concatenate([self.joined | (self.sampler == "fixed"), in_all])
         network = ImageClassifier(
-            PixelNetwork(self.directions),
+            self.network(),
             task=MultiLabel(),
             input_size=store.side,
             mean=[128 / 255] * 3,
             std=[1.0] * 3,
         )
-        engine = CohortEngine(network) if self.path == "engine" else SyntheticEngine(self)
         backend = CohortBackend(
             data,
             seed=PUBLIC_SEED,
             postprocessors=[WeightByUser(), mechanism],
-            engine=None if self.path == "loop" else cast(CohortEngine, engine),
+            engine=self.engine(network),
         )
-        algorithm = SyntheticAlgorithm(self, mechanism) if self.path == "loop" else FederatedAveraging()
         server = torch.optim.SGD(network.parameters(), lr=1.0)
         model = PyTorchModel(network, torch.optim.SGD, server)
-        released = _rounds(backend, algorithm, model, mechanism, data, self)
-        if isinstance(engine, CohortEngine):
-            engine.close()
-        return released
+        return _rounds(backend, self.algorithm(mechanism), model, mechanism, data, self)
+
+    def store(self) -> Any:
+        """One image per user, which nobody reads: what trains on images overrides this and what follows."""
+        users = self.canaries + self.others
+        ids = [str(user) for user in range(users)]
+        return SimpleNamespace(user_ids=ids, user_offsets=np.arange(users + 1, dtype=np.int64), side=1)
+
+    def network(self) -> nn.Module:
+        """The network with the canaries' tensors."""
+        return CanaryNetwork(self.directions)
+
+    def engine(self, network: ImageClassifier) -> Any:
+        """In the place of `CohortEngine`."""
+        return SyntheticEngine(self)
+
+    def algorithm(self, mechanism: PrivateMean) -> Any:
+        """What the backend is asked to train by."""
+        return FederatedAveraging()
 
     def trials(self, release: Release) -> Trials:
         """The canaries' coins, and what each attack makes of the release."""

@@ -26,6 +26,7 @@ from pfl_ext.privacy.canaries import Directions, Game
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.privacy.epsilon import Sampler, System
 from pfl_ext.workers.distributed import connected
+from tests.pfl_ext.privacy.trained_games import EngineGame
 
 COLUMNS = 2**12
 
@@ -51,7 +52,7 @@ class OneWorkersNoise(PrivateMean):
 def games() -> dict[str, Game]:
     """By name: without defect, with one worker's noise, with all users trained by all workers; the engine."""
     many = Game(claimed(1.0, "poisson", COLUMNS), Directions(COLUMNS))
-    few = Game(uncalibrated("poisson", 16), Directions(16), path="engine")
+    few = EngineGame(uncalibrated("poisson", 16), Directions(16))
     return {
         "honest": many,
         "noise of one worker": replace(many, make_mechanism=OneWorkersNoise),

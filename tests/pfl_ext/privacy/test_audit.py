@@ -6,7 +6,6 @@ are fixed, so that each outcome is the same every time.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,13 @@ from pfl_ext.privacy.audit import (
     main,
 )
 from pfl_ext.privacy.bounds import Claim, Finding, Trials, find
-from pfl_ext.privacy.canaries import TENSORS, CanaryStore, Directions, Game, Release
+from pfl_ext.privacy.canaries import TENSORS, Directions, Game, Release
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.privacy.epsilon import Sampler
 from tests.launching import command
 from tests.launching import run as launch
 from tests.pfl_ext.privacy.audit_worker import COLUMNS, games, uncalibrated
+from tests.pfl_ext.privacy.trained_games import CanaryStore, EngineGame, LoopGame
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 SMALL = COLUMNS  # canaries enough for what leaks much
@@ -51,8 +51,9 @@ def test_canaries_come_out_alike_through_the_engine_through_pfls_loop_and_made_u
 ) -> None:
     """So that what is proved with made-up updates holds for training."""
     directions = Directions(10)
-    game = Game(uncalibrated(sampler, 10), directions, make_mechanism=mechanism)
-    sums = [replace(game, path=path).play().sums for path in ("synthetic", "loop", "engine")]
+    claim = uncalibrated(sampler, 10)
+    kinds = (Game, LoopGame, EngineGame)
+    sums = [kind(claim, directions, make_mechanism=mechanism).play().sums for kind in kinds]
     for others in sums[1:]:
         assert np.linalg.norm(others - sums[0]) <= rounding(directions) * np.linalg.norm(sums[0])
 
@@ -64,7 +65,7 @@ def rounding(directions: Directions) -> float:
 
 def test_an_image_of_a_canary_has_its_labels_and_its_pixels() -> None:
     directions = Directions(6, 4)
-    store = CanaryStore(directions, np.ones(directions.size, np.int64), directions.size)
+    store = CanaryStore(directions, np.ones(directions.size, np.int64))
     images, labels = store.read(np.arange(directions.size))
     pixels = images.transpose(0, 3, 1, 2).reshape(len(images), -1)[:, : TENSORS * 6].astype(float) - 128
     updates = np.einsum("cvi,ck->cvki", pixels.reshape(-1, TENSORS, 6), labels - 0.5)
@@ -152,7 +153,7 @@ def test_a_defect_is_convicted_by_canaries_that_the_engine_trains() -> None:
     directions = Directions(256, 8, all_split=True)
     config = PrivacyConfig(epsilon=1.0, delta=DELTA, mechanism="gaussian", clipping_bound=0.5)
     calibration = config.calibrate(directions.size, directions.size, 1)
-    game = Game(calibration, directions, path="engine", make_mechanism=EachTensorClipped)
+    game = EngineGame(calibration, directions, make_mechanism=EachTensorClipped)
     assert by_likelihood(game, game.play()).convicted
 
 
