@@ -1,4 +1,4 @@
-"""A pfl backend that trains a cohort, whose round is a function of the seed and of the round's number."""
+"""A pfl backend that trains a cohort round by round and evaluates on a split held centrally."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import math
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from pfl_ext.workers.distributed import begin_work, current
 
 TRAIN_LOSS = StringMetricName("training loss")
 """The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
+OnEvaluation = Callable[[int, Metrics, PyTorchModel], None]
 
 
 def training_context(
@@ -121,14 +122,17 @@ class _OneByOne:
         return self._rule.statistics(update, counted.num_steps), Metrics()
 
 
-class CohortBackend(SimulatedBackend):
-    """pfl's ``SimulatedBackend`` with three things changed, and its training of users if asked for.
+class CentrallyEvaluatedBackend(SimulatedBackend):
+    """pfl's ``SimulatedBackend`` with four things changed, and its training of users if asked for.
 
     * The cohort and every seed of a round are functions of (seed, round), not of how often a random
       state was drawn from, so that a resumed run repeats nothing.
     * Users are not scored before and after their local training in evaluation rounds (pfl scores all
-      of them, each on its own training images). There is no validation population: models are scored on
-      a split held centrally, between rounds.
+      of them, each on its own training images).
+    * The validation population of pfl's ``FederatedNNAlgorithm`` is not a cohort of users but one split held
+      centrally: every ``evaluation_frequency`` rounds ``evaluation`` scores the model *at the start of the
+      round*, and ``on_evaluation(round, metrics, model)`` is called while the model is still in that state.
+      What is kept as best is then what was scored. (Runs of `pfl_ext.algorithms` score between rounds.)
     * pfl's own privacy mechanisms are refused where their noise would come from the public seed, and any
       mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
       twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
@@ -137,6 +141,7 @@ class CohortBackend(SimulatedBackend):
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
 
     Args:
+        evaluation: scores a model on the central split; needed where pfl's algorithm has a validation cohort.
         accumulate: precision of the sum over users.
         config_hash: compared between workers, with the round and its cohort, before each reduction.
     """
@@ -147,6 +152,8 @@ class CohortBackend(SimulatedBackend):
         *,
         seed: int,
         postprocessors: Sequence[Postprocessor] = (),
+        evaluation: Callable[[PyTorchModel], Metrics] | None = None,
+        on_evaluation: OnEvaluation = lambda round_number, metrics, model: None,
         engine: CohortEngine | None = None,
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
@@ -164,10 +171,11 @@ class CohortBackend(SimulatedBackend):
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self.engine = training_data, engine
+        self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
 
     @classmethod
-    def of(cls, means: Means) -> CohortBackend:
+    def of(cls, means: Means) -> CentrallyEvaluatedBackend:
         """The backend of a run."""
         return cls(
             means.users,
@@ -193,9 +201,18 @@ class CohortBackend(SimulatedBackend):
     async def async_gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """Train the round's cohort."""
-        assert central_context.population == Population.TRAIN, "models are scored between rounds"
+        """Train the round's cohort, or score the central split when the context is for validation."""
         round_number = central_context.current_central_iteration
+        if central_context.population != Population.TRAIN:
+            if self._evaluation is None:
+                raise ValueError(
+                    "a validation cohort, but no evaluation: give the backend one (pfl_ext.evaluation), "
+                    "or set val_cohort_size to None"
+                )
+            begin_work(evaluation=round_number, config=self._config_hash)
+            metrics = self._evaluation(model)
+            self._on_evaluation(round_number, metrics, model)
+            return None, Metrics()
         self._images.set_round(round_number)
         cohort = self._images.cohort(central_context.cohort_size)
         begin_work(round=round_number, cohort=f"{zlib.crc32(cohort.tobytes()):08x}", config=self._config_hash)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, is_private, refuse
 from pfl_ext.algorithms.fedavg import FedAvg
-from pfl_ext.backend import CohortBackend, cohort_line, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.data.federated_dataset import IntArray
 
 Weights = dict[str, Tensor]
@@ -31,7 +31,7 @@ class Clients:
     def __init__(self, means: Means) -> None:
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
         self._means, self._algorithm = means, FedAvg()
-        self._backend = CohortBackend.of(means)
+        self._backend = CentrallyEvaluatedBackend.of(means)
 
     def weights(self) -> Weights:
         """A copy of those that the run's model has now."""

@@ -36,7 +36,7 @@ from pfl_ext.algorithms.algorithm import (
 )
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.algorithms.rules import Rule, StepCounter
-from pfl_ext.backend import CohortBackend, cohort_line
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.privacy.central import METRICS, NoisyMean, metric_name
 
@@ -195,7 +195,7 @@ class _Watch(TrainingProcessCallback):
 
 
 class PflLoop(Algorithm[PyTorchModel]):
-    """pfl's ``FederatedAlgorithm.run`` through `CohortBackend`, a round at a time.
+    """pfl's ``FederatedAlgorithm.run`` through `CentrallyEvaluatedBackend`, a round at a time.
 
     The state is the model with the server's optimiser, and the users' states where the algorithm has some.
     What the algorithm refuses, the backend refuses in every round.
@@ -212,7 +212,7 @@ class PflLoop(Algorithm[PyTorchModel]):
             train_cohort_size=means.cohort_size,
             val_cohort_size=None,  # the model is scored between rounds
         )
-        self._backend = CohortBackend.of(means)
+        self._backend = CentrallyEvaluatedBackend.of(means)
 
     @property
     def engine(self) -> CohortEngine | None:

@@ -184,7 +184,7 @@ class FederatedImageDataset(FederatedDataset):
     plain arrays.
     ``cohort_seed``: privacy amplified by sampling needs cohorts that nobody can draw again, so a secret here.
     ``noise_seed``: the secret from which come the seeds that pfl gives to its own mechanisms (pfl keeps 32
-    bits of each). Where it is None they come from ``seed``, and `CohortBackend` refuses these
+    bits of each). Where it is None they come from ``seed``, and `CentrallyEvaluatedBackend` refuses these
     mechanisms, because anybody who knows ``seed`` could subtract their noise.
     Reading runs ahead on ``threads`` threads.
 

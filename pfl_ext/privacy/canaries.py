@@ -4,7 +4,7 @@ A `Game` is one run of some rounds. Each canary is a user who is in the data or 
 update is as long as it may be along a direction of its own, orthogonal to all others'. Half of the canaries
 are axes of one tensor, the others are split evenly over all tensors, as clipping each tensor by itself treats
 the two differently. Everything but the users' training is what production calls: `FederatedImageDataset`
-draws the cohorts, `CohortBackend` runs the rounds and sums over workers, `private_mean` clips,
+draws the cohorts, `CentrallyEvaluatedBackend` runs the rounds and sums over workers, `private_mean` clips,
 adds noise and divides. Updates are made up and scaled by `PrivateMean.user_scales`, as `CohortEngine` scales
 them, so that 10^5 canaries and their rounds take a second. The tests play the same games through pfl's loop,
 and with `CohortEngine` on images of which each has the gradient of a canary.
@@ -36,7 +36,7 @@ from pfl.stats import MappedVectorStatistics
 from scipy.linalg import hadamard
 from torch import nn
 
-from pfl_ext.backend import CohortBackend, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortSum, Task
@@ -268,7 +268,7 @@ class Game:
             mean=[128 / 255] * 3,
             std=[1.0] * 3,
         )
-        backend = CohortBackend(
+        backend = CentrallyEvaluatedBackend(
             data,
             seed=PUBLIC_SEED,
             postprocessors=[WeightByUser(), mechanism],
@@ -302,7 +302,7 @@ class Game:
 
 
 def _rounds(
-    backend: CohortBackend,
+    backend: CentrallyEvaluatedBackend,
     algorithm: Any,
     model: PyTorchModel,
     mechanism: PrivateMean,

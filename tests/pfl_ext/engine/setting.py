@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
-from pfl_ext.backend import CohortBackend, training_context
+from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
@@ -202,7 +202,7 @@ class Setting:
             reweight=self.reweight,
         )
         cohort_size = self.cohort or len(self.sizes)
-        backend = CohortBackend(
+        backend = CentrallyEvaluatedBackend(
             data,
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
