@@ -28,6 +28,7 @@ from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run
 from pfl_ext.tasks.multi_label_scores import COLUMNS, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
+from tests.benchmarks.visual_classification.test_visual_classification import made_run
 
 
 def rows(text: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -472,3 +473,9 @@ def test_a_hostile_line_of_metrics_is_no_progress(line: str, tmp_path: Path) -> 
     directory = make_run(tmp_path / "run", finished=False)
     (directory / "metrics.jsonl").write_text(line + "\n")
     assert read_run(directory, BENCHMARK).progress == "no round is on record"
+
+
+def test_a_run_of_another_benchmark_is_named_as_such(tmp_path: Path) -> None:
+    made_run(tmp_path / "run", "cifar10-fedavg", 0, 40.0)
+    (broken,) = collect([tmp_path]).broken
+    assert broken.fault == "it is a run of benchmarks.visual_classification, not of benchmarks.flair"
