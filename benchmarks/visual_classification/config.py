@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
@@ -33,7 +34,7 @@ class DataConfig(ImageConfig):
     """Labels to learn, of images that have one; fine_grained_labels, where a file has them."""
     scored: Literal["test", "val"] = "test"
     """Split that is scored over the rounds: test, which then chooses nothing, or val, which may choose."""
-    val_share: float = 0.1
+    val_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of each user's training images that become val where the file has none, for all seeds alike."""
     image_size: int = 32
     """Side to which images are brought when read, in pixels."""
@@ -138,8 +139,6 @@ def check(config: Config) -> None:
             "evaluation.best_by is C-AP, which this task does not score: choose one of loss, accuracy, last"
         )
     data = config.data
-    if not 0 < data.val_share < 1:
-        raise ValueError(f"data.val_share is {data.val_share:g}: give a share above 0 and below 1")
     if data.scored == "test" and data.val_share != DataConfig.val_share:
         raise ValueError("data.val_share has no effect while test is followed: set data.scored to val")
     if data.scored == "test" and config.evaluation.best_by != "last":

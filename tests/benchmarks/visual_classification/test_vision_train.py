@@ -215,7 +215,7 @@ def test_a_val_carved_from_train_chooses_the_model(
     [
         (["--evaluation.best_by=accuracy"], "which would choose a model on test: set data.scored to val"),
         (["--data.val_share=0.2"], "data.val_share has no effect while test is followed"),
-        (["--data.scored=val", "--data.val_share=1"], "data.val_share is 1: give a share"),
+        (["--data.scored=val", "--data.val_share=1"], "data.val_share is '1': input should be less than 1"),
         (["--data.scored=train"], "data.scored"),
     ],
 )
