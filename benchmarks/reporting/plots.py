@@ -247,7 +247,7 @@ def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     save(figure, path)
 
 
