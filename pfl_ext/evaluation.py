@@ -19,7 +19,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
 from dataset.files import prefetched
-from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray
+from pfl_ext.data.federated_dataset import Annotations, ImageStore, IntArray
 from pfl_ext.data.transfer import pinned
 from pfl_ext.tasks.task import Task
 
@@ -27,7 +27,7 @@ LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
 KEPT = 0.1
 """Of a GPU's free memory: a split that takes less stays there from one evaluation to the next."""
-Batch = tuple[Tensor, Tensor, ByteArray]
+Batch = tuple[Tensor, Tensor, Annotations]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CentralEvaluation:
         where = device if on_gpu else torch.device("cpu")  # Apple's devices have no float64
         room = torch.cuda.mem_get_info(device)[0] * KEPT if on_gpu else 0.0
 
-        def read(batch: IntArray) -> tuple[Tensor, Tensor, ByteArray]:
+        def read(batch: IntArray) -> tuple[Tensor, Tensor, Annotations]:
             images, stored = self.store.read(batch)
             return pinned(torch.from_numpy(images), device), pinned(task.collate(stored), device), stored
 

@@ -145,6 +145,10 @@ def _refused_or_built(experiment: Experiment[Any]) -> ImageClassifier:
     """The network, once everything that can be refused about a run has not been; nothing is written here."""
     for name in ("train", "val", *experiment.final_splits):
         experiment.split(name)
+    by = experiment.config.evaluation.best_by
+    if by not in ("loss", "last", *experiment.scores):
+        scores = ", ".join(dict.fromkeys(("loss", *experiment.scores, "last")))
+        raise ValueError(f"evaluation.best_by is {by}, which is not scored: choose one of {scores}")
     experiment.check()
     module = experiment.module()
     if experiment.config.mode == "federated":

@@ -57,9 +57,9 @@ class Experiment(ABC, Generic[C]):
         self.run, self.config, self.file = run, run.config, file
 
     @classmethod
-    @abstractmethod
     def source(cls, config: C) -> DataSource:
-        """Where its data file lies if the command line does not say so."""
+        """Where its data file lies if the command line does not say so; by default only the mini data set."""
+        return DataSource()
 
     @classmethod
     def resolve_data(cls, argv: Sequence[str]) -> tuple[list[str], Path]:
@@ -69,7 +69,7 @@ class Experiment(ABC, Generic[C]):
             ValueError: when a ``--data_path`` is given that does not exist.
         """
         run = cls.benchmark.parse(argv)
-        return cls.source(run.config).resolve(argv, run.data_path)
+        return cls.source(run.config).resolve(argv, run.data_path, cls.benchmark.scales)
 
     @classmethod
     def ready_data(cls, run: Run[C], path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,32 +24,36 @@ MINI_WORD = Path("mini")
 class DataSource:
     """The data file of a benchmark, and the mini data set that takes its place."""
 
-    path: Path
+    path: Path | None = None
     """The file that is taken where none is named and this one exists."""
-    maker: str
+    maker: str = "a download_preprocess of dataset"
     """The command that makes a data file."""
-    missing: str
+    missing: str = "no --data_path"
     """What is said where there is no file: which one, and what makes it."""
     mini: Path = MINI_FILE
     spec: MiniSpec = MINI
 
-    def resolve(self, argv: Sequence[str], asked: Path | None) -> tuple[list[str], Path]:
+    def resolve(
+        self, argv: Sequence[str], asked: Path | None, scales: Collection[str] = ("mini",)
+    ) -> tuple[list[str], Path]:
         """The arguments and the data file of a command; the mini data set comes with its scale.
 
         Args:
             argv: the training arguments.
             asked: ``--data_path``, if there is one.
+            scales: those that the benchmark has.
 
         Raises:
             ValueError: when ``--data_path`` names a file that does not exist.
         """
-        path = asked or (self.path if self.path.is_file() else MINI_WORD)
+        path = asked or (self.path if self.path and self.path.is_file() else MINI_WORD)
         if path != MINI_WORD:
             if not path.is_file():
                 raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
             return list(argv), path
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-        return [*argv, *([] if has_scale else ["--scale", "mini"])], self.mini
+        laid_over = [] if has_scale or "mini" not in scales else ["--scale", "mini"]
+        return [*argv, *laid_over], self.mini
 
     def ready(self, asked: Path | None, path: Path) -> None:
         """Draw the mini data set where `resolve` chose it, and say why it is used."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.effects import Idle, check_training, idle_in_training
+from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each
 from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT
@@ -37,6 +38,8 @@ class DataConfig(ImageConfig):
 class ScoringConfig(EvaluationConfig):
     """When the model is scored on val, by what the best one is chosen, and what is scored at the end."""
 
+    best_by: Literal["loss", "C-AP", "accuracy", "last"] = "loss"
+    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
     per_user: bool = field(default=False, metadata=REPETITION)
     """Score each test user alone at the end (FLAIR paper, Figure 5), in per_user.json."""
     few_shot_below: PositiveInt = field(default=20, metadata=REPETITION)
@@ -63,10 +66,22 @@ class PersonalConfig:
     """Seed of the split, apart from the run's, so that every run is scored on the same images."""
 
 
+PRIVACY_RULES: Mapping[str, Rule] = {
+    **each(OF_THE_DATA, "data", "taxonomy binary_label partition"),
+    "evaluation.per_user": Rule(NOT_OF_TRAINING_USERS),
+    "evaluation.few_shot_below": Rule(
+        "groups test scores by how many training images a class has; not covered, and privacy.json says so"
+    ),
+    **each(NOT_OF_TRAINING_USERS, "personal", "num_epochs learning_rate batch_size max_grad_norm"),
+    **each(NOT_OF_TRAINING_USERS, "personal", "train_share min_images split_seed"),
+}
+
+
 @dataclass(frozen=True, config=STRICT)
 class Config(TrainingConfig):
     """All that decides a run's numbers."""
 
+    privacy_rules: ClassVar[Mapping[str, Rule]] = PRIVACY_RULES
     setting: str = "FL-R-17"
     """Row of the paper's Table 1 that this run is compared with."""
     data: DataConfig = field(default_factory=DataConfig)

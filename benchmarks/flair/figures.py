@@ -46,8 +46,8 @@ from benchmarks.reporting.plots import (
 )
 from benchmarks.reporting.runs import DAMAGE, RunRecord, not_whole
 from dataset.cli import run as run_command
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import TAXONOMIES, SplitIndex
 from pfl_ext.tasks.multi_label_scores import shown
 
 Named = tuple[str, Figure]
@@ -107,18 +107,24 @@ def emd(curves: EmdCurves, name: str) -> Figure:
     return figure
 
 
-def labels(index: SplitIndex, names: Sequence[str], title: str) -> Figure:
-    """Images with each label (bars, log) and users who have it (line), coarse (with their names) and fine."""
+def labels(
+    coarse: tuple[Sequence[str], LabelMatrix],
+    fine: LabelMatrix,
+    owner: npt.NDArray[np.int32],
+    users: int,
+    name: str,
+) -> Figure:
+    """Images with each label (bars, log) and users who have it (line), coarse and fine."""
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    for axes, taxonomy, kind in zip(panels, TAXONOMIES, ("coarse labels", "fine labels")):
-        images, owners = label_counts(index.labels[taxonomy], index.user_index)
+    for axes, matrix, title in zip(panels, (coarse[1], fine), ("coarse labels", "fine labels")):
+        images, owners = label_counts(matrix, owner)
         order = np.argsort(-images, kind="stable")
-        x, share = np.arange(len(order)), 100 * owners[order] / index.num_users
-        named = taxonomy == "labels"
+        x, share = np.arange(len(order)), 100 * owners[order] / users
+        named = matrix is coarse[1]
         width = 0.75 if named else 1.0
         axes.bar(x, images[order], width, color=SKY, label="images with the label (left)")
-        axes.set(yscale="log", ylabel="images", title=f"{len(order):,} {kind}")
+        axes.set(yscale="log", ylabel="images", title=f"{len(order):,} {title}")
         axes.set_ylim(0.7, 2 * images.max())
         axes.yaxis.set_major_formatter(THOUSANDS)
         right = axes.twinx()
@@ -128,12 +134,12 @@ def labels(index: SplitIndex, names: Sequence[str], title: str) -> Figure:
         )  # fmt: skip
         right.set(ylabel="users (%)", ylim=(0, None))
         if named:
-            axes.set_xticks(x, [names[k] for k in order], rotation=50, ha="right", rotation_mode="anchor")
+            axes.set_xticks(x, [coarse[0][k] for k in order], rotation=50, ha="right", rotation_mode="anchor")
         else:
             axes.set_xlabel("label, the commonest first")
             axes.set_xlim(-0.5, len(order) - 0.5)
     legend_below(figure, 2)
-    figure.suptitle(title)
+    figure.suptitle(name)
     return figure
 
 
@@ -149,8 +155,10 @@ def data_figures(path: Path, split: str, image_size: int | None, threads: int) -
         size = image_size or file.image_size or 256
         index, name = file.split(split), path.stem
         yield "user_sizes", user_sizes({s: np.diff(file.split(s).user_offsets) for s in file.splits}, name)
+        coarse, fine = index.labels["labels"], index.labels["fine_grained_labels"]
+        names = list(file.label_mapping("labels"))
         title = f"{name}, {split}: {index.num_images:,} images of {index.num_users:,} users"
-        yield "labels", labels(index, list(file.label_mapping("labels")), title)
+        yield "labels", labels((names, coarse), fine, index.user_index, index.num_users, title)
         yield "emd", emd(emd_of_users(file, split, image_size=size, threads=threads), f"{name}, {split}")
 
 

@@ -29,6 +29,7 @@ from benchmarks.reporting.runs import find_runs, read_run
 from benchmarks.reporting.tables import text_table
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
+from pfl_ext.algorithms.per_user import QUANTILES
 from pfl_ext.evaluation import SCORES, CentralEvaluation
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import PRESENT, shown
@@ -70,16 +71,19 @@ def evaluate(directory: Path, run: Run) -> Tree:
 def quantile_table(summary: Tree) -> str:
     """Quantiles over users as plain text."""
     parts = {f"all {summary['users']} users": summary["quantiles"]}
-    if personal := summary.get("personal"):
+    if "personal" in summary:
+        personal = summary["personal"]
         title = f"{personal['users']} users, held out"
         parts |= {f"{title}, {when}": table for when, table in personal["quantiles"].items()}
-    rows = {
-        f"{name} {shown(column)}": {head: number for head, number in table[column].items() if head != "n"}
-        for name, table in parts.items()
-        for column in SHOWN
-        if table[column]["n"]
-    }
-    return text_table(rows)
+    heads = ["mean", *(f"q{100 * q:g}" for q in QUANTILES)]
+    return text_table(
+        {
+            f"{name} {shown(column)}": {head: table[column][head] for head in heads}
+            for name, table in parts.items()
+            for column in SHOWN
+            if table[column]["n"]
+        }
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
 from benchmarks.core.commands import command_parser
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR
@@ -254,7 +252,7 @@ def _csv_lines(row: Row) -> Iterator[tuple[object, ...]]:
 def _tex(text: str) -> str:
     for letter in "\\&%$#_{}":
         text = text.replace(letter, "\\textbackslash{}" if letter == "\\" else "\\" + letter)
-    return text
+    return text.replace("±", "$\\pm$")
 
 
 def latex(report: Report) -> str:
@@ -263,21 +261,25 @@ def latex(report: Report) -> str:
     for (_, scale), rows in _groups(report.rows).items():
         where = _tex(_dataset_name(rows[0])) + (f", scale {_tex(scale)}" if scale else "")
         warning = "" if all(row.comparable for row in rows) else " Not comparable with the paper's rows."
-        lines = []
-        for row in rows:
-            cells = [row.cell(column) for column in COLUMNS]
-            lines.append([row.label, str(len(row.runs)), *map(_cell, cells)])
-            if cells[0].paper_mean is not None:
-                lines.append(["paper", "5", *map(_paper, cells)])
-        heads, align = ("Setting", "n", *COLUMNS), ("left", "left", *["right"] * len(COLUMNS))
         out += [
             "\\begin{table*}",
-            f"\\caption{{Test set of {where}, percent, mean ± standard deviation over seeds.{warning}}}",
-            tabulate(lines, heads, "latex_booktabs", disable_numparse=True, colalign=align),
-            *(f"% {_tex(row.label)}: {row.privacy()}" for row in rows if row.privacy()),
-            "\\end{table*}",
+            f"\\caption{{Test set of {where}, percent, mean $\\pm$ standard deviation over seeds.{warning}}}",
+            f"\\begin{{tabular}}{{ll{'r' * len(COLUMNS)}}}",
+            "\\toprule",
+            " & ".join(["Setting", "$n$", *COLUMNS]) + r" \\",
+            "\\midrule",
         ]
-    return "\n".join(out).replace("±", "$\\pm$") + "\n"
+        for row in rows:
+            cells = [row.cell(column) for column in COLUMNS]
+            out.append(
+                " & ".join([_tex(row.label), str(len(row.runs)), *(_tex(_cell(c)) for c in cells)]) + r" \\"
+            )
+            if cells[0].paper_mean is not None:
+                out.append(" & ".join(["\\quad paper", "5", *(_tex(_paper(c)) for c in cells)]) + r" \\")
+        out += ["\\bottomrule", "\\end{tabular}"]
+        out += [f"% {_tex(row.label)}: {row.privacy()}" for row in rows if row.privacy()]
+        out += ["\\end{table*}"]
+    return "\n".join(out) + "\n"
 
 
 WRITERS = {"markdown": (markdown, "md"), "csv": (table_csv, "csv"), "latex": (latex, "tex")}

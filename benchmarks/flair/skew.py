@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dataset.files import prefetched
 from dataset.store.annotations import IntArray, LabelMatrix
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import SplitIndex
 from pfl_ext.randomness import stream
 
 FloatArray = npt.NDArray[np.float64]
@@ -83,24 +84,29 @@ def dealt_owners(sizes: IntArray, seed: int) -> dict[str, IntArray]:
     }
 
 
-def emd_of_users(file: DataFile, split: str, *, image_size: int, threads: int = 2) -> EmdCurves:
-    """Figure 2, right: on the images with the commonest coarse label.
+def emd_of_users(
+    file: DataFile, split: str, *, image_size: int, threads: int = 2, seed: int = 0, label: str | None = None
+) -> EmdCurves:
+    """Figure 2, right: on the images with one coarse label, the commonest unless named.
 
     One label, so that users' different labels do not show as different pixels. A user's histogram is the mean
     over its images; the distance is the mean over the three colour channels.
 
     Raises:
-        ValueError: when no image of the split has a label.
+        ValueError: for a label that the file lacks or that no image of the split has.
     """
-    index = file.split(split)
+    index: SplitIndex = file.split(split)
     labels, names = index.labels["labels"], file.label_mapping("labels")
-    label = max(names, key=lambda name: int(labels.counts()[names[name]]))
+    if label is None:
+        label = max(names, key=lambda name: int(labels.counts()[names[name]]))
+    if label not in names:
+        raise ValueError(f"the label {label!r} is not among {', '.join(names)}")
     rows = np.repeat(np.arange(len(labels)), np.diff(labels.indptr))[labels.indices == names[label]]
     if not len(rows):
-        raise ValueError(f"no image of the split {split} has a label")
+        raise ValueError(f"no image of the split {split} has the label {label!r}")
     _, sizes = np.unique(index.user_index[rows], return_counts=True)
     order = np.argsort(index.user_index[rows], kind="stable")
-    rows, owners = rows[order], dealt_owners(sizes.astype(np.int64), seed=0)
+    rows, owners = rows[order], dealt_owners(sizes.astype(np.int64), seed)
     sums = {name: np.zeros((len(sizes), 3, LEVELS), np.float32) for name in owners}
     batches = [np.arange(i, min(i + BATCH, len(rows))) for i in range(0, len(rows), BATCH)]
 

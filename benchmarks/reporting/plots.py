@@ -29,8 +29,6 @@ DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (
 LETTERS_AN_INCH = 13
 LINE_IN = 0.17
 """Width and height of a legend's letters, about."""
-LEAST_LETTERS, MARK_LETTERS = 30, 6
-"""The shortest line of a legend, and the letters in whose place the mark before it stands."""
 PRIVATE_PANELS = (
     ("clipping bound", "clipping bound (L2)"),
     ("fraction clipped", "fraction of updates clipped"),
@@ -50,16 +48,12 @@ def style(place: int) -> dict[str, Any]:
 
 
 def legend_below(figure: Figure, columns: int = 3) -> None:
-    """One legend under all panels, with each label once, in so many columns where they fit.
-
-    Long labels take several lines, for which the figure grows.
-    """
+    """One legend under all panels, with each label once; long labels take several lines, for which
+    the figure grows."""
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
     }
-    letters = int(LETTERS_AN_INCH * figure.get_figwidth())
-    columns = max(1, min(columns, letters // (LEAST_LETTERS + MARK_LETTERS)))
-    width = max(LEAST_LETTERS, letters // columns - MARK_LETTERS)
+    width = max(30, int(LETTERS_AN_INCH * figure.get_figwidth() / columns) - 6)
     labels = [textwrap.fill(label, width) for label in entries]
     rows = max(1, -(-len(labels) // columns))
     folds = [sum(text.count("\n") for text in labels[i : i + rows]) for i in range(0, len(labels), rows)]
@@ -247,7 +241,7 @@ def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.08), ncols=4, frameon=False)
     save(figure, path)
 
 

@@ -68,6 +68,11 @@ class RandomImages:
         self.user_ids = [f"user-{u}" for u in range(users)]
         self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * case.user_images
 
+    @property
+    def num_images(self) -> int:
+        """N."""
+        return int(self.user_offsets[-1])
+
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
         """Images ``[n, S, S, 3]`` and one-hot ``[n, K]``."""
         rng = stream(0, "bench", int(rows[0]) if len(rows) else 0)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.effects import check_training
-from benchmarks.core.config.sections import ImageConfig, TrainingConfig
+from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule, each, only
+from benchmarks.core.config.sections import EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree, merge
 from pfl_ext.configs import STRICT
 
@@ -34,19 +34,33 @@ class DataConfig(ImageConfig):
     """Labels to learn, of images that have one; fine_grained_labels, where a file has them."""
     scored: Literal["test", "val"] = "test"
     """Split that is scored over the rounds: test, which then chooses nothing, or val, which may choose."""
-    val_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    val_share: float = 0.1
     """Share of each user's training images that become val where the file has none, for all seeds alike."""
     image_size: int = 32
     """Side to which images are brought when read, in pixels."""
 
 
 @dataclass(frozen=True, config=STRICT)
+class ScoringConfig(EvaluationConfig):
+    """When the model is scored on val, and by what the best one is chosen."""
+
+    best_by: Literal["loss", "accuracy", "last"] = "loss"
+    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Config(TrainingConfig):
     """All that decides a run's numbers."""
 
+    privacy_rules: ClassVar[Mapping[str, Rule]] = {
+        **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
+        "data.scored": only("val may be carved from training users' images; its scores are exact", "test"),
+        "data.val_share": Rule("read for data.scored=val alone, which is refused"),
+    }
     setting: str = "cifar10-fedavgm"
     """Row of the paper's tables that this run is compared with."""
     data: DataConfig = field(default_factory=DataConfig)
+    evaluation: ScoringConfig = field(default_factory=ScoringConfig)
 
 
 Run = benchmark.Run[Config]
@@ -134,11 +148,9 @@ def check(config: Config) -> None:
         ValueError: one line that names the key and what to do.
     """
     check_training(config)
-    if config.evaluation.best_by == "C-AP":
-        raise ValueError(
-            "evaluation.best_by is C-AP, which this task does not score: choose one of loss, accuracy, last"
-        )
     data = config.data
+    if not 0 < data.val_share < 1:
+        raise ValueError(f"data.val_share is {data.val_share:g}: give a share above 0 and below 1")
     if data.scored == "test" and data.val_share != DataConfig.val_share:
         raise ValueError("data.val_share has no effect while test is followed: set data.scored to val")
     if data.scored == "test" and config.evaluation.best_by != "last":

@@ -95,10 +95,6 @@ def curve_of(run: RunRecord) -> Curve:
 class Row:
     """The seeds of one experiment."""
 
-    name: str
-    """Of the setting."""
-    partition: str
-    """Of the data; ``users`` where it has none."""
     label: str
     """The name of the setting, and what tells it from other rows of the same setting and partition."""
     runs: tuple[RunRecord, ...]
@@ -107,7 +103,22 @@ class Row:
     reasons: tuple[str, ...] = ()
     """Why it cannot be compared with the paper; empty where it can."""
 
+    @property
+    def name(self) -> str:
+        """The setting."""
+        return place(self.runs[0])[0]
+
+    @property
+    def partition(self) -> str:
+        """The partition of the data."""
+        return place(self.runs[0])[1]
+
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
         """Of each seed."""
         return tuple(map(curve_of, self.runs))
+
+
+def place(run: RunRecord) -> tuple[str, str]:
+    """Setting and partition."""
+    return str(run.config.setting), str(run.config.data.partition or "users")

@@ -26,7 +26,7 @@ from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, split
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
 from benchmarks.visual_classification.config import Config
-from benchmarks.visual_classification.curves import Row, read_finished
+from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 from dataset.partitions.dirichlet import meaning
@@ -99,20 +99,14 @@ def make_rows(runs: Sequence[RunRecord], centralised: Mapping[str, float]) -> li
         runs: no two of them of one experiment and seed.
         centralised: as `centralised_accuracy` gives it.
     """
-    places: dict[tuple[str, str], list[tuple[RunRecord, ...]]] = defaultdict(list)
-    for seeds in by_experiment(runs):
-        config = seeds[0].config
-        places[str(config.setting), str(config.data.partition or "users")].append(seeds)
+    groups = by_experiment(runs)
+    trees = [asdict(seeds[0].config) for seeds in groups]
     rows = []
-    for (name, partition), groups in places.items():
-        trees = [asdict(seeds[0].config) for seeds in groups]
-        for seeds, tree in zip(groups, trees):
-            label = ", ".join([name, *differences(tree, trees)])
-            reference, reasons = (
-                centralised.get(seeds[0].data_key),
-                paper.reasons_against(tree, seeds[0].outcome),
-            )
-            rows.append(Row(name, partition, label, seeds, reference, reasons))
+    for seeds, tree in zip(groups, trees):
+        rivals = [other for group, other in zip(groups, trees) if place(group[0]) == place(seeds[0])]
+        label = ", ".join([place(seeds[0])[0], *differences(tree, rivals)])
+        reasons = paper.reasons_against(tree, seeds[0].outcome)
+        rows.append(Row(label, seeds, centralised.get(seeds[0].data_key), reasons))
     return sorted(rows, key=lambda row: (row.name, row.partition, row.label))
 
 

@@ -17,6 +17,20 @@ from dataset.store.views import SingleLabelView
 from pfl_ext.evaluation import SCORES
 
 
+def partition_text(task: SingleLabelView) -> str:
+    """The partition, and what its alpha counts if it has one."""
+    clause = task.convention
+    return f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
+
+
+def followed_text(task: SingleLabelView, scored: str) -> str:
+    """What is scored over the rounds."""
+    if scored == "test":
+        return "test is tracked and chooses nothing"
+    origin = f"{task.val_share:.3g} of each user's training images" if task.val_share else "the file's"
+    return f"val is {origin}"
+
+
 def partition_facts(task: SingleLabelView) -> Tree:
     """How the training images lie with the users (Hsu, Qi, Brown, 6.1): sizes, classes, mean EMD."""
     train = task.split("train")

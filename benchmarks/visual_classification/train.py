@@ -34,6 +34,18 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
 
 
+def protected_unit(task: SingleLabelView) -> ProtectedUnit:
+    """Real users, or the clients that a partition was drawn for.
+
+    Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
+    iNaturalist's. Dirichlet's, geographic and other partitions have clients.
+    """
+    if task.partition is None:
+        owns_all = len(task.split("train").user_ids) == 1
+        return ProtectedUnit("of the file" if owns_all else None)
+    return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
+
+
 class VisualClassification(Experiment[Config]):
     """This benchmark's side of a run: one class an image, a partition of the file, accuracy."""
 
@@ -62,14 +74,9 @@ class VisualClassification(Experiment[Config]):
         )
 
     def description(self) -> str:
-        """Classes, the partition and what its alpha counts, and what is scored over the rounds."""
-        task, clause = self.task, self.task.convention
-        partition = f"partition {task.partition or 'of the file'}{clause and f'; {clause}'}"
-        scored = "test is tracked and chooses nothing"
-        if self.config.data.scored == "val":
-            share = f"{task.val_share:.3g} of each user's training images" if task.val_share else "the file's"
-            scored = f"val is {share}"
-        return f"{len(task.label_names)} classes, {partition}; {scored}"
+        """Classes, partition, and what is scored over the rounds."""
+        scored = vision_results.followed_text(self.task, self.config.data.scored)
+        return f"{len(self.task.label_names)} classes, {vision_results.partition_text(self.task)}; {scored}"
 
     def split(self, name: str) -> ImageStore:
         """Images with their classes; val is what is followed over the rounds."""
@@ -80,16 +87,8 @@ class VisualClassification(Experiment[Config]):
         return build_model(self.config, len(self.task.label_names), self.run.weights, SingleLabel())
 
     def protected(self) -> ProtectedUnit:
-        """Real users, or the clients that a partition was drawn for.
-
-        Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
-        iNaturalist's. Dirichlet's, geographic and other partitions have clients.
-        """
-        partition = self.task.partition
-        if partition is None:
-            owns_all = len(self.task.split("train").user_ids) == 1
-            return ProtectedUnit("of the file" if owns_all else None)
-        return ProtectedUnit(None if partition.startswith("user") else partition)
+        """See `protected_unit`."""
+        return protected_unit(self.task)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """Accuracy of each class, and the partition."""

@@ -24,7 +24,8 @@ from dataset.cifar10.source import (
 from dataset.cli import is_address
 from dataset.fetch.http import SourceError, below, fetch_checked
 from dataset.fetch.source import delete_downloads
-from dataset.partitions.dirichlet import MAX_ALPHA, Convention, dirichlet_partition, meaning, partition_name
+from dataset.partitions.dirichlet import meaning
+from dataset.partitions.drawn import Drawing, drawers, parse_kinds, partition_name
 from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.index import PartitionIndex
 
@@ -47,6 +48,8 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--dirichlet_total", default="", help=total)
     each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
     add("--dirichlet_per_class", default="", help=each)
+    kinds = "partitions of our own by any name: " + ",".join(f"{kind}=NUMBER" for kind in drawers())
+    add("--partition", default="", help=kinds)
     add("--alphas", default="", help="the old name of --dirichlet_total")
     add("--seed", type=int, default=0, help="of our own partitions")
     add("--clients", type=int, default=100, help="of our own partitions")
@@ -66,7 +69,7 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
     """Download or read, check, deal and write."""
     arguments = _arguments(spec, argv)
     output, folder = checked_places(arguments)
-    priors = _priors(arguments)
+    kinds = _drawn_kinds(arguments)
     local = folder if is_address(arguments.source) else Path(arguments.source)
     if local is not folder and not local.is_dir():
         raise ValueError(f"--source {arguments.source} is neither a folder nor an address (http...)")
@@ -88,14 +91,19 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
             check_official(spec, splits, digests)
         provenance["splits_sha256"] = digests
     provenance["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
-    for name, (alpha, convention) in priors.items():
-        sizes = arguments.clients, arguments.images_per_client
-        partitions[name] = dirichlet_partition(classes, alpha, arguments.seed, *sizes, convention)
+    drawing = Drawing(classes, arguments.seed, arguments.clients, arguments.images_per_client)
+    partitions |= {name: drawers()[kind](drawing, number) for name, (kind, number) in kinds.items()}
     _print_partitions(spec, partitions)
-    if priors:
+    if kinds:
+        provenance["drawn"] = {
+            name: {"kind": kind, "number": number, "seed": arguments.seed}
+            for name, (kind, number) in kinds.items()
+        }
+    dirichlet = {name: pair for name, pair in kinds.items() if pair[0].startswith("dirichlet-")}
+    if dirichlet:
         provenance["dirichlet"] = {
-            name: {"alpha": alpha, "alpha_is": convention, "seed": arguments.seed}
-            for name, (alpha, convention) in priors.items()
+            name: {"alpha": alpha, "alpha_is": kind.removeprefix("dirichlet-"), "seed": arguments.seed}
+            for name, (kind, alpha) in dirichlet.items()
         }
     downloaded = [spec.archive] if local is folder else []
     downloaded += [splits.name] if splits is not None and splits.parent == folder else []
@@ -169,29 +177,18 @@ def _place(spec: Cifar, place: Path) -> Path:
     return place
 
 
-def _priors(arguments: argparse.Namespace) -> dict[str, tuple[float, Convention]]:
-    """The alpha of each partition that our own sampler is to make, and what that alpha counts."""
+def _drawn_kinds(arguments: argparse.Namespace) -> dict[str, tuple[str, float]]:
+    """The kind of each partition that is to be drawn, and its number."""
     if arguments.alphas:
         print(
             "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
             "--dirichlet_per_class takes that of each class",
             file=sys.stderr,
         )
-    found: dict[str, tuple[float, Convention]] = {}
-    asked: list[tuple[str, str, Convention]] = [
-        ("alphas", arguments.alphas, "total"),
-        ("dirichlet_total", arguments.dirichlet_total, "total"),
-        ("dirichlet_per_class", arguments.dirichlet_per_class, "per-class"),
+    pairs = [
+        *parse_kinds("alphas", arguments.alphas, "dirichlet-total"),
+        *parse_kinds("dirichlet_total", arguments.dirichlet_total, "dirichlet-total"),
+        *parse_kinds("dirichlet_per_class", arguments.dirichlet_per_class, "dirichlet-per-class"),
+        *parse_kinds("partition", arguments.partition),
     ]
-    for option, text, convention in asked:
-        for written in filter(None, map(str.strip, text.split(","))):
-            try:
-                alpha = float(written)
-            except ValueError:
-                alpha = -1.0
-            if not 0 <= alpha <= MAX_ALPHA:
-                raise ValueError(
-                    f"--{option} is {text!r}; give numbers from 0 on with commas between them: 0.3,1"
-                )
-            found[partition_name(alpha, arguments.seed, convention)] = alpha, convention
-    return found
+    return {partition_name(kind, number, arguments.seed): (kind, number) for kind, number in pairs}

@@ -37,6 +37,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from dataset.partitions.drawn import MAX_NUMBER, Drawing, drawn
 from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex
 
@@ -45,8 +46,6 @@ _TINY = float(np.finfo(np.float64).tiny)
 Floats = npt.NDArray[np.float64]
 Convention = Literal["total", "per-class"]
 
-MAX_ALPHA = 1e100
-"""Far beyond any prior that differs from the data's own distribution; its products with K stay finite."""
 
 _NAME = re.compile(r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-seed-[0-9]+)?")
 _OLD_NAME = re.compile(r"dirichlet-(?=[0-9.])")
@@ -68,8 +67,8 @@ def dirichlet_partition(
     Raises:
         ValueError: for a negative or infinite alpha, and for more images to deal than there are.
     """
-    if not 0 <= alpha <= MAX_ALPHA:
-        raise ValueError(f"alpha is {alpha}; give a number from 0 to {MAX_ALPHA:g}")
+    if not 0 <= alpha <= MAX_NUMBER:
+        raise ValueError(f"alpha is {alpha}; give a number from 0 to {MAX_NUMBER:g}")
     if num_clients < 1 or images_per_client < 1 or num_clients * images_per_client > len(classes):
         raise ValueError(
             f"{num_clients} clients of {images_per_client} images cannot be had of {len(classes):,} images"
@@ -93,9 +92,18 @@ def dirichlet_partition(
     return PartitionIndex([str(client) for client in range(num_clients)], np.concatenate(rows), offsets)
 
 
-def partition_name(alpha: float, seed: int, convention: Convention) -> str:
-    """``dirichlet-total-0.3-seed-0``: different values have different names."""
-    return f"dirichlet-{convention}-{repr(float(alpha)).removesuffix('.0')}-seed-{seed}"
+@drawn("dirichlet-total")
+def _total(drawing: Drawing, alpha: float) -> PartitionIndex:
+    """``alpha`` is the sum of the parameters."""
+    sizes = drawing.num_clients, drawing.images_per_client
+    return dirichlet_partition(drawing.classes, alpha, drawing.seed, *sizes, "total")
+
+
+@drawn("dirichlet-per-class")
+def _per_class(drawing: Drawing, alpha: float) -> PartitionIndex:
+    """``alpha`` is the parameter of each class."""
+    sizes = drawing.num_clients, drawing.images_per_client
+    return dirichlet_partition(drawing.classes, alpha, drawing.seed, *sizes, "per-class")
 
 
 def known_as(name: str, names: Collection[str]) -> str:

@@ -7,12 +7,9 @@ YAML or on the command line. The oldest algorithms have their options among the 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +27,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.registry import Registry
 
 State = TypeVar("State")
 Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
@@ -229,46 +227,18 @@ def trained_bytes(module: ImageClassifier) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-_REGISTERED: dict[str, type[Choice]] = {}
-Registered = TypeVar("Registered", bound=type[Choice])
-
-
-def register(name: str) -> Callable[[Registered], Registered]:
-    """Decorator of an algorithm's class: ``federated.algorithm`` chooses it by this name."""
-
-    def decorate(kind: Registered) -> Registered:
-        assert _REGISTERED.setdefault(name, kind) is kind, name
-        return kind
-
-    return decorate
-
-
-@cache
-def _import_all() -> None:
-    package = importlib.import_module("pfl_ext.algorithms")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-def names() -> Sequence[str]:
-    """Of all algorithms."""
-    _import_all()
-    return sorted(_REGISTERED)
-
-
-def algorithm_class(name: str) -> type[Choice]:
-    """The algorithm of this name.
-
-    Raises:
-        ValueError: when there is none.
-    """
-    if name not in names():
-        raise ValueError(f"federated.algorithm is {name!r}: choose one of {', '.join(names())}")
-    return _REGISTERED[name]
+ALGORITHMS: Registry[type[Choice]] = Registry("pfl_ext.algorithms", "federated.algorithm")
+"""What ``federated.algorithm`` chooses by name."""
+register = ALGORITHMS.register
+"""Decorator of an algorithm's class: ``federated.algorithm`` chooses it by the name that is given."""
+names = ALGORITHMS.names
+"""Of all algorithms."""
+algorithm_class = ALGORITHMS.__getitem__
+"""The algorithm of a name; ValueError when there is none."""
 
 
 def option_keys() -> Iterator[tuple[str, Sequence[str]]]:
     """Each option's key, and the names of the algorithms that read it."""
-    of_all = {name: {field.name for field in fields(_REGISTERED[name].options)} for name in names()}
+    of_all = {name: {field.name for field in fields(algorithm_class(name).options)} for name in names()}
     for key in sorted(set().union(*of_all.values())):
         yield key, [name for name, keys in of_all.items() if key in keys]

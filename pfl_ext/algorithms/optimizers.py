@@ -1,4 +1,6 @@
-"""The optimisers of the FLAIR benchmarks that torch lacks, local and central, and the central schedule.
+"""The optimisers that torch lacks, local and central, and the central schedule.
+
+A new optimiser of the server is one file in this folder, with a class under ``@server_optimizer("name")``.
 
 pfl's central optimiser steps on ``grad = -mean update`` of the round. So a gradient here is minus the
 pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 2003.00295), and steps descend.
@@ -7,25 +9,75 @@ pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 200
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.registry import Registry
 
 AdamForm = Literal["keras", "torch"]
+
+
+class OptimizerBuilder(Protocol):
+    """The class of an optimiser, or a function that builds one."""
+
+    def __call__(
+        self, params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm, /
+    ) -> torch.optim.Optimizer:
+        """The optimiser of these parameters."""
+        ...
+
+
+class ServerOptimizer(NamedTuple):
+    """What ``server.optimizer`` chooses by name."""
+
+    build: OptimizerBuilder
+    reads: Sequence[str]
+    """The keys of `ServerConfig` that it reads, besides those that all read."""
+
+
+SERVER_OPTIMIZERS: Registry[ServerOptimizer] = Registry("pfl_ext.algorithms", "server.optimizer")
+Built = TypeVar("Built", bound=OptimizerBuilder)
+
+
+def server_optimizer(name: str, *reads: str) -> Callable[[Built], Built]:
+    """Decorator of an `OptimizerBuilder`: ``server.optimizer`` chooses it by this name.
+
+    Args:
+        name: in the config.
+        reads: see `ServerOptimizer`. Where it is chosen, the keys that only others read are refused.
+    """
+
+    def decorate(build: Built) -> Built:
+        SERVER_OPTIMIZERS.add(name, ServerOptimizer(build, reads))
+        return build
+
+    return decorate
+
+
+def optimizer_keys() -> Mapping[str, Sequence[str]]:
+    """Each key that only some optimisers read, and their names."""
+    reads = {name: SERVER_OPTIMIZERS[name].reads for name in SERVER_OPTIMIZERS.names()}
+    keys = sorted(set().union(*reads.values()))
+    return {key: [name for name, own in reads.items() if key in own] for key in keys}
+
+
+def _known(name: str) -> str:
+    SERVER_OPTIMIZERS[name]  # refuses a name that there is not
+    return name
 
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """An optimiser with one learning rate for all parameters."""
 
-    optimizer: Literal["adam", "yogi", "adagrad", "sgd"] = "sgd"
-    """Kind of step: `FedOpt`'s by name, or plain gradient descent with momentum."""
+    optimizer: Annotated[str, AfterValidator(_known)] = "sgd"
+    """Name of the kind of step: sgd, adam, yogi, adagrad, or any other of pfl_ext/algorithms."""
     learning_rate: PositiveFloat = 1.0
     """Factor of a step, without unit."""
     beta1: Fraction = 0.9
@@ -38,10 +90,8 @@ class OptimizerConfig:
     """Share of the last step's direction that a step keeps (sgd)."""
 
     def build(self, params: Iterable[nn.Parameter], adam_form: AdamForm = "keras") -> torch.optim.Optimizer:
-        """The optimiser; sgd is ``v <- momentum v + g``, ``x <- x - lr v``, the others are `FedOpt`."""
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(params, lr=self.learning_rate, momentum=self.momentum)
-        return FedOpt(params, self, adam_form)
+        """The optimiser of this name."""
+        return SERVER_OPTIMIZERS[self.optimizer].build(params, self, adam_form)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -154,6 +204,17 @@ def clip_each(gradients: list[Tensor], max_norm: float) -> None:
         torch._foreach_mul_(gradients, list((max_norm / norms.clamp(min=max_norm)).unbind()))
 
 
+@server_optimizer("sgd", "momentum")
+def _sgd(
+    params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm
+) -> torch.optim.Optimizer:
+    """``v <- momentum v + g``, ``x <- x - lr v``."""
+    return torch.optim.SGD(params, lr=config.learning_rate, momentum=config.momentum)
+
+
+@server_optimizer("adam", "beta1", "beta2", "epsilon", "adam_form")
+@server_optimizer("yogi", "beta1", "beta2", "epsilon")
+@server_optimizer("adagrad", "beta1", "epsilon")
 class FedOpt(torch.optim.Optimizer):
     """Adaptive server optimisers by name. With gradient g, moments m and v, rate lr and step t = 1, 2, ...:
 
@@ -171,7 +232,6 @@ class FedOpt(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm):
-        assert config.optimizer != "sgd"
         self.name, self.adam_form = config.optimizer, adam_form
         defaults = {"lr": config.learning_rate, "beta1": config.beta1}
         super().__init__(params, {**defaults, "beta2": config.beta2, "epsilon": config.epsilon})

@@ -19,7 +19,7 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
 
 from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
-from pfl_ext.data.federated_dataset import ByteArray, ImageStore, IntArray, UserImages
+from pfl_ext.data.federated_dataset import Annotations, ByteArray, ImageStore, IntArray, UserImages
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.models.classifier import ImageClassifier
@@ -158,7 +158,7 @@ def personalise(module: ImageClassifier, store: ImageStore, tuning: Personalisat
 
 def _fine_tune(
     module: ImageClassifier,
-    data: tuple[ByteArray, ByteArray],
+    data: tuple[ByteArray, Annotations],
     name: str,
     tuning: Personalisation,
     device: torch.device,
@@ -183,7 +183,7 @@ def _statistics(
     num_rows: int,
     rows: IntArray,
     images: ByteArray,
-    annotations: ByteArray,
+    annotations: Annotations,
     batch_size: int = 256,
 ) -> MetricValue:
     """The task's statistics of one user's held-out images."""

@@ -28,6 +28,8 @@ from pfl_ext.randomness import seed32, stream
 
 IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
+Annotations = npt.NDArray[Any]
+"""Of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -44,23 +46,23 @@ class ImageStore(Protocol):
         """``[U + 1]``: user u has the rows ``user_offsets[u]:user_offsets[u + 1]``."""
         ...
 
-    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
-        """Images ``[n, H, W, 3]`` and multi-hot labels ``[n, K]`` of these rows, in their order.
+    def read(self, rows: IntArray) -> tuple[ByteArray, Annotations]:
+        """Images ``[n, H, W, 3]`` and annotations ``[n, ...]`` of these rows, in their order.
 
         Must be safe to call from several threads.
         """
         ...
 
-    def targets(self, rows: IntArray) -> ByteArray:
-        """The labels of `read` without the images."""
+    def targets(self, rows: IntArray) -> Annotations:
+        """The annotations of `read` without the images."""
         ...
 
 
-Reweighting = Callable[[ByteArray, ByteArray], npt.NDArray[np.float32]]
+Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
 """Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
 
 
-Collate = Callable[[npt.NDArray[Any]], torch.Tensor]
+Collate = Callable[[Annotations], torch.Tensor]
 """The targets of a batch from its annotations: `pfl_ext.tasks.task.Task.collate`."""
 
 
@@ -112,7 +114,7 @@ class UserImages(Dataset):
     def __init__(
         self,
         images: ByteArray,
-        targets: ByteArray | npt.NDArray[np.float32],
+        targets: Annotations,
         user_id: str,
         sampling: LocalSampling,
         rng: np.random.Generator,
@@ -282,11 +284,10 @@ class FederatedImageDataset(FederatedDataset):
             images, targets = (part[places] for part in self._store.read(rows))
         else:
             images, targets = self._store.read(rows)
-        weighted: ByteArray | npt.NDArray[np.float32] = targets
         if self._reweight is not None:
-            weighted = self._reweight(targets, self._store.targets(all_rows))
+            targets = self._reweight(targets, self._store.targets(all_rows))
         user_id = self.partition.user_ids[user]
-        return UserImages(images, weighted, user_id, self._sampling, rng, self._collate)
+        return UserImages(images, targets, user_id, self._sampling, rng, self._collate)
 
     def members(self, cohort_size: int) -> list[Member]:
         """The round's cohort, the same on every worker."""

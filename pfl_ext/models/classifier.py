@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise
-from pfl_ext.models.small import SMALL_MODELS
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
@@ -76,7 +76,7 @@ def build_backbone(
     """A classifier with K outputs and without live BatchNorm, on the CPU.
 
     * ``arch``: any name of torchvision's classifiers that has one output in training, e.g. ``resnet18``; or
-      one of `pfl_ext.models.small`, which are made for one ``input_size``.
+      one registered in `pfl_ext.models`, which are made for one ``input_size``.
     * ``norm``: "group" replaces each BatchNorm2d of C channels by GroupNorm with eps 1e-5 and the largest
       divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
     * ``init``: "keras": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
@@ -115,11 +115,11 @@ def build_backbone(
 
 
 def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
-    if arch in SMALL_MODELS:
+    if arch in NETWORKS.names():
         if input_size is None:
             raise ValueError(f"{arch} is made for one size of input: give input_size")
-        return SMALL_MODELS[arch](num_labels, input_size)
-    known = [*zoo.list_models(module=zoo), *SMALL_MODELS]
+        return NETWORKS[arch](num_labels, input_size)
+    known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"

@@ -20,7 +20,7 @@ class ModelConfig:
     """The network."""
 
     arch: str = "resnet18"
-    """Name of one of torchvision's classifiers, or of `pfl_ext.models.small`."""
+    """Name of one of torchvision's classifiers, or of a network registered in `pfl_ext.models`."""
     input_size: PositiveInt = 224
     """Side of the square that the network sees, cut from the image, in pixels."""
     pretrained: bool = False

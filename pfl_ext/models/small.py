@@ -1,15 +1,26 @@
 """Small networks of federated learning's papers that torchvision lacks, built by `pfl_ext.models.classifier`.
 
+A new network is one file in this folder, with a function under ``@NETWORKS.register("name")``.
+
 Shape letters: B images of a batch, S side of the input, K labels.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from torch import nn
 
+from pfl_ext.registry import Registry
 
+Network = Callable[[int, int], nn.Module]
+"""From the number of labels and the side of the input; with random weights of torch's."""
+NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
+"""What ``model.arch`` chooses by name, besides torchvision's classifiers."""
+
+
+@NETWORKS.register("cifar_cnn")
 def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
     """The CIFAR network of Hsu, Qi and Brown 2020 (Section 6.5), ``[B, 3, S, S]`` -> ``[B, K]``.
 
@@ -35,7 +46,3 @@ def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
         ("fc3", nn.Linear(192, num_labels)),
     ]
     return nn.Sequential(OrderedDict(layers))
-
-
-SMALL_MODELS = {"cifar_cnn": cifar_cnn}
-"""By name: functions of the number of labels and the side of the input."""

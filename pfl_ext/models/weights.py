@@ -11,7 +11,7 @@ import torch
 import torchvision.models as zoo
 from torch import Tensor, nn
 
-from pfl_ext.models.small import SMALL_MODELS
+from pfl_ext.models.small import NETWORKS
 
 IMAGENET = "imagenet"
 """As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
@@ -47,7 +47,7 @@ def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str
 
 
 def _download(arch: str) -> dict[str, Tensor]:
-    known = {} if arch in SMALL_MODELS else zoo.get_model_weights(arch).__members__
+    known = {} if arch in NETWORKS.names() else zoo.get_model_weights(arch).__members__
     if "IMAGENET1K_V1" not in known:
         raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
     pinned = known["IMAGENET1K_V1"]

@@ -1,0 +1,1 @@
+import pfl_ext as pfl_ext  # before pfl, see there

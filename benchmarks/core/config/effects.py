@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from pfl_ext.algorithms.algorithm import option_keys, refuse
+from pfl_ext.algorithms.optimizers import optimizer_keys
 
 
 class Idle(NamedTuple):
@@ -90,15 +91,13 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
-    optimizer = f"server.optimizer is {server.optimizer}"
-    if server.optimizer == "sgd":
-        yield Idle("server.beta1 server.beta2 server.epsilon", optimizer, "choose adam or yogi")
-    elif local.effective_learning_rate is None:  # else the users' rate is a multiple of 1 - momentum
-        yield Idle("server.momentum", optimizer, "choose sgd")
-    if server.optimizer == "adagrad":
-        yield Idle("server.beta2", optimizer, "choose adam or yogi")
-    if server.optimizer != "adam":
-        yield Idle("server.adam_form", optimizer, "choose adam")
+    for key, names in optimizer_keys().items():
+        # with an effective rate, the users' rate is a multiple of 1 - momentum
+        is_read = key == "momentum" and local.effective_learning_rate is not None
+        if server.optimizer not in names and not is_read:
+            yield Idle(
+                f"server.{key}", f"server.optimizer is {server.optimizer}", f"choose {' or '.join(names)}"
+            )
     if server.schedule == "constant":
         keys = "server.warmup_rounds server.final_learning_rate"
         yield Idle(keys, "server.schedule is constant", "choose warmup_linear")

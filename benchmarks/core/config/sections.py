@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.trees import build
 from pfl_ext.algorithms.algorithm import Choice, algorithm_class
 from pfl_ext.algorithms.fedir import ImportanceOptions
@@ -22,7 +23,6 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
-BestBy = Literal["loss", "C-AP", "accuracy", "last"]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
@@ -126,8 +126,8 @@ class EvaluationConfig:
     """Rounds between two scores of val (federated)."""
     every_epochs: PositiveInt = 1
     """Epochs between two scores of val (centralised)."""
-    best_by: BestBy = "loss"
-    """Column of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    best_by: str = "loss"
+    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -152,6 +152,8 @@ class LocalPrivacySection(LocalPrivacyConfig):
 class TrainingConfig:
     """All that decides a run's numbers."""
 
+    privacy_rules: ClassVar[Mapping[str, Rule]] = {}
+    """What each key that a benchmark adds may be in a private run: `benchmarks.core.config.privacy_rules`."""
     setting: str = ""
     """Row of the paper's table that this run is compared with."""
     mode: Literal["federated", "centralised"] = "federated"

@@ -153,7 +153,7 @@ def test_every_field_has_a_description_of_one_line_which_help_shows(
         (["--local.learning_rate=fast"], "local.learning_rate is 'fast': input should be a valid number"),
         (["--local.batch_size=2.5"], "local.batch_size is '2.5'"),
         (["--local.batch_size=0"], "local.batch_size is '0': input should be greater than 0"),
-        (["--server.optimizer=adm"], "server.optimizer is 'adm': input should be 'adam', 'yogi'"),
+        (["--server.optimizer=adm"], "server.optimizer is 'adm': choose one of adagrad, adam, sgd, yogi"),
         (["--local=3"], "local is '3'"),
         (["--local=3", "--local.batch_size=3"], "--local was given a value of its own"),
         (["--seed=-1"], "seed is '-1'"),

@@ -33,6 +33,7 @@ def test_the_reason_for_the_mini_set_is_said_once(
     argv: list[str], present: bool, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Issue 17.22: ``--data_path mini`` said that there is no FLAIR file where there is one."""
+    assert SOURCE.path is not None
     SOURCE.path.parent.mkdir()
     if present:
         SOURCE.path.touch()

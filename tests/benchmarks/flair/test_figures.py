@@ -77,15 +77,6 @@ def test_classes_without_an_image_on_test_are_named_not_drawn(tmp_path: Path) ->
     assert axes.get_title() == "name; not on test: fire"
 
 
-def test_the_legend_of_many_rows_stays_inside_its_figure(tmp_path: Path) -> None:
-    for place in range(8):
-        make_run(tmp_path / str(place), "fl-r-17", f"--federated.num_rounds={place + 1}")
-    figure = per_class(collect([tmp_path]).rows, "name")
-    figure.draw_without_rendering()
-    box = figure.legends[0].get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-
-
 def test_many_classes_are_drawn_against_their_frequency(tmp_path: Path) -> None:
     prevalence = {f"c{k}": 0.5 / (k + 1) for k in range(50)}
     ap = dict.fromkeys(prevalence, 30.0)

@@ -92,3 +92,8 @@ def test_emd_of_users_equals_the_naive_computation(mini_file: Path) -> None:
         )
     np.testing.assert_allclose(made.real, expected, rtol=1e-4)
     assert made.equal.mean() < made.size_matched.mean()
+
+
+def test_a_label_that_is_not_there_is_named(mini_file: Path) -> None:
+    with DataFile(mini_file) as file, pytest.raises(ValueError, match="'unicorn' is not among animal"):
+        emd_of_users(file, "train", image_size=20, label="unicorn")

@@ -18,8 +18,8 @@ from dataset.partitions.dirichlet import (
     dirichlet_partition,
     known_as,
     meaning,
-    partition_name,
 )
+from dataset.partitions.drawn import partition_name
 from dataset.partitions.statistics import distances
 from dataset.store.annotations import IntArray
 
@@ -159,12 +159,12 @@ def test_a_partitions_name_says_what_its_alpha_counts(name: str | None, classes:
 
 
 def test_the_old_name_and_the_new_one_find_each_other() -> None:
-    old, new = "dirichlet-0.3-seed-7", partition_name(0.3, 7, "total")
+    old, new = "dirichlet-0.3-seed-7", partition_name("dirichlet-total", 0.3, 7)
     assert (known_as(old, [new]), known_as(new, [old])) == (new, old)
     assert (known_as(old, [old, new]), known_as(new, [old, new])) == (old, new)
-    each = partition_name(0.3, 7, "per-class")
+    each = partition_name("dirichlet-per-class", 0.3, 7)
     assert (known_as(each, [old]), known_as(old, [each]), known_as("users", [old])) == (each, old, "users")
-    assert partition_name(10, 0, "total") == "dirichlet-total-10-seed-0"
+    assert partition_name("dirichlet-total", 10, 0) == "dirichlet-total-10-seed-0"
 
 
 def test_rounding_keeps_the_sum_and_favours_the_largest_remainders() -> None:

@@ -1,0 +1,57 @@
+"""Things that a config chooses by name. Each registers itself in a file of its package; there is no list."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+Thing = TypeVar("Thing")
+Kept = TypeVar("Kept")
+
+
+class Registry(Generic[Thing]):
+    """The things of one kind by name; a new one is a new file in the package.
+
+    Args:
+        package: whose modules are imported before the first look, so that they register what they hold.
+        key: of the config, which names the thing.
+    """
+
+    def __init__(self, package: str, key: str) -> None:
+        self._package, self._key = package, key
+        self._things: dict[str, Thing] = {}
+        self._is_complete = False
+
+    def add(self, name: str, thing: Thing) -> None:
+        """Take note of a thing; two of the same name are a mistake of ours."""
+        assert self._things.setdefault(name, thing) is thing, name
+
+    def register(self, name: str) -> Callable[[Kept], Kept]:
+        """Decorator of a thing that the config's key chooses by this name."""
+
+        def decorate(thing: Kept) -> Kept:
+            self.add(name, thing)  # type: ignore[arg-type]  # a class decorator keeps the class's own type
+            return thing
+
+        return decorate
+
+    def names(self) -> Sequence[str]:
+        """Of all things, in order of the alphabet."""
+        if not self._is_complete:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            self._is_complete = True
+        return sorted(self._things)
+
+    def __getitem__(self, name: str) -> Thing:
+        """The thing of this name.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        if name not in self.names():
+            raise ValueError(f"{self._key} is {name!r}: choose one of {', '.join(self.names())}")
+        return self._things[name]

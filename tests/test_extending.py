@@ -1,0 +1,127 @@
+"""What a new thing takes: one file, which is found by its name (docs/architecture.md has the table)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dataset.partitions.drawn
+import pfl_ext.algorithms
+import pfl_ext.models
+from benchmarks.core.config.digests import digest
+from benchmarks.flair.config import parse
+from dataset.store.hdf5 import DataFile
+from dataset.store.views import SingleLabelView
+from pfl_ext.algorithms.algorithm import ALGORITHMS, option_keys
+from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
+from pfl_ext.models.small import NETWORKS
+from pfl_ext.registry import Registry
+from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import mini_file as mini_file
+from tests.benchmarks.conftest import train as train
+from tests.benchmarks.test_train import error_line, lines, results
+from tests.dataset.cifar10.made_cifar import CIFAR10, write_parquet
+from tests.dataset.cifar10.test_cifar import make
+
+DROPPED = Path(__file__).parent / "dropped"
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of `tests.dropped` lie in the packages of the house, which nothing has looked through yet."""
+    for package in (pfl_ext.algorithms, pfl_ext.models, dataset.partitions):
+        folder = DROPPED / package.__name__.rpartition(".")[2]
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+        for file in folder.glob("[a-z]*.py"):
+            monkeypatch.delitem(sys.modules, f"{package.__name__}.{file.stem}", raising=False)
+    monkeypatch.setattr(dataset.partitions.drawn, "_DRAWERS", dict(dataset.partitions.drawn._DRAWERS))
+    registries: tuple[Registry[Any], ...] = (ALGORITHMS, SERVER_OPTIMIZERS, NETWORKS)
+    for registry in registries:
+        monkeypatch.setattr(registry, "_things", dict(registry._things))
+        monkeypatch.setattr(registry, "_is_complete", False)
+
+
+NEW = ("--federated.algorithm=slowmo", "--federated.options.beta=0.25")
+
+
+@pytest.mark.parametrize("engine", ["fast", "stock"])
+def test_a_new_algorithm_a_new_network_train_and_go_on(
+    engine: str, dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = (*NEW, "--model.arch=leaf_cnn", f"--runtime.engine={engine}")
+    whole = train(*argv, name="whole")
+    assert ("pfl's own loop" in results(whole)["arithmetic"]) == (engine == "stock")
+    assert len(lines(whole)) == 4
+    plain = train(*argv[2:], "--server.optimizer=sgd", "--server.learning_rate=1", name="plain")
+    assert results(plain)["model_sha256"] != results(whole)["model_sha256"]
+    assert lines(plain)[1]["val"] == lines(whole)[1]["val"], "the first round has no momentum yet"
+
+
+def test_a_new_server_optimizer_trains_and_says_which_keys_it_reads(
+    dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("--server.optimizer=amsgrad", "--server.learning_rate=0.01")
+    assert results(train(*argv))["rounds"] == 3
+    capsys.readouterr()
+    train(*argv, "--server.momentum=0.5", name="other", code=2)
+    expected = "--server.momentum has no effect where server.optimizer is amsgrad: remove it, or choose sgd"
+    assert expected in error_line(capsys)
+    assert parse([*argv, "--config=pfl-r-17"]).config.privacy, "it works on the noisy mean alone"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--config=pfl-r-17", NEW[0]], "privacy refuses federated.algorithm = slowmo ("),
+        (["--federated.weighting=users", "--local_privacy.epsilon=4", NEW[0]], "local_privacy refuses fed"),
+        ([NEW[0], "--federated.options.beta=2"], "federated.options.beta is '2': "),
+        (["--federated.algorithm=slomo"], "choose one of fedavg, fednova, fedprox, "),
+        (["--server.optimizer=amsgrat"], "server.optimizer is 'amsgrat': choose one of adagrad, adam, ams"),
+        (["--model.arch=leaf_cmn"], "did you mean leaf_cnn?"),
+    ],
+)
+def test_what_nobody_has_argued_or_written_is_refused_in_one_line(
+    argv: list[str], message: str, dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*argv, code=2)
+    assert message in error_line(capsys)
+
+
+def test_an_algorithm_whose_file_argues_for_privacy_is_private_without_another_file(
+    dropped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ALGORITHMS["slowmo"], "refusals", {})
+    config = parse(["--config=pfl-r-17", *NEW]).config
+    assert config.federated.options == {"beta": 0.25}
+    assert config.privacy is not None
+
+
+def test_a_new_partition_is_drawn_by_its_name_and_trained_on(
+    dropped: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(CIFAR10, tmp_path / "in")
+    path, source = tmp_path / "cifar.hdf5", ["--source", str(tmp_path / "in"), "--splits", "none"]
+    size = ["--clients", "5", "--images_per_client", "12"]
+    assert make(CIFAR10, path, *source, *size, "--partition", "shards=2, dirichlet-total=0.3") == 0
+    assert "partition shards-2-seed-0: 5 users" in capsys.readouterr().err
+    with DataFile(path) as file:
+        split = SingleLabelView(file, "shards-2-seed-0").split("train")
+        by_user = np.split(split.classes, split.user_offsets[1:-1])
+        assert np.mean([len(np.unique(classes)) for classes in by_user]) < 5
+        assert sorted(split.file_rows.tolist()) == list(range(split.num_images))
+        drawn = file.provenance["drawn"]["shards-2-seed-0"]
+        assert drawn == {"kind": "shards", "number": 2, "seed": 0}
+    for asked, message in (("shard=2", "give any of dirichlet-per-class=NUMBER, "), ("shards=x", "shards=1")):
+        assert make(CIFAR10, tmp_path / "other.hdf5", *source, "--partition", asked) == 2
+        assert message in error_line(capsys)
+
+
+def test_new_files_leave_the_digests_of_other_configs_alone(request: pytest.FixtureRequest) -> None:
+    before = digest(parse([]).config)
+    request.getfixturevalue("dropped")
+    assert digest(parse([]).config) == before
+    assert "slowmo" in dict(option_keys())["beta"]
