@@ -1,127 +1,221 @@
-"""Draws ``house.png``: which package imports which, read from the source.
+"""Draws ``house.png``: which part of the house imports which, read from the source.
 
-    python docs/draw_house.py
+    python docs/draw_house.py [OUTPUT]
 
-A box is a package, or the modules that lie directly in one of the three roots. An arrow points to what is
-imported; the more import statements, the thicker it is.
+A box is a package (thick), or a module that lies directly in one of the three roots (thin). Boxes stand in
+rows, each above what it imports. An arrow is left out where a longer way of arrows leads to the same box. A
+dashed arrow goes up: two parts that import each other. The broad arrows between the roots say how many import
+statements cross.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import networkx  # comes with torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parent.parent
-ROOTS = {"benchmarks": "#4477aa", "pfl_ext": "#228833", "dataset": "#aa6633"}
+COLOURS = {"benchmarks": "#33628f", "pfl_ext": "#2d7d3a", "dataset": "#a05a2c"}
 OUTPUT = Path(__file__).with_name("house.png")
-Edges = Counter[tuple[str, str]]
+WIDTH, HEIGHT, ACROSS, DOWN, MOST = 2.3, 0.55, 2.75, 1.12, 4
+"""Of a box; from one box to the next, and from one row to the next; boxes in a row."""
+Arrows = Mapping[tuple[str, str], int]
+Point = tuple[float, float]
 
 
-def package_of(module: str) -> str:
-    """The box of a dotted module: ``pfl_ext.engine.cpu.kernels`` is in ``pfl_ext.engine``."""
-    root, _, rest = module.partition(".")
-    first = rest.partition(".")[0]
-    return f"{root}.{first}" if (ROOT / root / first).is_dir() and first else root
+def modules() -> list[str]:
+    """Today's boxes: packages and loose modules of each root, as ``pfl_ext.engine``."""
+    found = []
+    for root in COLOURS:
+        for path in sorted((ROOT / root).iterdir()):
+            if path.suffix == ".py" and path.stem != "__init__":
+                found.append(f"{root}.{path.stem}")
+            elif path.is_dir() and any(path.glob("*.py")):
+                found.append(f"{root}.{path.name}")
+    return found
+
+
+def box_of(dotted: str) -> str:
+    """The box of a module or of a name in it: ``pfl_ext.engine.cpu.kernels`` is in ``pfl_ext.engine``."""
+    return ".".join(dotted.split(".")[:2])
 
 
 def imported(file: Path) -> list[str]:
-    """The modules of the three roots that a file imports."""
+    """The dotted names of the three roots that a file imports."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-    return [name for name in found if name.partition(".")[0] in ROOTS]
+    return [name for name in found if name.partition(".")[0] in COLOURS]
 
 
-def edges() -> Edges:
-    """How many import statements lead from one package to another."""
-    out: Edges = Counter()
-    for root in ROOTS:
-        for file in (ROOT / root).rglob("*.py"):
-            here = package_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
-            out.update((here, there) for there in map(package_of, imported(file)) if there != here)
-    return out
+def arrows_between(boxes: Sequence[str]) -> Arrows:
+    """How many imported names lead from one box to another."""
+    found: Counter[tuple[str, str]] = Counter()
+    for root in COLOURS:
+        for file in sorted((ROOT / root).rglob("*.py")):
+            here = box_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
+            found.update((here, there) for there in map(box_of, imported(file)))
+    return {(a, b): n for (a, b), n in found.items() if a != b and a in boxes and b in boxes}
 
 
-def levels(names: list[str], arrows: Edges) -> list[list[str]]:
-    """The packages of one root in rows: each above most of what it imports."""
-    inside = {(a, b): n for (a, b), n in arrows.items() if a in names and b in names}
-    weight = {
-        name: sum(n for (a, _), n in inside.items() if a == name)
-        - sum(n for (_, b), n in inside.items() if b == name)
-        for name in names
-    }
-    ordered = sorted(names, key=lambda name: (-weight[name], name))
-    width = 4
-    return [ordered[i : i + width] for i in range(0, len(ordered), width)]
-
-
-def places(arrows: Edges) -> dict[str, tuple[float, float]]:
-    """The centre of every box: benchmarks above, pfl_ext below on the left, dataset on the right."""
-    names = sorted({name for edge in arrows for name in edge})
-    out = {}
-    corners = {"benchmarks": (2.2, 8.6), "pfl_ext": (0.0, 4.6), "dataset": (9.6, 4.6)}
-    for root, (left, top) in corners.items():
-        rows = levels([name for name in names if name.partition(".")[0] == root], arrows)
-        for down, row in enumerate(rows):
-            for right, name in enumerate(row):
-                out[name] = (left + 2.3 * right + 0.5 * (down % 2), top - 1.5 * down)
-    return out
-
-
-def draw() -> None:
-    """Write the picture."""
-    arrows = edges()
-    centre = places(arrows)
-    figure, axes = plt.subplots(figsize=(15, 9))
-    for (a, b), number in sorted(arrows.items()):
-        crosses = a.partition(".")[0] != b.partition(".")[0]
-        axes.add_patch(
-            FancyArrowPatch(
-                centre[a],
-                centre[b],
-                arrowstyle="-|>",
-                mutation_scale=9,
-                shrinkA=26,
-                shrinkB=26,
-                linewidth=0.4 + 0.12 * min(number, 20),
-                color=ROOTS[a.partition(".")[0]],
-                alpha=0.3 if crosses else 0.75,
-                connectionstyle="arc3,rad=0.08",
-            )
+def ordered(boxes: Iterable[str], arrows: Arrows) -> list[str]:
+    """Importers first. Next is a box that no box left imports, or else the one that imports the most."""
+    left, order = set(boxes), []
+    while left:
+        excess = dict.fromkeys(left, 0)
+        for (a, b), number in arrows.items():
+            if a in left and b in left:
+                excess[a] += number
+                excess[b] -= number
+        of_most = max(
+            sorted(left), key=lambda box: (not any(b == box and a in left for a, b in arrows), excess[box])
         )
-    for name, (x, y) in centre.items():
-        root, _, package = name.partition(".")
-        axes.add_patch(
-            FancyBboxPatch(
-                (x - 0.85, y - 0.28),
-                1.7,
-                0.56,
-                boxstyle="round,pad=0.06",
-                facecolor="white",
-                edgecolor=ROOTS[root],
-                linewidth=2 if package else 3,
-                zorder=3,
-            )
+        order.append(of_most)
+        left.remove(of_most)
+    return order
+
+
+def rows_of(order: Sequence[str], arrows: Arrows) -> list[list[str]]:
+    """The boxes of one root in rows: each below all that import it, but for arrows that go up."""
+    depth: dict[str, int] = {}
+    for place, box in enumerate(order):
+        depth[box] = max((depth[above] + 1 for above in order[:place] if (above, box) in arrows), default=0)
+    rows = []
+    for level in range(max(depth.values()) + 1):
+        row = [box for box in order if depth[box] == level]
+        rows += [row[i : i + MOST] for i in range(0, len(row), MOST)]
+    return rows
+
+
+def shown(order: Sequence[str], arrows: Arrows) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The arrows that go down, without those that a longer way replaces; and those that go up."""
+    place = {box: number for number, box in enumerate(order)}
+    inside = [(a, b) for a, b in arrows if a in place and b in place]
+    graph = networkx.DiGraph([(a, b) for a, b in inside if place[a] < place[b]])
+    return sorted(networkx.transitive_reduction(graph).edges), [
+        (a, b) for a, b in inside if place[a] > place[b]
+    ]
+
+
+def draw_arrow(axes: Axes, start: Point, end: Point, colour: str, goes_up: bool) -> None:
+    """From the lower edge of a box to the upper edge of another; sideways and round where it goes up."""
+    half = HEIGHT / 2 + 0.07
+    if goes_up:
+        ends = (start[0] + 0.8, start[1] + half), (end[0] + 0.8, end[1] - half)
+    else:
+        ends = (start[0], start[1] - half), (end[0], end[1] + half)
+    axes.add_patch(
+        FancyArrowPatch(
+            *ends,
+            arrowstyle="-|>",
+            mutation_scale=12,
+            linewidth=0.8 if goes_up else 1.1,
+            linestyle=(0, (3, 3)) if goes_up else "-",
+            color="#c0392b" if goes_up else colour,
+            alpha=0.55 if goes_up else 0.75,
+            shrinkA=0,
+            shrinkB=0,
+            connectionstyle="arc3,rad=0.25" if goes_up else "arc3,rad=0",
         )
-        label = package.replace("visual_classification", "visual\nclassification") or f"{root}/*.py"
-        axes.text(x, y, label, ha="center", va="center", fontsize=10, zorder=4)
-    for root, (x, y) in {"benchmarks": (0.2, 8.6), "pfl_ext": (-2.2, 4.6), "dataset": (18.2, 4.6)}.items():
-        axes.text(x, y, root, fontsize=15, color=ROOTS[root], weight="bold", ha="center", va="center")
-    axes.set_xlim(-3.2, 19.4)
-    axes.set_ylim(min(y for _, y in centre.values()) - 0.8, 9.3)
+    )
+
+
+def draw_root(axes: Axes, root: str, arrows: Arrows, left: float, top: float, width: float) -> Point:
+    """One root as a panel with its rows; the panel's right lower corner."""
+    own = [box for box in modules() if box.partition(".")[0] == root]
+    order, colour = ordered(own, arrows), COLOURS[root]
+    rows = rows_of(order, arrows)
+    centre: dict[str, Point] = {}
+    for down, row in enumerate(rows):
+        indent = (width - ACROSS * len(row)) / 2
+        for right, box in enumerate(row):
+            centre[box] = (left + indent + ACROSS * (right + 0.5), top - 1.0 - DOWN * down)
+    bottom = top - 1.0 - DOWN * (len(rows) - 1) - 0.65
+    panel = FancyBboxPatch((left, bottom), width, top - bottom, boxstyle="round,pad=0.1", zorder=0)
+    panel.set(facecolor=colour, edgecolor="none", alpha=0.07)
+    axes.add_patch(panel)
+    axes.text(left + 0.1, top - 0.12, root, fontsize=15, color=colour, weight="bold", va="top")
+    down_arrows, up_arrows = shown(order, arrows)
+    for a, b in down_arrows:
+        draw_arrow(axes, centre[a], centre[b], colour, False)
+    for a, b in up_arrows:
+        draw_arrow(axes, centre[a], centre[b], colour, True)
+    for box, (x, y) in centre.items():
+        is_package, name = (ROOT / root / box.partition(".")[2]).is_dir(), box.partition(".")[2]
+        corner = (x - WIDTH / 2, y - HEIGHT / 2)
+        patch = FancyBboxPatch(corner, WIDTH, HEIGHT, boxstyle="round,pad=0.05", zorder=3)
+        patch.set(facecolor="white", edgecolor=colour, linewidth=2.2 if is_package else 0.9)
+        axes.add_patch(patch)
+        label = name if is_package else f"{name}.py"
+        axes.text(x, y, label, ha="center", va="center", fontsize=12 if len(label) < 16 else 8.5, zorder=4)
+    return left + width, bottom
+
+
+def draw_crossing(axes: Axes, number: int, start: Point, end: Point, colour: str) -> None:
+    """The imports from one root to another, as one broad arrow with their number."""
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="simple,head_width=30,tail_width=16,head_length=14",
+            color=colour,
+            alpha=0.6,
+        )
+    )
+    middle = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+    sideways = start[1] == end[1]
+    place = (middle[0], middle[1] + 0.55) if sideways else (middle[0] + 0.5, middle[1])
+    words = f"{number} imports"
+    axes.text(*place, words, fontsize=12, color=colour, ha="center" if sideways else "left", va="center")
+
+
+def draw(output: Path) -> None:
+    """Write the picture; its metadata hold the boxes by name."""
+    boxes = modules()
+    arrows = arrows_between(boxes)
+    crossing: Counter[tuple[str, str]] = Counter()
+    for (a, b), number in arrows.items():
+        crossing[a.partition(".")[0], b.partition(".")[0]] += number
+    figure, axes = plt.subplots(figsize=(17, 12.5))
+    half, gap = ACROSS * MOST + 0.2, 2.2
+    whole = 2 * half + gap
+    _, under = draw_root(axes, "benchmarks", arrows, 0.0, 0.0, whole)
+    top = under - 1.2
+    ends = [
+        draw_root(axes, "pfl_ext", arrows, 0.0, top, half),
+        draw_root(axes, "dataset", arrows, half + gap, top, half),
+    ]
+    for root, middle in (("pfl_ext", half / 2), ("dataset", half + gap + half / 2)):
+        number = crossing["benchmarks", root]
+        draw_crossing(axes, number, (middle, under - 0.15), (middle, top + 0.15), COLOURS["benchmarks"])
+    level = top - 2.6
+    draw_crossing(
+        axes,
+        crossing["pfl_ext", "dataset"],
+        (half + 0.15, level),
+        (half + gap - 0.15, level),
+        COLOURS["pfl_ext"],
+    )
+    axes.set_xlim(-0.3, whole + 0.3)
+    axes.set_ylim(min(bottom for _, bottom in ends) - 0.3, 0.3)
+    axes.set_aspect("equal")
     axes.axis("off")
-    figure.savefig(OUTPUT, dpi=110, bbox_inches="tight")
+    figure.savefig(output, dpi=80, bbox_inches="tight", metadata={"Description": " ".join(boxes)})
+    plt.close(figure)
 
 
 if __name__ == "__main__":
-    draw()
+    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT)
