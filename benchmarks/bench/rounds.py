@@ -81,20 +81,11 @@ class Clock(Watch):
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """To ``part``: the host's time, which on a GPU runs ahead of the device's."""
+        """To ``part``: the host's time, which on a GPU runs ahead of the device's; also a decorator."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
         self.seconds[part] += (time.perf_counter() - begin) * (self.lanes if alone else 1)
-
-    def around(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, charged."""
-
-        def charged(*args: Any, **kwargs: Any) -> Any:
-            with self.charge(part):
-                return work(*args, **kwargs)
-
-        return charged
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
         """The same items, waiting for them charged."""
@@ -129,7 +120,7 @@ class Side:
     def _watch(self) -> None:
         """Charge what the clock is to tell apart; reading on other threads is free unless waited for."""
         clock = self.clock
-        self.model.do_multiple_epochs_of = clock.around("training", self.model.do_multiple_epochs_of)
+        self.model.do_multiple_epochs_of = clock.charge("training")(self.model.do_multiple_epochs_of)
         get_cohort = self.data.get_cohort
         self.data.get_cohort = lambda size: clock.iterator("data", get_cohort(size))  # type: ignore[method-assign, assignment]
 

@@ -150,8 +150,7 @@ def training_curve(
     )
     right.set_ylabel(f"cross-entropy on {split}")
     right.set_ylim(bottom=0)
-    handles = left.get_legend_handles_labels()[0] + right.get_legend_handles_labels()[0]
-    left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     left.grid(alpha=0.3)
     save(figure, path)
 
@@ -229,15 +228,10 @@ def bench_bars(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             for part, shade in zip(parts, shades):
                 width = result[name]["share"][part] * result[name]["round_s"] / result["stock"]["round_s"]
                 label = part if row == 0 and name == "stock" else None
-                axes.barh(row + offset, width, 0.36, left, color=shade, label=label)
+                bar = axes.barh(row + offset, width, 0.36, left, color=shade, label=label)
                 left += width
-            text = f" {name}: {result[name]['round_s']:.2f} s"
-            axes.text(
-                left,
-                row + offset,
-                text + (f" ({result['ratio']:.2f}x)" if name == "fast" else ""),
-                va="center",
-            )
+            times = f" ({result['ratio']:.2f}x)" if name == "fast" else ""
+            axes.bar_label(bar, [f" {name}: {result[name]['round_s']:.2f} s{times}"])
     axes.set_yticks(range(len(results)), [result["case"]["name"] for result in results])
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.45), xlabel="time of a round, of stock pfl's")
