@@ -12,23 +12,11 @@ import yaml
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import config_tree, digest, tree_digest
-from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from dataset.files import write_bytes, write_json, written
 from pfl_ext.checkpoint import read_json
 from pfl_ext.workers.distributed import from_main, is_main
-
-
-def config_differences(old: Tree, new: Tree, prefix: str = "") -> list[str]:
-    """``key: old -> new`` for every field that differs."""
-    out = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            out += config_differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            out.append(f"{prefix}{key}: {before} -> {after}")
-    return out
 
 
 def run_differences(known: Tree, run: AnyRun) -> list[str]:
@@ -45,7 +33,7 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
     if "weights_sha256" not in known.get("model", {}):
         for tree in (old, new):
             tree["model"].pop("weights_sha256", None)
-    return config_differences(old, new)
+    return differences(old, new)
 
 
 class RunDirectory:
@@ -81,15 +69,14 @@ class RunDirectory:
             raise ValueError(f"{self.path} already holds a run: choose another --run_dir, or --resume auto")
         known = read_yaml(self.path / "config.yaml")
         try:
-            differences = run_differences(known, self.run)
+            changed = run_differences(known, self.run)
         except ValueError as fault:
             raise ValueError(
                 f"{self.path / 'config.yaml'} is damaged or of another version: {fault}"
             ) from fault
-        if differences:
+        if changed:
             raise ValueError(
-                f"{self.path} holds a run of another config ({'; '.join(differences)}): choose another "
-                "--run_dir"
+                f"{self.path} holds a run of another config ({'; '.join(changed)}): choose another --run_dir"
             )
         data = self.path / "checkpoint" / "data.json"
         learnt = read_json(data).get("sha256") if data.exists() else self.data_sha256

@@ -23,7 +23,7 @@ import benchmarks
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
 from benchmarks.core.config.sections import TrainingConfig
-from benchmarks.core.config.trees import Tree, read_yaml
+from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts, sha256_of
 from dataset.store.hdf5 import DataFile
 
@@ -326,12 +326,11 @@ def check_seeds(records: Sequence[RunRecord]) -> None:
     fields = [experiment(dataclasses.asdict(run.config), type(run.config)) for run in records]
     reference = fields[0]
     for record, other in zip(records, fields):
-        keys = [key for key in {**reference, **other} if reference.get(key) != other.get(key)]
-        if keys:
-            shown = "; ".join(f"{key}: {reference.get(key)} -> {other.get(key)}" for key in keys[:3])
+        if changed := differences(reference, other):
+            shown = "; ".join(changed[:3])
             raise ValueError(
                 f"{first} and {record.directory} are no seeds of one experiment, they differ in more than "
-                f"the seed ({shown}{'; ...' if keys[3:] else ''}): give them apart, or only one of them"
+                f"the seed ({shown}{'; ...' if changed[3:] else ''}): give them apart, or only one of them"
             )
         if record.seed in seeds:
             raise ValueError(

@@ -23,8 +23,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.digests import short_digest
-from benchmarks.core.config.trees import Tree
-from benchmarks.core.run_directory import config_differences
+from benchmarks.core.config.trees import Tree, differences
 from benchmarks.core.tracking import flat
 from benchmarks.reporting.tables import markdown_table
 from benchmarks.sweep.process import POLL_SECONDS, TrialProcess
@@ -83,9 +82,9 @@ def open_study(directory: Path, sweep: Sweep, identity: Tree) -> optuna.Study:
         raise ValueError(f"{path} is damaged ({fault!r}): choose another --sweep_dir") from fault
     if known is None:
         study.set_user_attr("sweep", identity)
-    elif differences := config_differences(known, identity):
+    elif changed := differences(known, identity):
         raise ValueError(
-            f"{directory} holds another sweep ({'; '.join(differences)}): choose another --sweep_dir"
+            f"{directory} holds another sweep ({'; '.join(changed)}): choose another --sweep_dir"
         )
     return study
 

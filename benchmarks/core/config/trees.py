@@ -35,6 +35,13 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``key: old -> new`` for every dotted key that differs."""
+    before, after = dotted(old), dotted(new)
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys]
+
+
 def put(tree: Tree, key: str, value: Any) -> None:
     """Set the leaf of a dotted key."""
     *sections, leaf = key.split(".")
