@@ -152,13 +152,11 @@ class Sweep:
             study = optuna.create_study(direction=self.ranking.goal, sampler=sampler)
             study.add_trials([trial for trial in trials if trial.state in useful])
             drawn = study.ask(space).params
-            yield (
-                drawn,
-                {
-                    name: p.at(drawn[name]) if name in drawn else (p.options() or [None])[0]
-                    for name, p in self.parameters.items()
-                },
-            )
+            point = {
+                name: p.at(drawn[name]) if name in drawn else (p.options() or [None])[0]
+                for name, p in self.parameters.items()
+            }
+            yield drawn, point
 
 
 def command_words(point: Tree) -> list[str]:
