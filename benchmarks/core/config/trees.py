@@ -38,7 +38,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """``key: old -> new`` for every dotted key that differs."""
     before, after = dotted(old), dotted(new)
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    keys = [key for key in sorted({**before, **after}) if before.get(key) != after.get(key)]
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys]
 
 
