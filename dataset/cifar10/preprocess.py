@@ -136,29 +136,25 @@ def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
         raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
     if asked == NO_SPLITS:
         return None
-    if asked == OFFICIAL:
-        try:
-            return _download_splits(spec, SPLITS_BASE, folder, "")
-        except SourceError as error:
-            raise SourceError(
-                f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
-                "--dirichlet_total A for partitions of our own"
-            ) from None
-    if not is_address(asked):
+    if asked != OFFICIAL and not is_address(asked):
         return _place(spec, Path(asked))
     if asked.startswith("http://") and not sha256:
         raise ValueError(
             f"--splits {asked}: nothing vouches for what comes over http; give an https address, or the "
             f"SHA-256 of {spec.splits_archive} with --splits_sha256"
         )
-    return _download_splits(spec, asked, folder, sha256.lower())
-
-
-def _download_splits(spec: Cifar, base: str, folder: Path, sha256: str) -> Path:
-    """Where the archive of splits is; its name has a digest of its address."""
-    url = below(base, spec.splits_archive)
+    url = below(SPLITS_BASE if asked == OFFICIAL else asked, spec.splits_archive)
+    # One address's archive is never used for another's.
     target = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{spec.splits_archive}"
-    fetch_checked(url, target, "sha256", sha256)
+    try:
+        fetch_checked(url, target, "sha256", sha256.lower())
+    except SourceError as error:
+        if asked != OFFICIAL:
+            raise
+        raise SourceError(
+            f"{error}; or give a copy of {spec.splits_archive} with --splits DIR; or --splits none, with "
+            "--dirichlet_total A for partitions of our own"
+        ) from None
     return target
 
 

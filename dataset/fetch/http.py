@@ -119,8 +119,8 @@ def remote(url: str) -> Remote:
     return retried(ask, url)
 
 
-def fetch(url: str, target: Path, expected: Remote) -> None:
-    """Download ``url`` to ``target``, which appears when it is whole.
+def fetch(url: str, target: Path, expected: Remote) -> Path:
+    """Download ``url`` to ``target``, which appears when it is whole; returns where it is.
 
     What has arrived is kept in ``target.part``; a later call, or a further attempt after a broken connection,
     asks for the rest only (HTTP Range), and starts over where the server has another version by then.
@@ -129,7 +129,7 @@ def fetch(url: str, target: Path, expected: Remote) -> None:
         SourceError: in one line, when the attempts are used up.
     """
     if target.is_file() and target.stat().st_size == expected.size:
-        return
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     noted = target.with_name(target.name + ".version")
@@ -139,6 +139,7 @@ def fetch(url: str, target: Path, expected: Remote) -> None:
     retried(lambda: _append(url, part, expected), url)
     part.replace(target)
     noted.unlink()
+    return target
 
 
 def fetch_checked(url: str, target: Path, algorithm: str, expected: str) -> None:

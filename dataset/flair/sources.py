@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,8 @@ def apple(folder: Path, base: str = APPLE) -> Source:
     def shard(path: str) -> Shard:
         target, url = folder / Path(path).name, base + path
         there = remote(url)
-
-        def get() -> Path:
-            fetch(url, target, there)
-            return target
-
-        return Shard(target.name, there.size, get, f"{url} {there.size} {there.version}")
+        key = f"{url} {there.size} {there.version}"
+        return Shard(target.name, there.size, partial(fetch, url, target, there), key)
 
     metadata = shard(f"labels/{METADATA}")
     archives = [shard(f"images/small/small_images-{i:02d}.tar.gz") for i in range(NUM_ARCHIVES)]

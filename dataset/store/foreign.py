@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,24 +63,18 @@ class ForeignReader:
             self.grouped = "images" in first
             self._coordinates = "labels_row" in first
             self.label_mappings: dict[str, dict[str, int]] = {}
-            self._to_column: dict[str, IntArray] = {}
+            self._to_column: dict[str, IntArray] = {}  # column in the file -> alphabetical column
             for taxonomy, names in _NAMES.items():
                 present = next(name for name in names if f"metadata/{name}" in file)
                 values = _numbers(dataset(file, f"metadata/{present}")[()])
-                self.label_mappings[taxonomy] = {name: k for k, name in enumerate(sorted(values))}
-                self._to_column[taxonomy] = self._lookup(taxonomy, values)
+                mapping = {name: column for column, name in enumerate(sorted(values))}
+                in_file = sorted(values, key=values.__getitem__)
+                if self._coordinates and [values[name] for name in in_file] != list(range(len(values))):
+                    raise ValueError(f"the mapping of {taxonomy} does not number its names from 0")
+                self.label_mappings[taxonomy] = mapping
+                self._to_column[taxonomy] = np.array([mapping[name] for name in in_file], np.int64)
         maker = "pfl-research" if self._coordinates or present.endswith("mapping") else "ml-flair"
         self.provenance: dict[str, Any] = {"source": f"{maker} HDF5", "file": str(path)}
-
-    def _lookup(self, taxonomy: str, values: Mapping[str, int]) -> IntArray:
-        """Column in the file -> alphabetical column; only coordinates need it."""
-        lookup = np.arange(len(values), dtype=np.int64)
-        if self._coordinates:
-            if sorted(values.values()) != list(range(len(values))):
-                raise ValueError(f"the mapping of {taxonomy} does not number its names from 0")
-            for name, column in values.items():
-                lookup[column] = self.label_mappings[taxonomy][name]
-        return lookup
 
     def _file(self) -> h5py.File:
         """The open file; a forked child opens its own."""
