@@ -84,8 +84,11 @@ def test_every_image_lies_in_its_cell_and_no_cell_could_have_stayed_whole(seed: 
 
 
 def test_what_is_no_place_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no place at latitude 91"):
-        leaf_ids([91.0], [0.0])
+    assert len(leaf_ids([90.0, -90.0], [180.0, -180.0])) == 2
+    beyond = [(90.01, 0.0), (-90.01, 0.0), (0.0, 180.01), (0.0, -180.01)]
+    for latitude, longitude in beyond:
+        with pytest.raises(ValueError, match=f"no place at latitude {latitude}, longitude {longitude}"):
+            leaf_ids([latitude], [longitude])
     with pytest.raises(ValueError, match="give at least 1"):
         geo_partition(np.zeros(0, np.uint64), 0)
     path = tmp_path / "c.csv"
