@@ -55,8 +55,9 @@ def ends_as_on_the_cpu(words: str, train: Train) -> None:
     arch, *argv = words.split()
     stock = "--runtime.engine=stock" in argv
     federated = "--config=c-r-17" not in argv
-    common = ["--local.batch_size=4"] if federated else []
-    common += ["--runtime.lanes=1"] if federated and not stock else []
+    small = ["--local.batch_size=4", "--federated.cohort_size=3", "--federated.num_rounds=2"]
+    common = small if federated else []
+    common = [*common, "--runtime.lanes=1"] if federated and not stock else common
 
     def run(name: str, *more: str) -> tuple[list[Scored], Tree]:
         with watched() as seen:

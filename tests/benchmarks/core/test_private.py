@@ -75,10 +75,11 @@ def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.Captur
 
 @pytest.mark.parametrize("name", ["pfl-r-17", "pfl-f-17", "pfl-r-1628", "pfl-f-1628"])
 def test_every_private_row_of_table_1_runs(name: str, train: Train, tmp_path: Path) -> None:
-    weights = tmp_path / "imagenet.pth"
-    torch.save(torchvision.models.resnet18(weights=None).state_dict(), weights)
-    pretrained = [f"--weights={weights}"] if "-f-" in name else []
-    directory = train(*RESNET18, *PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
+    pretrained: list[str] = []
+    if "-f-" in name:
+        pretrained = [*RESNET18, f"--weights={tmp_path / 'imagenet.pth'}"]
+        torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "imagenet.pth")
+    directory = train(*PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
     told = privacy(directory)
     assert (told["sampler"], told["config"]["mechanism"], told["rounds_done"]) == ("poisson", "adaptive", 1)
     assert told["by_round"]["refused updates"] == [0]

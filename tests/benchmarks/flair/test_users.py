@@ -14,7 +14,6 @@ from benchmarks.core.experiment import build_model
 from benchmarks.flair.config import parse
 from benchmarks.flair.per_user import main
 from benchmarks.flair.standin import main as make_standin
-from benchmarks.flair.train import main as train_main
 from dataset.cli import run
 from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import load
@@ -81,7 +80,7 @@ def test_a_run_says_what_it_started_from(train: Train, mini_file: Path) -> None:
 
 
 def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "standin.safetensors"
     words = ["--users=2", "--epochs=1", "--image_size=16", f"--output_file={path}"]
@@ -101,9 +100,7 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     build_backbone(
         "resnet18", 5, norm="frozen_batch", weights=path, init="keras", generator=torch_stream(0, "x")
     )
-    directory = tmp_path / "run"
-    argv = ["--config=fl-f-17", f"--data_path={mini_file}", f"--weights={path}", f"--run_dir={directory}"]
-    assert run(train_main, [*argv, *SMALL, *RESNET18, *ROUND]) == 0
+    directory = train("--config=fl-f-17", f"--weights={path}", *RESNET18, *ROUND)
     results = tree(directory / "results.json")
     assert results["weights"]["sha256"] == hashlib.sha256(first).hexdigest()
     assert results["weights"]["file"] == "standin.safetensors"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import wandb
@@ -80,7 +81,12 @@ def double(words: Sequence[str], pause: float, fails: float, dies: float, togeth
 
 @pytest.fixture
 def doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalSweep]:
-    """A local sweep whose trials are `double`: what is tested is which are run, when and on what."""
+    """A local sweep whose trials are `double`: what is tested is which are run, when and on what.
+
+    Nothing is drawn: `killed_sweep` has the pictures.
+    """
+    undrawn = create_autospec(parallel_coordinates, return_value=False)
+    monkeypatch.setattr("benchmarks.sweep.local.parallel_coordinates", undrawn)
 
     def make(
         parameters: Tree,
