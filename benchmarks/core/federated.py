@@ -105,6 +105,7 @@ def means(
     config, local, runtime = run.config, run.config.local, run.runtime
     accumulate = torch.float64 if runtime.accumulate == "fp64" else torch.float32
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
+    model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
     engine = None
     if runtime.engine == "fast":
         engine = CohortEngine(
@@ -118,7 +119,7 @@ def means(
         )
     return Means(
         **vars(chosen),
-        model=pfl_model(run, chosen.module),
+        model=model,
         local=NNTrainHyperParams(
             local_num_epochs=local.num_epochs,
             local_learning_rate=config.local_learning_rate,
