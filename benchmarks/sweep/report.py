@@ -89,6 +89,8 @@ def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Pa
     size = (max(6.4, 1.9 * len(spaces) + 3), 4.8)
     with warnings.catch_warnings(), rc_context({"figure.figsize": size, "savefig.bbox": "tight"}):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # an axis of one value: optuna sets its limits to that value twice, and matplotlib widens them
+        warnings.filterwarnings("ignore", "Attempting to set identical", UserWarning)
         axes = plot_parallel_coordinate(study, target_name=sweep.ranking.name)
         axes.collections[-1].set(cmap="cividis", linewidth=1.6)
         axes.set_xticklabels([sweep.ranking.name, *sorted(spaces)], ha="left")  # optuna cuts long names

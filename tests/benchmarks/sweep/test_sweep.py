@@ -563,6 +563,14 @@ def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_parameter_of_one_value_is_drawn_without_a_word(tmp_path: Path) -> None:
+    sweep, _, _ = read_sweep("learning-rates")
+    points = [{"local.learning_rate": 0.1, "server.learning_rate": rate} for rate in (0.02, 0.05)]
+    rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
+    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
+
+
 def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
     """Words, None, whole numbers, and what optuna draws in other units than the config's."""
     space = {
