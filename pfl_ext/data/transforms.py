@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,10 @@ def draw_crops(
     Every image consumes the same number of draws, so the first k rows do not depend on ``n``; and the flips
     drawn do not depend on ``crop``. Raises ValueError where the crop is larger than the image.
     """
+    if crop not in get_args(Crop):
+        raise ValueError(f"crop must be one of {', '.join(get_args(Crop))}, not {crop!r}")
+    if flip not in get_args(Flip):
+        raise ValueError(f"flip must be one of {', '.join(get_args(Flip))}, not {flip!r}")
     u = rng.random((n, 4 + 2 * RESIZED_TRIES))
     border = image_size // PADDED_SHARE if crop == "padded" else 0
     if crop != "resized":

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -91,7 +91,18 @@ def build_backbone(
     stochastic depth, which would draw from the global generator during training, are removed; ResNets have
     none. Raises ValueError for a name or a file that does not fit.
     """
-    assert min(num_labels, groups, bottleneck or 1) >= 1
+    choices = (
+        ("norm", norm, get_args(Norm)),
+        ("init", init, get_args(Init)),
+        ("train", train, get_args(Trained)),
+    )
+    for key, value, known in choices:
+        if value not in known:
+            raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
+    if num_labels < 1 or groups < 1 or (bottleneck is not None and bottleneck < 1):
+        raise ValueError(
+            f"num_labels ({num_labels}), groups ({groups}) and bottleneck ({bottleneck}) must be at least 1"
+        )
     if train == "two_layers" and bottleneck is None:
         raise ValueError("train two_layers trains the bottleneck and the head: set bottleneck, e.g. to 64")
     with _DrawFrom(generator):

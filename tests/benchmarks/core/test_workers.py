@@ -82,14 +82,14 @@ def test_any_number_of_workers_computes_the_same(
     else:
         directory, output = start_runs(launcher, workers, mini_file, tmp_path / "job")
     for name in RUNS:
-        told = notes(directory, name, workers)
-        trained = Counter(user for worker in told for user in worker["users"])
+        noted = notes(directory, name, workers)
+        trained = Counter(user for worker in noted for user in worker["users"])
         assert set(trained.values()) == {1}, "a user was trained by two workers in one round"
-        assert all(worker["noise"] == told[0]["noise"] for worker in told)
+        assert all(worker["noise"] == noted[0]["noise"] for worker in noted)
         if name != "secret":
             (reference,) = notes(first, name, 1)
-            assert {u: crc for worker in told for u, crc in worker["users"].items()} == reference["users"]
-            assert told[0]["noise"] == reference["noise"]
+            assert {u: crc for worker in noted for u, crc in worker["users"].items()} == reference["users"]
+            assert noted[0]["noise"] == reference["noise"]
             assert distance(first / name, directory / name, name != "fl32") < TOLERANCE[name]
             for got, expected in zip(lines(directory / name), lines(first / name), strict=True):
                 assert (got.get("users"), got.get("images")) == (
@@ -99,7 +99,7 @@ def test_any_number_of_workers_computes_the_same(
                 if "val" in expected:
                     assert got["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-3)
         if workers == 2:
-            assert told[0]["hash"] != told[1]["hash"], "they are no fresh interpreters"
+            assert noted[0]["hash"] != noted[1]["hash"], "they are no fresh interpreters"
     assert len(notes(directory, "pfl", 1)[0]["noise"]) == FEWER
     if directory != first:
         assert notes(directory, "secret", 1)[0]["noise"] != notes(first, "secret", 1)[0]["noise"]

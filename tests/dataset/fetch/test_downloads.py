@@ -16,7 +16,7 @@ from dataset.fetch.http import remote as remote_file
 from dataset.flair import download_preprocess, sources
 from tests.dataset.drawn import assert_paired, records, write_archives, write_parquet
 from tests.dataset.fetch.faulty_server import FaultyServer, serving
-from tests.dataset.fetch.test_sources import expected, told
+from tests.dataset.fetch.test_sources import expected, found_in
 
 QUICK = Patience(attempts=4, timeout_s=0.5, pause_s=0.01)
 CONTENT = bytes(range(256)) * 40
@@ -118,9 +118,9 @@ def test_apples_archives_survive_a_bad_day(
     monkeypatch.setattr(sources, "NUM_ARCHIVES", 2)
     source = sources.apple(tmp_path / "down", server.url)
     with pytest.raises(ValueError, match=r"small_images-01\.tar\.gz is damaged .*delete it"):
-        told(source)
+        found_in(source)
     (tmp_path / "down" / "small_images-01.tar.gz").unlink()
-    assert told(sources.apple(tmp_path / "down", server.url)) == expected(rows)
+    assert found_in(sources.apple(tmp_path / "down", server.url)) == expected(rows)
 
 
 def test_hugging_faces_shards_survive_a_bad_day(

@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "PATIENCE", QUICK)
 
 
-def told(source: Source) -> dict[str, tuple[Any, ...]]:
+def found_in(source: Source) -> dict[str, tuple[Any, ...]]:
     """What a source says of each image; the second reading must agree with the first."""
     found: dict[str, tuple[Any, ...]] = {}
     first: list[Any] = []
@@ -79,7 +79,7 @@ def test_each_local_layout_gives_the_same_records(tmp_path: Path, write: Any) ->
     source = local(write(tmp_path / "flair", rows))
     assert source.num_images == 150
     assert source.download_bytes == 0
-    assert told(source) == expected(rows)
+    assert found_in(source) == expected(rows)
 
 
 def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
     folder = write_parquet(tmp_path / "flair", rows)
     (folder / ".cache").mkdir()
     (folder / ".cache" / "unfinished.parquet").write_bytes(b"PAR1")
-    assert told(local(folder)) == expected(rows)
+    assert found_in(local(folder)) == expected(rows)
 
 
 def test_members_of_an_archive_cannot_reach_outside_or_pose_as_images(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_members_of_an_archive_cannot_reach_outside_or_pose_as_images(tmp_path: 
         for one in rows:
             add_member(archive, f"/absolute/{one.image_id}.jpg", one.image or b"")
     before = sorted(tmp_path.rglob("*"))
-    assert told(local(tmp_path / "flair")) == expected(rows)
+    assert found_in(local(tmp_path / "flair")) == expected(rows)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -113,7 +113,7 @@ def test_an_image_that_is_listed_but_not_there_comes_as_none(tmp_path: Path, wri
     folder = write(tmp_path / "flair", rows[:-1])
     (folder / "labels_and_metadata.json").unlink()
     write_metadata(folder, rows)
-    found = told(local(folder))
+    found = found_in(local(folder))
     assert found.pop(str(rows[-1].image_id))[-1] is None
     assert found == expected(rows[:-1])
 
@@ -151,10 +151,10 @@ def test_damaged_metadata_are_named(tmp_path: Path, text: str, message: str) -> 
     (tmp_path / "small_images").mkdir()
     (tmp_path / "labels_and_metadata.json").write_text(text)
     if text == "[]":
-        assert told(local(tmp_path)) == {}
+        assert found_in(local(tmp_path)) == {}
         return
     with pytest.raises(ValueError, match=message) as caught:
-        told(local(tmp_path))
+        found_in(local(tmp_path))
     assert "labels_and_metadata.json" in str(caught.value)
 
 
@@ -163,7 +163,7 @@ def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     archive = folder / "small_images-00.tar.gz"
     archive.write_bytes(archive.read_bytes()[:-400])
     with pytest.raises(ValueError, match=r"small_images-00\.tar\.gz is damaged .*; delete it"):
-        told(local(folder))
+        found_in(local(folder))
 
 
 def test_parquet_of_another_kind_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_parquet_of_another_kind_is_refused_in_one_sentence(tmp_path: Path) -> N
         folder.mkdir()
         pq.write_table(pa.Table.from_pylist(content), folder / "train.parquet")
         with pytest.raises(ValueError, match=message) as caught:
-            told(local(folder))
+            found_in(local(folder))
         assert "train.parquet" in str(caught.value)
 
 
@@ -308,7 +308,7 @@ def test_apples_archives_are_fetched_one_by_one_and_deleted(
     batches = source.records(0)
     next(batches)
     assert [path for path, _ in server.asked][1:] == ["/images/small/small_images-00.tar.gz"]
-    assert told(source) == expected(rows)
+    assert found_in(source) == expected(rows)
     assert len(server.asked) == 3
     assert sources.apple(tmp_path / "down", server.url).download_bytes == 0
     (tmp_path / "down" / "mine.txt").write_text("not downloaded")
@@ -372,11 +372,11 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
     assert source.download_bytes == sum(path.stat().st_size for path in hub.root.rglob("*.parquet"))
     next(iter(source.records(0)))
     assert hub.downloads == [("data/train-00000-of-00003.parquet", COMMIT)]
-    assert told(source) == expected(records(30))
+    assert found_in(source) == expected(records(30))
     assert len(hub.downloads) == 3
     again = sources.hugging_face(tmp_path / "down")  # a later run: all is there
     assert again.download_bytes == 0
-    assert told(again) == expected(records(30))
+    assert found_in(again) == expected(records(30))
     assert len(hub.downloads) == 3
     again.discard()
     assert not (tmp_path / "down").exists()
@@ -385,9 +385,9 @@ def test_hugging_faces_shards_come_from_the_pinned_commit_one_by_one(tmp_path: P
 def test_a_shard_that_arrives_damaged_is_not_kept(tmp_path: Path, hub: Hub) -> None:
     hub.damage = True
     with pytest.raises(OSError, match=r"data/train-00000-of-00003\.parquet arrived damaged"):
-        told(sources.hugging_face(tmp_path / "down"))
+        found_in(sources.hugging_face(tmp_path / "down"))
     hub.damage = False
-    assert told(sources.hugging_face(tmp_path / "down")) == expected(records(30))
+    assert found_in(sources.hugging_face(tmp_path / "down")) == expected(records(30))
 
 
 def test_an_unknown_revision_is_said_in_one_line(tmp_path: Path, hub: Hub) -> None:

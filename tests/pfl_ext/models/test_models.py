@@ -511,5 +511,11 @@ def test_mistakes_in_names_are_named() -> None:
         build("resnet81")
     with pytest.raises(ValueError, match="inception_v3 has auxiliary outputs"):
         build("inception_v3")
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="norm must be one of group, frozen_batch"):
+        build(norm="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="init must be one of keras, torchvision"):
+        build(init="he")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"num_labels \(0\)"):
         build(labels=0)
+    with pytest.raises(ValueError, match=r"bottleneck \(0\)"):
+        build(bottleneck=0)
