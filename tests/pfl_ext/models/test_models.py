@@ -518,4 +518,6 @@ def test_mistakes_in_names_are_named() -> None:
     with pytest.raises(ValueError, match=r"num_labels \(0\)"):
         build(labels=0)
     with pytest.raises(ValueError, match=r"bottleneck \(0\)"):
-        build(bottleneck=0)
+        build_backbone(
+            "resnet18", 5, norm="group", weights=None, init="keras", generator=torch.Generator(), bottleneck=0
+        )
