@@ -99,7 +99,7 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
         f"--federated.weighting {'users' if case.private else 'images'}"
     ).split()
     with DataFile(data_file(case, options.data_dir)) as file:
-        simulated = PrivacyConfig(noise_cohort_size=5000, noise_population=41131, mechanism="gaussian")
+        simulated = PrivacyConfig(2.0, clipping_bound=0.1, noise_cohort_size=5000, noise_population=41131)
         sides = Sides(
             parse([*common, *STOCK]),
             parse([*common, *words]),

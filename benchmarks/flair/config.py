@@ -114,6 +114,7 @@ PROTOCOL: Tree = {
     },
     "federated": {"num_rounds": 5000, "cohort_size": 200},
     "privacy": {"epsilon": 2.0, "mechanism": "adaptive", "clipping_bound": 0.1, "quantile": 0.1},
+    "local_privacy": {"clipping_bound": 0.1},
     "centralised": {
         "optimizer": "adam",
         "learning_rate": 5e-4,

@@ -91,7 +91,7 @@ class Variant:
     @property
     def essential(self) -> tuple[str, ...]:
         """The differences that make another experiment of it; the noise of the paper's own code does not."""
-        return tuple(text for text in self.differences if text != "privacy.noise=paper_bug")
+        return tuple(text for text in self.differences if text != "privacy.noise=rounds_as_epochs")
 
     @property
     def reason(self) -> str:

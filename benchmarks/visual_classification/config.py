@@ -98,6 +98,7 @@ PROTOCOL: Tree = {
         "max_grad_norm": None,
     },
     "privacy": {"epsilon": 2.0, "mechanism": "adaptive", "clipping_bound": 0.1, "quantile": 0.1},
+    "local_privacy": {"clipping_bound": 0.1},
     "evaluation": {"every_rounds": 50, "best_by": "last"},
 }
 """The paper's CIFAR runs (6.5, A.1). Augmentation, initialisation, how often accuracy is taken and what the

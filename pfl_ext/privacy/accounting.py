@@ -31,6 +31,7 @@ from pfl_ext.privacy.epsilon import (
 from pfl_ext.privacy.mechanisms import ClippingBound
 
 Mechanism = Literal["gaussian", "adaptive"]
+Noise = Literal["calibrated", "rounds_as_epochs"]
 
 ACCOUNTINGS = 20  # so often at most is what was spent computed in a run
 
@@ -58,17 +59,17 @@ NOTES = {
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PrivacyConfig:
-    """What private training promises and how; the defaults are the FLAIR paper's.
+    """What private training promises and how. The budget has no default: it is a promise to the users.
 
-    A noise cohort larger than the cohort (the paper's: 5,000) gives the mean the little noise of a large
-    cohort at the cost of a small one. The run itself is less private, and both epsilons are reported. A noise
-    population does so for data with too few users, as a few hundred cannot hide each other at useful noise.
+    A noise cohort larger than the cohort gives the mean the little noise of a large cohort at the cost of a
+    small one. The run itself is less private, and both epsilons are reported. A noise population does so for
+    data with too few users, as a few hundred cannot hide each other at useful noise.
 
     A band of b takes back in each round some of the noise that the last b - 1 rounds added (banded matrix
     factorisation, `pfl_ext.privacy.banded`). It needs at least b rounds between two participations of a user.
 
-    The noise ``paper_bug`` is that of code which passes rounds as epochs: 53.49 where 18.68 by the same RDP
-    would do, so epsilon 0.6 instead of 2.
+    The noise ``rounds_as_epochs`` is that of code which passes rounds for epochs to an accountant: it may add
+    a multiple of the noise that the budget needs.
 
     The noise on the share of unclipped users is, on their count, `indicator_std_fraction` times the noise
     cohort. Part of the budget goes to it, so it has a minimum.
@@ -77,7 +78,7 @@ class PrivacyConfig:
         ValueError: when a value makes no sense, naming its key.
     """
 
-    epsilon: PositiveFloat = 2.0
+    epsilon: PositiveFloat
     """Budget of the whole run, of the system with the noise cohort; never exceeded."""
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Probability that the budget may be exceeded; none: N^-1.1 for a population of N."""
@@ -85,16 +86,16 @@ class PrivacyConfig:
     """Users in a round whose noise on the mean is simulated, at least cohort_size; none: no simulation."""
     noise_population: int | None = None
     """Users of the system whose noise is simulated; none: as many as the data has."""
-    mechanism: Mechanism = "adaptive"
+    mechanism: Mechanism = "gaussian"
     """Clipping at a fixed bound, or at one that follows a quantile of the norms (Andrew et al. 2021)."""
     clipping: Literal["flat", "per_layer"] = "flat"
     """What the bound limits: the whole update, or each of L layers at bound / sqrt(L)."""
-    clipping_bound: ClippingBound = 0.1
+    clipping_bound: ClippingBound = 1.0
     """L2 norm to which updates are clipped; where the adaptive bound starts."""
-    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of updates that should stay unclipped (adaptive)."""
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of updates that should stay unclipped (adaptive); Andrew et al. recommend a half."""
     clip_step: PositiveFloat = 0.2
-    """Rate at which the bound is multiplied, on a logarithmic scale (adaptive)."""
+    """Rate at which the bound is multiplied, on a logarithmic scale (adaptive); 0.2 is Andrew et al.'s."""
     indicator_std_fraction: PositiveFloat = 0.05
     """Standard deviation of the noise on the share of unclipped users; it costs budget (adaptive)."""
     accountant: Accountant = "pld"
@@ -103,8 +104,8 @@ class PrivacyConfig:
     """Way that cohorts are drawn: see `pfl_ext.privacy.epsilon`."""
     band: PositiveInt = 1
     """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
-    noise: Literal["calibrated", "paper_bug"] = "calibrated"
-    """Amount of noise: what the budget needs, or that of the FLAIR paper's code, to reproduce its table."""
+    noise: Noise = "calibrated"
+    """Amount of noise: what the budget needs, or what code asks for that passes rounds for epochs."""
 
     def __post_init__(self) -> None:
         if self.band > 1 and self.sampler != "cyclic":
@@ -112,9 +113,9 @@ class PrivacyConfig:
                 f"privacy.band is {self.band}, which needs users to take part at fixed distances: "
                 "set privacy.sampler to cyclic, or band to 1"
             )
-        if self.noise == "paper_bug" and self.sampler == "cyclic":
+        if self.noise == "rounds_as_epochs" and self.sampler == "cyclic":
             raise ValueError(
-                "privacy.noise paper_bug is for subsampled rounds: set privacy.sampler to poisson"
+                "privacy.noise rounds_as_epochs is for subsampled rounds: set privacy.sampler to poisson"
             )
 
     def calibrate(self, population: int, cohort_size: int, num_rounds: int) -> Calibration:
@@ -191,7 +192,7 @@ class PrivacyConfig:
             return search(quiet, 1.0)
         poisson = replace(quiet, sampler="poisson")
         start = search(replace(poisson, accountant="pld"), 1.0, coarse=True)
-        if self.noise == "paper_bug":
+        if self.noise == "rounds_as_epochs":
             by_rdp, orders = replace(poisson, accountant="rdp"), COMPUTE_NOISE_ORDERS
             rounds = -(-num_rounds * quiet.population // quiet.cohort_size)
             return search(

@@ -96,7 +96,7 @@ class LocalPrivacyConfig:
 
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
     """Distribution of the noise on every update."""
-    clipping_bound: ClippingBound = 0.1
+    clipping_bound: ClippingBound = 1.0
     """Norm to which updates are clipped: L2 for gaussian, L1 for laplace."""
     epsilon: Annotated[float, Field(gt=0, le=LARGEST_EPSILON)] = 8.0
     """Budget of one participation of a user."""

@@ -24,6 +24,7 @@ from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingCon
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
 from benchmarks.core.facts import with_weights
 
+PRIVACY = ("privacy", "local_privacy")
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
 
 
@@ -62,6 +63,11 @@ def _derived(config: TrainingConfig) -> Tree:
     if config.local.effective_learning_rate is not None:
         out["local.learning_rate"] = config.local_learning_rate
     return out
+
+
+def _unasked(*parts: Tree) -> list[str]:
+    """The kinds of privacy for which no part of a config asks."""
+    return [kind for kind in PRIVACY if not any(isinstance(part.get(kind), dict) for part in parts)]
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -116,12 +122,9 @@ class Benchmark(Generic[C_co]):
         """The protocol under these layers, the last of which is the strongest.
 
         The ``privacy`` of the protocol and of a scale is for private settings only: those in which a recipe,
-        the YAML file or the command line asks for privacy.
+        the YAML file or the command line asks for privacy. So is ``local_privacy``.
         """
-        private = any(
-            isinstance(part.get("privacy"), dict) for recipes, _, keys in layers for part in (recipes, keys)
-        )
-        dropped = () if private else ("privacy",)
+        dropped = _unasked(*(part for recipes, _, keys in layers for part in (recipes, keys)))
         tree = without(self.protocol, dropped)
         for recipes, scale, keys in layers:
             tree = merge(merge(merge(tree, recipes), without(scale, dropped)), keys)
@@ -142,12 +145,15 @@ class Benchmark(Generic[C_co]):
         shipped = f"A YAML file, or a shipped config: {', '.join(self.settings)}. By default {self.default}."
         recipe = f"Sets of switches, as A or A+B: {', '.join(self.recipes)}."
         scale = f"Laid over a config for little data on a CPU: {', '.join(self.scales)}."
-        return CommandLine(self.default_config, {"config": shipped, "recipe": recipe, "scale": scale})
+        return CommandLine(
+            build(self.kind, self.protocol, "the protocol"),
+            {"config": shipped, "recipe": recipe, "scale": scale},
+        )
 
     @cached_property
     def default_config(self) -> C_co:
         """The config without a setting, which is the protocol without privacy."""
-        return build(self.kind, without(self.protocol, ["privacy"]), "the protocol")
+        return build(self.kind, without(self.protocol, _unasked()), "the protocol")
 
     def help(self, text: str, program: str) -> str:
         """What ``program --help`` prints: ``text``, then every key by section."""
@@ -175,7 +181,7 @@ class Benchmark(Generic[C_co]):
             shipped = config_tree(self.read(shipped, str(path)))
         layers = self._layers(shipped, str(path)), self._layers(typed, "command line")
         tree = self._merged(*layers)
-        for section in ("privacy", "local_privacy"):
+        for section in PRIVACY:
             if "seed" in typed and isinstance(tree.get(section), dict):
                 tree[section].setdefault("noise_seed", "run")
         runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
@@ -196,8 +202,7 @@ class Benchmark(Generic[C_co]):
         Raises:
             ValueError: for a key that no version had, or a wrong value.
         """
-        dropped = () if isinstance(tree.get("privacy"), dict) else ("privacy",)
-        base = without(self.protocol, dropped)
+        base = without(self.protocol, _unasked(tree))
         return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:

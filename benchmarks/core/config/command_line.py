@@ -126,7 +126,7 @@ class CommandLine:
     """The command line of a benchmark's training.
 
     Args:
-        default: the config without any argument; its type says which keys there are.
+        default: the protocol; its type says which keys there are.
         choices: descriptions of the options ``config``, ``recipe`` and ``scale``, which are the benchmark's.
     """
 

@@ -15,14 +15,16 @@ from benchmarks.core.config.trees import Tree, dotted, leaves
 def config_tree(config: TrainingConfig) -> Tree:
     """A config as ``config.yaml`` holds it: plain values only.
 
-    A field that is younger than the first runs is left out where it has no effect, so that the digests of
-    such configs stay what they were.
+    A field that is younger than the first runs is left out where it has no effect, and a value that has
+    another name today keeps its first one, so that the digests of such configs stay what they were.
     """
     tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
     if not config.model.pretrained:
         del tree["model"]["weights_sha256"]
     if config.federated.options is None:
         del tree["federated"]["options"]
+    if config.privacy is not None and config.privacy.noise == "rounds_as_epochs":
+        tree["privacy"]["noise"] = "paper_bug"
     return tree
 
 

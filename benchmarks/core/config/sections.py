@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.privacy_rules import Rule
@@ -20,7 +20,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
@@ -130,10 +130,16 @@ class EvaluationConfig:
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
 
 
+def _noise_of_today(word: Any) -> Any:
+    """The value whose name once was ``paper_bug``, as the config.yaml of such runs still has it."""
+    return "rounds_as_epochs" if word == "paper_bug" else word
+
+
 @dataclass(frozen=True, config=STRICT)
 class PrivacySection(PrivacyConfig):
     """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
 
+    noise: Annotated[Noise, BeforeValidator(_noise_of_today)] = "calibrated"
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)

@@ -60,7 +60,7 @@ def candidates(key: str) -> list[Any]:
     if key == "federated.options":
         return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
-        return [None, {"privacy": PrivacySection, "local_privacy": LocalPrivacySection}[key]()]
+        return [None, {"privacy": PrivacySection(2.0), "local_privacy": LocalPrivacySection()}[key]]
     kinds = set(get_args(hint) or (hint,))
     for choice in (hint, *get_args(hint)):
         if get_origin(choice) is Literal:

@@ -405,7 +405,7 @@ def test_a_private_row_may_beat_the_paper_but_not_with_the_papers_noise(tmp_path
     make_run(tmp_path / "c", "pfl-f-17", shift=-5)
     labels = {line.split(":")[0] for line in collect([tmp_path]).misses()}
     assert "PFL-F-17" in labels
-    assert "PFL-R-17, privacy.noise=paper_bug" in labels
+    assert "PFL-R-17, privacy.noise=rounds_as_epochs" in labels
     assert "PFL-R-17" not in labels
 
 

@@ -262,7 +262,7 @@ class _Silent(PrivateMean):
 
 def without_noise(clipping_bound: float, clipping: Clipping = "flat") -> Any:
     """A postprocessor that clips each user's update as a private one does, and adds no noise."""
-    config = PrivacyConfig(mechanism="gaussian", clipping_bound=clipping_bound, clipping=clipping)
+    config = PrivacyConfig(epsilon=2.0, clipping_bound=clipping_bound, clipping=clipping)
     return _Silent(config.calibrate(9, 9, 1))
 
 

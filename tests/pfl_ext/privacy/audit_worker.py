@@ -35,9 +35,7 @@ def uncalibrated(sampler: Sampler, columns: int) -> Calibration:
     """Four rounds with a noise multiplier of 1, whatever that is worth; half of the users in each."""
     users = Directions(columns).size
     system = System(users, users // 2, 1.0, 1e-3, sampler, "pld")
-    return Calibration(
-        PrivacyConfig(mechanism="gaussian", sampler=sampler, clipping_bound=0.5), 4, system, system
-    )
+    return Calibration(PrivacyConfig(epsilon=2.0, sampler=sampler, clipping_bound=0.5), 4, system, system)
 
 
 class OneWorkersNoise(PrivateMean):

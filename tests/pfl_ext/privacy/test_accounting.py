@@ -27,13 +27,15 @@ from pfl_ext.privacy.epsilon import (
 from pfl_ext.privacy.sampling import private_cohort
 
 FLAIR_USERS, ROUNDS = 41_131, 5_000
+ADAPTIVE: dict[str, Any] = {"epsilon": 2.0, "mechanism": "adaptive"}
 REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = dp_accounting.NeighboringRelation.REPLACE_ONE
 
 
 @cache
 def paper(cohort: int, **options: Any) -> Calibration:
-    return PrivacyConfig(noise_cohort_size=cohort, **options).calibrate(FLAIR_USERS, min(200, cohort), ROUNDS)
+    config = PrivacyConfig(**ADAPTIVE | {"noise_cohort_size": cohort} | options)
+    return config.calibrate(FLAIR_USERS, min(200, cohort), ROUNDS)
 
 
 def test_the_papers_setting_needs_a_multiplier_of_17_33() -> None:
@@ -72,7 +74,7 @@ def test_a_simulated_cohort_buys_the_run_itself_no_privacy() -> None:
 def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: float) -> None:
     """flair.md A6."""
     assert paper(cohort, accountant="rdp").simulated.noise_multiplier == pytest.approx(rdp, rel=2e-3)
-    assert paper(cohort, noise="paper_bug").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
+    assert paper(cohort, noise="rounds_as_epochs").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
 
 
 def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:
@@ -80,9 +82,9 @@ def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:
 
 
 def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
-    calibration = paper(5000, noise="paper_bug", accountant="rdp")
+    calibration = paper(5000, noise="rounds_as_epochs", accountant="rdp")
     assert calibration.epsilon == pytest.approx(0.634, abs=0.001)
-    assert calibration.to_json()["config"]["noise"] == "paper_bug"
+    assert calibration.to_json()["config"]["noise"] == "rounds_as_epochs"
 
 
 GRID = [
@@ -199,7 +201,7 @@ def test_the_full_batch_without_replacement_is_the_plain_gaussian_mechanism() ->
 
 @cache
 def small(**options: Any) -> Calibration:
-    return PrivacyConfig(**{"epsilon": 2.0, **options}).calibrate(2000, 50, 40)
+    return PrivacyConfig(**ADAPTIVE | options).calibrate(2000, 50, 40)
 
 
 def test_epsilon_grows_with_the_rounds_to_its_budget_and_no_further() -> None:
@@ -264,8 +266,8 @@ def test_senseless_settings_are_refused_by_name(options: dict[str, Any], message
 
 
 def test_a_simulated_population_is_labelled_and_the_run_keeps_its_own() -> None:
-    alone = PrivacyConfig(noise_cohort_size=5000).calibrate(FLAIR_USERS, 20, 150)
-    few = PrivacyConfig(noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
+    alone = PrivacyConfig(2.0, noise_cohort_size=5000).calibrate(FLAIR_USERS, 20, 150)
+    few = PrivacyConfig(2.0, noise_cohort_size=5000, noise_population=FLAIR_USERS).calibrate(275, 20, 150)
     assert few.simulated == alone.simulated
     assert few.simulated.delta == pytest.approx(FLAIR_USERS**-1.1)
     assert (few.executed.population, few.executed.cohort_size) == (275, 20)
@@ -288,7 +290,7 @@ def test_a_population_that_does_not_fit_is_refused(
     population: int, cohort: int, options: dict[str, int], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        PrivacyConfig(**options).calibrate(population, cohort, 10)  # type: ignore[arg-type]
+        PrivacyConfig(2.0, **options).calibrate(population, cohort, 10)  # type: ignore[arg-type]
 
 
 def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
@@ -319,6 +321,8 @@ def test_the_config_nests_in_a_strict_pydantic_config() -> None:
 
     outer = TypeAdapter(Outer).validate_python({"privacy": {"epsilon": 3, "sampler": "poisson"}})
     assert outer.privacy == PrivacyConfig(epsilon=3.0)
+    with pytest.raises(ValidationError, match=r"epsilon\n.*required"):
+        TypeAdapter(Outer).validate_python({"privacy": {}})
     with pytest.raises(ValidationError):
         TypeAdapter(Outer).validate_python({"privacy": {"accountant": "moments"}})
 

@@ -32,7 +32,7 @@ POPULATION, COHORT, ROUNDS = 100, 10, 25
 
 
 def cyclic(**options: Any) -> Calibration:
-    facts: dict[str, Any] = {"sampler": "cyclic", "band": 4, "mechanism": "gaussian", "delta": 1e-3} | options
+    facts: dict[str, Any] = {"epsilon": 2.0, "sampler": "cyclic", "band": 4, "delta": 1e-3} | options
     return PrivacyConfig(**facts).calibrate(POPULATION, COHORT, ROUNDS)
 
 
@@ -227,7 +227,7 @@ def test_the_claim_names_participations_separation_and_relation() -> None:
         ({"band": 6, "noise_cohort_size": 20}, "privacy.band is 6 .* at most 5"),
         ({"sampler": "poisson"}, "set privacy.sampler to cyclic"),
         ({"sampler": "fixed", "accountant": "rdp"}, "set privacy.sampler to cyclic"),
-        ({"noise": "paper_bug"}, "paper_bug is for subsampled rounds"),
+        ({"noise": "rounds_as_epochs"}, "rounds_as_epochs is for subsampled rounds"),
     ],
 )
 def test_a_band_that_nothing_accounts_for_is_refused(options: dict[str, Any], message: str) -> None:

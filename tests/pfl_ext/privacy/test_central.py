@@ -40,14 +40,15 @@ def calibration(
     rounds: int = 1000,
     **config: Any,
 ) -> Calibration:
-    """As if calibrated, with the multiplier given."""
+    """As if calibrated, with the multiplier given; adaptive, unless the config says otherwise."""
     size = noise_cohort or cohort
     config.setdefault("indicator_std_fraction", max(0.05, multiplier / size))  # at least twice the minimum
+    facts: dict[str, Any] = {"epsilon": 2.0, "mechanism": "adaptive", "clipping_bound": 0.1, "quantile": 0.1}
 
     def system(users: int) -> System:
         return System(100_000, users, multiplier * (users / size), 1e-6, "poisson", "pld")
 
-    return Calibration(PrivacyConfig(**config), rounds, system(size), system(cohort))
+    return Calibration(PrivacyConfig(**facts | config), rounds, system(size), system(cohort))
 
 
 def context(round_number: int, seed: int = 5) -> CentralContext[Any, Any]:
