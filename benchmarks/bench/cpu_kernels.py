@@ -29,6 +29,7 @@ from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.kernels import CpuKernels, Form
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers
 from pfl_ext.models.classifier import build_backbone, memory_format
+from pfl_ext.models.config import ModelConfig
 
 LABELS = 17
 
@@ -128,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     except Unavailable as reason:
         raise ValueError(f"there is nothing to measure: {reason}") from reason
     draw = torch.Generator().manual_seed(0)
-    theirs = build_backbone("resnet18", LABELS, norm="group", weights=None, init="keras", generator=draw)
+    theirs = build_backbone(ModelConfig("resnet18", init="keras"), LABELS, draw)
     row = BY_PROCESSOR["AVX512-FP16"] if kernels.has_halves else FLOAT32
     ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")

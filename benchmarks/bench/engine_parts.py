@@ -27,6 +27,7 @@ from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.multi_label import MultiLabel
 
 LABELS = 17
@@ -66,9 +67,7 @@ def round_of(arch: str, pixels: int, sizes: Sequence[int], options: dict[str, bo
     """A round of local training; returns its seconds."""
     whole = options.get("whole", False)
     draw = torch.Generator().manual_seed(0)
-    backbone = build_backbone(
-        arch, LABELS, norm="group", weights=None, init="keras", generator=draw, input_size=pixels
-    )
+    backbone = build_backbone(ModelConfig(arch, pixels, init="keras"), LABELS, draw)
     sampling = LocalSampling(num_epochs=2, batch_size=16, straddle=True, flip="both", input_size=pixels)
     data = FederatedImageDataset(RandomImages(sizes, pixels), sampling, seed=0)
     left = {name: value for name, value in options.items() if name != "whole"}

@@ -23,7 +23,8 @@ from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
-from pfl_ext.models.classifier import ImageClassifier, Init
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Task
 
@@ -129,10 +130,19 @@ class Experiment(ABC, Generic[C]):
 
 
 def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, task: Task) -> ImageClassifier:
-    """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics."""
-    init: Init = "keras" if config.model.init == "paper" else "torchvision"
-    generator = torch_stream(config.seed, "model initialisation")
-    backbone = config.model.build(num_labels, generator, weights, init)
+    """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics.
+
+    Raises:
+        ValueError: when a file is asked for and none is given, or a value does not fit the network.
+    """
+    model, generator = config.model, torch_stream(config.seed, "model initialisation")
+    if weights is None and model.weights_sha256 is not None:
+        raise ValueError(
+            f"the config asks for weights with SHA-256 {model.weights_sha256}: give their file with --weights"
+        )
+    backbone = build_backbone(
+        model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
+    )
     exact = config.augment.crop != "resized"
     task = weighted_task(config.federated, task)
-    return ImageClassifier(backbone, task=task, input_size=config.model.input_size, exact_crops=exact)
+    return ImageClassifier(backbone, task=task, input_size=model.input_size, exact_crops=exact)

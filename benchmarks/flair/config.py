@@ -93,7 +93,7 @@ Run = benchmark.Run[Config]
 
 PROTOCOL: Tree = {
     "data": {"image_size": 256},
-    "model": {"arch": "resnet18", "input_size": 224, "init": "paper"},
+    "model": {"arch": "resnet18", "input_size": 224, "init": "keras"},
     "augment": {"flip": "both"},
     "local": {
         "learning_rate": 0.1,

@@ -27,6 +27,7 @@ from dataset.flair.mini import COARSE_LABELS, MiniSpec, draw_images, mini_index
 from pfl_ext.checkpoint import save
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise, resize
 from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.tasks.multi_label import MultiLabel
 
@@ -36,9 +37,7 @@ BATCH = 64
 def live_network(arch: str, seed: int) -> torch.nn.Module:
     """torchvision's network with its own, live BatchNorm; its weights a function of the seed."""
     generator = torch_stream(seed, "stand-in weights")
-    start = build_backbone(
-        arch, len(COARSE_LABELS), norm="frozen_batch", weights=None, init="torchvision", generator=generator
-    )
+    start = build_backbone(ModelConfig(arch, pretrained=True), len(COARSE_LABELS), generator)
     with torch.random.fork_rng(devices=[]):  # torchvision's constructor draws, for nothing
         network: torch.nn.Module = zoo.get_model(arch, weights=None, num_classes=len(COARSE_LABELS))
     network.load_state_dict(start.state_dict(), strict=False)  # all but num_batches_tracked

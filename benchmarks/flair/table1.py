@@ -35,6 +35,7 @@ from benchmarks.flair.train import Flair
 from benchmarks.reporting.runs import DAMAGE
 from dataset.cli import run as run_command
 from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.weights import IMAGENET
 
 STANDIN = Path("data/standin.safetensors")
 FINE = "-f-"
@@ -120,10 +121,9 @@ def jobs(
 def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None:
     """Why the fine-tuning settings among these cannot get ImageNet weights; None where they can."""
     configs = [parse(("--config", setting, *words_for(setting, common))).config for setting in settings]
-    for arch in {config.model.arch for config in configs if config.model.pretrained}:
-        draw = torch.Generator()
+    for model in {config.model.arch: config.model for config in configs if config.model.pretrained}.values():
         try:
-            build_backbone(arch, 1, norm="frozen_batch", weights="imagenet", init="keras", generator=draw)
+            build_backbone(model, 1, torch.Generator(), IMAGENET)
         except ValueError as fault:
             return str(fault)
     return None

@@ -66,7 +66,7 @@ class Config(TrainingConfig):
 Run = benchmark.Run[Config]
 
 PROTOCOL: Tree = {
-    "model": {"arch": "cifar_cnn", "input_size": 32, "init": "paper"},
+    "model": {"arch": "cifar_cnn", "input_size": 32, "init": "keras"},
     "augment": {"flip": "horizontal"},
     "local": {
         "learning_rate": 0.01,
@@ -159,8 +159,6 @@ def check(config: Config) -> None:
             f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model on test: set "
             "data.scored to val, or evaluation.best_by to last"
         )
-    if config.model.trained == "two_layers" and config.model.bottleneck is None:
-        raise ValueError("model.trained is two_layers, of which the bottleneck is one: set model.bottleneck")
 
 
 RETIRED = ("personal", "evaluation.per_user", "evaluation.few_shot_below")

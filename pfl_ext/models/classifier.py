@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,13 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
-
-Norm = Literal["group", "frozen_batch"]
-Init = Literal["keras", "torchvision"]
-Trained = Literal["all", "two_layers"]
 
 
 class FrozenStatisticsBatchNorm2d(nn.Module):
@@ -61,74 +58,49 @@ class FrozenStatisticsBatchNorm2d(nn.Module):
 
 
 def build_backbone(
-    arch: str,
-    num_labels: int,
-    *,
-    norm: Norm,
-    weights: str | Path | None,
-    init: Init,
-    generator: torch.Generator,
-    groups: int = 32,
-    input_size: int | None = None,
-    bottleneck: int | None = None,
-    train: Trained = "all",
+    config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None = None
 ) -> nn.Module:
-    """A classifier with K outputs and without live BatchNorm, on the CPU.
+    """A classifier without live BatchNorm, on the CPU.
 
-    * ``arch``: any name of torchvision's classifiers that has one output in training, e.g. ``resnet18``; or
-      one registered in `pfl_ext.models`, which are made for one ``input_size``.
-    * ``norm``: "group" replaces each BatchNorm2d of C channels by GroupNorm with eps 1e-5 and the largest
-      divisor of C up to ``groups`` as its number of groups; "frozen_batch" by `FrozenStatisticsBatchNorm2d`.
-    * ``init``: "keras": truncated He normal (fan-in) convolutions, Glorot uniform linear layers, zero biases
-      (Keras' he_normal and glorot_uniform). "torchvision": torchvision's own.
-    * ``weights``: None; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this architecture:
-      torchvision's, or a run's ``model.safetensors``. The head is always new.
-    * ``bottleneck``: units of a linear layer put between the features and the head; Hsu et al. 2020 have 64
-      for Landmarks (Section 6.5, which names no activation; there is none here).
-    * ``train``: "two_layers" freezes all but the bottleneck and the head.
+    All draws come from ``generator``, the same ones whatever ``weights`` is. Dropout and stochastic depth,
+    which would draw from the global generator during training, are removed; ResNets have none.
 
-    All draws come from ``generator`` (a CPU one), the same ones whatever ``weights`` is. Dropout and
-    stochastic depth, which would draw from the global generator during training, are removed; ResNets have
-    none. Raises ValueError for a name or a file that does not fit.
+    Args:
+        config: of a network that has one output in training. A GroupNorm's eps is 1e-5. Hsu et al. 2020 have
+            a bottleneck of 64 for Landmarks (Section 6.5, which names no activation; there is none here).
+        num_labels: K, the number of outputs.
+        generator: a CPU one.
+        weights: None, as they were drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
+            architecture: torchvision's, or a run's ``model.safetensors``. The head is always new.
+
+    Raises:
+        ValueError: for a name or a file that does not fit.
     """
-    choices = (
-        ("norm", norm, get_args(Norm)),
-        ("init", init, get_args(Init)),
-        ("train", train, get_args(Trained)),
-    )
-    for key, value, known in choices:
-        if value not in known:
-            raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
-    if num_labels < 1 or groups < 1 or (bottleneck is not None and bottleneck < 1):
-        raise ValueError(
-            f"num_labels ({num_labels}), groups ({groups}) and bottleneck ({bottleneck}) must be at least 1"
-        )
-    if train == "two_layers" and bottleneck is None:
-        raise ValueError("train two_layers trains the bottleneck and the head: set bottleneck, e.g. to 64")
+    if num_labels < 1:
+        raise ValueError(f"num_labels is {num_labels}: a classifier has at least 1")
+    arch = config.arch
     with _DrawFrom(generator):
-        backbone = _untrained(arch, num_labels, input_size)
+        backbone = _untrained(arch, num_labels, config.input_size)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
-    if init == "keras":
+    if config.init == "keras":
         _initialise_as_keras(backbone, generator)
-    _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, norm, groups))
+    _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
     _replace(backbone, (nn.modules.dropout._DropoutNd, StochasticDepth), lambda _: nn.Identity())
     assert_no_live_batchnorm(backbone)
     if weights is not None:
         load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
-    if bottleneck is not None:
-        _insert_bottleneck(backbone, arch, bottleneck, init, generator)
-    if train == "two_layers":
+    if config.bottleneck is not None:
+        _insert_bottleneck(backbone, config, config.bottleneck, generator)
+    if config.trained == "two_layers":
         backbone.requires_grad_(False)
         head = head_of(backbone)[0].rpartition(".")[0]
         backbone.get_submodule(head).requires_grad_(True)
     return backbone
 
 
-def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
+def _untrained(arch: str, num_labels: int, input_size: int) -> nn.Module:
     if arch in NETWORKS.names():
-        if input_size is None:
-            raise ValueError(f"{arch} is made for one size of input: give input_size")
         return NETWORKS[arch](num_labels, input_size)
     known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
     if arch not in known:
@@ -139,15 +111,17 @@ def _untrained(arch: str, num_labels: int, input_size: int | None) -> nn.Module:
 
 
 def _insert_bottleneck(
-    backbone: nn.Module, arch: str, units: int, init: Init, generator: torch.Generator
+    backbone: nn.Module, config: ModelConfig, units: int, generator: torch.Generator
 ) -> None:
     """Replace the head by two linear layers, both drawn again."""
     name, head = head_of(backbone)
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"{arch} ends in a convolution, before which there is no bottleneck; leave it out")
+        raise ValueError(
+            f"{config.arch} ends in a convolution, before which there is no bottleneck; leave it out"
+        )
     with _DrawFrom(generator):
         both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
-    if init == "keras":
+    if config.init == "keras":
         _initialise_as_keras(both, generator)
     backbone.set_submodule(name, both)
 
@@ -201,13 +175,13 @@ def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> No
     out.copy_(torch.erfinv(uniform) * (math.sqrt(2) * std))
 
 
-def _replacement(bn: _BatchNorm, norm: Norm, groups: int) -> nn.Module:
+def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
     channels = bn.num_features
-    if norm == "frozen_batch":
+    if config.pretrained:
         frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
         frozen.load_state_dict({name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim})
         return frozen
-    divisor = next(g for g in range(min(groups, channels), 0, -1) if channels % g == 0)
+    divisor = next(g for g in range(min(config.groups, channels), 0, -1) if channels % g == 0)
     group = nn.GroupNorm(divisor, channels, eps=1e-5)
     group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
     return group

@@ -1,18 +1,15 @@
-"""What a network is built from."""
+"""What a network is built from, by `pfl_ext.models.classifier.build_backbone`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
-from torch import nn
 
 from pfl_ext.configs import STRICT
-from pfl_ext.models.classifier import Init, build_backbone
-from pfl_ext.models.weights import IMAGENET
+
+Init = Literal["keras", "torchvision"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -31,37 +28,11 @@ class ModelConfig:
     """Units of one more linear layer before the classifier; none: there is no such layer."""
     trained: Literal["all", "two_layers"] = "all"
     """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
-    weights_sha256: str | None = None
-    """SHA-256 of the file of pretrained weights; --weights fills it in. none: torchvision's own."""
+    init: Init = "torchvision"
+    """Distribution of first weights: torchvision's, or Keras' he_normal and glorot_uniform."""
 
-    def build(
-        self, num_labels: int, generator: torch.Generator, weights: Path | None, init: Init
-    ) -> nn.Module:
-        """The backbone, on the CPU; see `build_backbone`.
-
-        Args:
-            num_labels: its outputs.
-            generator: from which its first weights are drawn.
-            weights: the file with the content that `weights_sha256` names.
-            init: distribution of the first weights.
-
-        Raises:
-            ValueError: when a file is asked for and none is given, or a value does not fit the network.
-        """
-        if weights is None and self.weights_sha256 is not None:
+    def __post_init__(self) -> None:
+        if self.trained == "two_layers" and self.bottleneck is None:
             raise ValueError(
-                f"the config asks for weights with SHA-256 {self.weights_sha256}: give their file with "
-                "--weights"
+                "model.trained is two_layers, of which the bottleneck is one: set model.bottleneck"
             )
-        return build_backbone(
-            self.arch,
-            num_labels,
-            norm="frozen_batch" if self.pretrained else "group",
-            weights=(weights or IMAGENET) if self.pretrained else None,
-            init=init,
-            generator=generator,
-            groups=self.groups,
-            input_size=self.input_size,
-            bottleneck=self.bottleneck,
-            train=self.trained,
-        )

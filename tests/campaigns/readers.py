@@ -40,6 +40,7 @@ from dataset.store.native import NativeReader, Storage
 from dataset.store.validate import main as describe
 from pfl_ext import checkpoint
 from pfl_ext.models.classifier import build_backbone
+from pfl_ext.models.config import ModelConfig
 from tests.benchmarks.made_runs import make_run
 from tests.dataset.drawn import (
     add_member,
@@ -131,8 +132,7 @@ def read_jpeg(path: Path) -> object:
 
 def read_weights(path: Path) -> object:
     """A weights file of a small network."""
-    generator = torch.Generator().manual_seed(0)
-    build_backbone("squeezenet1_1", 3, norm="group", init="keras", weights=path, generator=generator)
+    build_backbone(ModelConfig("squeezenet1_1"), 3, torch.Generator().manual_seed(0), path)
     return None
 
 
@@ -278,10 +278,7 @@ def targets(folder: Path) -> list[Target]:
         for one in rows:
             add_member(archive, f"{'long' * 40}/é/{one.image_id}.jpg", one.image or b"")
     checkpoint.save(folder / "c.safetensors", {"a": torch.arange(20.0), "b": torch.ones(3, 2)}, {"step": 3})
-    generator = torch.Generator()
-    network = build_backbone(
-        "squeezenet1_1", 3, norm="group", init="keras", weights=None, generator=generator
-    )
+    network = build_backbone(ModelConfig("squeezenet1_1", init="keras"), 3, torch.Generator())
     torch.save(network.state_dict(), folder / "w.pth")
     save_file(network.state_dict(), folder / "w.safetensors")
     weights = [(folder / name).read_bytes() for name in ("w.pth", "w.safetensors")]

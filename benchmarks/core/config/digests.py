@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.core.config.sections import REPETITION, TrainingConfig
-from benchmarks.core.config.trees import Tree, dotted, leaves
+from benchmarks.core.config.sections import OLD_WORDS, REPETITION, TrainingConfig
+from benchmarks.core.config.trees import Tree, dotted, leaves, put
 
 
 def config_tree(config: TrainingConfig) -> Tree:
@@ -23,8 +23,9 @@ def config_tree(config: TrainingConfig) -> Tree:
         del tree["model"]["weights_sha256"]
     if config.federated.options is None:
         del tree["federated"]["options"]
-    if config.privacy is not None and config.privacy.noise == "rounds_as_epochs":
-        tree["privacy"]["noise"] = "paper_bug"
+    for key, (old, new) in OLD_WORDS.items():
+        if dotted(tree).get(key) == new:
+            put(tree, key, old)
     return tree
 
 

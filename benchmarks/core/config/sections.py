@@ -19,13 +19,21 @@ from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.configs import STRICT
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
-from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
+OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
+"""By key, the old name of a value, which the config.yaml of runs still has, and today's."""
+
+
+def _by_today(key: str) -> BeforeValidator:
+    """Reads the old name of a value of this key as today's."""
+    old, new = OLD_WORDS[key]
+    return BeforeValidator(lambda word: new if word == old else word)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -38,10 +46,11 @@ class ImageConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelSection(ModelConfig):
-    """The network, and whose first weights it has."""
+    """The network, and the file of its first weights."""
 
-    init: Literal["paper", "torchvision"] = "torchvision"
-    """Distribution of first weights: torchvision's, or Keras' as the FLAIR paper's code has it."""
+    init: Annotated[Init, _by_today("model.init")] = "torchvision"
+    weights_sha256: str | None = None
+    """SHA-256 of the file of pretrained weights; --weights fills it in. none: torchvision's own."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -130,16 +139,11 @@ class EvaluationConfig:
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
 
 
-def _noise_of_today(word: Any) -> Any:
-    """The value whose name once was ``paper_bug``, as the config.yaml of such runs still has it."""
-    return "rounds_as_epochs" if word == "paper_bug" else word
-
-
 @dataclass(frozen=True, config=STRICT)
 class PrivacySection(PrivacyConfig):
     """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
 
-    noise: Annotated[Noise, BeforeValidator(_noise_of_today)] = "calibrated"
+    noise: Annotated[Noise, _by_today("privacy.noise")] = "calibrated"
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)

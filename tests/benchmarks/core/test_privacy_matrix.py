@@ -78,7 +78,8 @@ def private(section: str, kind: type[TrainingConfig] = FLAIR.kind) -> TrainingCo
         "privacy": PrivacySection(epsilon=50, delta=0.01, mechanism="gaussian", clipping_bound=0.02),
         "local_privacy": LocalPrivacySection(epsilon=100, delta=0.01, clipping_bound=0.02),
     }
-    return dataclasses.replace(kind(), federated=federated, **{section: sections[section]})
+    model = dataclasses.replace(kind().model, bottleneck=64)  # model.trained may be either
+    return dataclasses.replace(kind(), model=model, federated=federated, **{section: sections[section]})
 
 
 def with_value(tree: Any, key: str, value: Any) -> Any:

@@ -18,6 +18,7 @@ from dataset.cli import run
 from dataset.store.hdf5 import DataFile
 from pfl_ext.checkpoint import load
 from pfl_ext.models.classifier import build_backbone, probe_checksum
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import RESNET18, SMALL, TINY, Train
@@ -97,9 +98,7 @@ def test_the_fine_tuning_rows_run_from_a_stand_in_that_says_so(
     )
     trained, drawn = load(path)[0], load(tmp_path / "random.safetensors")[0]
     assert not torch.equal(trained["bn1.running_mean"], drawn["bn1.running_mean"])
-    build_backbone(
-        "resnet18", 5, norm="frozen_batch", weights=path, init="keras", generator=torch_stream(0, "x")
-    )
+    build_backbone(ModelConfig(pretrained=True), 5, torch_stream(0, "x"), path)
     directory = train("--config=fl-f-17", f"--weights={path}", *RESNET18, *ROUND)
     results = tree(directory / "results.json")
     assert results["weights"]["sha256"] == hashlib.sha256(first).hexdigest()

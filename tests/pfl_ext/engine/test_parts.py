@@ -21,6 +21,7 @@ from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.engine.trim import Trimmed, _cut, live_taps
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.mechanisms import LARGEST, Clipping
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.task import Task
@@ -43,7 +44,7 @@ RESNET18 = 2 * 20 * 68
 
 def resnet(norm: str) -> nn.Module:
     weights = torch.Generator().manual_seed(1)
-    return build_backbone("resnet18", LABELS, norm=norm, weights=None, init="keras", generator=weights)  # type: ignore[arg-type]
+    return build_backbone(ModelConfig(init="keras", pretrained=norm == "frozen_batch"), LABELS, weights)
 
 
 @pytest.mark.parametrize("norm, side", [("group", 32), ("frozen_batch", 64)])

@@ -21,13 +21,12 @@ from pfl_ext.data.transforms import draw_crops
 from pfl_ext.models.classifier import (
     FrozenStatisticsBatchNorm2d,
     ImageClassifier,
-    Init,
-    Norm,
     assert_no_live_batchnorm,
     build_backbone,
     head_of,
     probe_checksum,
 )
+from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.models.weights import read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
@@ -42,16 +41,14 @@ ARCHES = ("mobilenet_v2", "efficientnet_b0", "resnet50")
 def build(
     arch: str = "resnet18",
     labels: int = 17,
-    norm: Norm = "group",
+    pretrained: bool = False,
     weights: str | Path | None = None,
     init: Init = "keras",
     seed: int = 0,
-    groups: int = 32,
+    **options: Any,
 ) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    return build_backbone(
-        arch, labels, norm=norm, weights=weights, init=init, generator=generator, groups=groups
-    )
+    config = ModelConfig(arch, pretrained=pretrained, init=init, **options)
+    return build_backbone(config, labels, torch.Generator().manual_seed(seed), weights)
 
 
 def build_torchvision(arch: str, generator: torch.Generator) -> nn.Module:
@@ -139,7 +136,7 @@ def test_a_network_with_frozen_statistics_is_torchvisions_in_eval_mode_whatever_
         assert m.running_var is not None
         m.running_var.uniform_(1e-4, 1e-3, generator=generator)
     torch.save(theirs.state_dict(), tmp_path / "mobilenet.pth")
-    ours = build("mobilenet_v3_small", 1000, "frozen_batch", tmp_path / "mobilenet.pth")
+    ours = build("mobilenet_v3_small", 1000, True, tmp_path / "mobilenet.pth")
     (_, new), (_, old) = head_of(ours), head_of(theirs)
     new.load_state_dict(old.state_dict())  # ours is always new
     x = torch.randn(3, 3, 32, 32, generator=generator)
@@ -151,7 +148,7 @@ def test_a_network_with_frozen_statistics_is_torchvisions_in_eval_mode_whatever_
 
 def test_no_running_statistic_ever_moves_and_every_parameter_does(weights_file: Path) -> None:
     model = ImageClassifier(
-        build(norm="frozen_batch", weights=weights_file), task=MultiLabel(), input_size=32
+        build(pretrained=True, weights=weights_file), task=MultiLabel(), input_size=32
     ).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,15 +164,15 @@ def test_no_running_statistic_ever_moves_and_every_parameter_does(weights_file: 
         assert torch.equal(tensor, before[name]) == (name not in parameters), name
 
 
-@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
+@pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
 @pytest.mark.parametrize("arch", ["resnet18", *ARCHES])
-def test_every_arch_trains_in_both_norms_the_same_in_train_and_eval_mode(arch: str, norm: Norm) -> None:
-    model = ImageClassifier(build(arch, 3, norm), task=MultiLabel(), input_size=32).train()
+def test_every_arch_trains_in_both_norms_the_same_in_train_and_eval_mode(arch: str, pretrained: bool) -> None:
+    model = ImageClassifier(build(arch, 3, pretrained), task=MultiLabel(), input_size=32).train()
     assert_no_live_batchnorm(model)
-    kinds = {"group": nn.GroupNorm, "frozen_batch": FrozenStatisticsBatchNorm2d}
+    kind = FrozenStatisticsBatchNorm2d if pretrained else nn.GroupNorm
     reference = torchvision.models.get_model(arch, weights=None)
     live = [name for name, m in reference.named_modules() if isinstance(m, nn.BatchNorm2d)]
-    assert [name for name, m in model.backbone.named_modules() if isinstance(m, kinds[norm])] == live
+    assert [name for name, m in model.backbone.named_modules() if isinstance(m, kind)] == live
     images, targets, crops = batch(labels=3)
     random_state = torch.get_rng_state()
     logits = model(images, crops)
@@ -213,9 +210,9 @@ def test_group_counts_are_the_largest_divisor_up_to_the_number_asked_for() -> No
 
 
 @pytest.mark.parametrize(("labels", "millions"), [(17, 11.19), (1628, 12.01)])
-@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
-def test_resnet18_has_the_papers_number_of_parameters(labels: int, millions: float, norm: Norm) -> None:
-    backbone = build(labels=labels, norm=norm)
+@pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
+def test_resnet18_has_the_papers_number_of_parameters(labels: int, millions: float, pretrained: bool) -> None:
+    backbone = build(labels=labels, pretrained=pretrained)
     assert round(sum(p.numel() for p in backbone.parameters()) / 1e6, 2) == millions
     name, head = head_of(backbone)
     assert (name, head.bias is not None and len(head.bias)) == ("fc", labels)
@@ -276,24 +273,24 @@ def test_published_weights_give_the_published_features_and_a_new_head(
 ) -> None:
     path = tmp_path / f"w{suffix}"
     torch.save(published, path) if suffix == ".pth" else safetensors.torch.save_file(published, path)
-    backbone = build(norm="frozen_batch", weights=path)
+    backbone = build(pretrained=True, weights=path)
     original = torchvision.models.get_model("resnet18", weights=None)
     original.load_state_dict(published)
     original.fc, features = nn.Identity(), copy.deepcopy(backbone).train()
     setattr(features, "fc", nn.Identity())  # noqa: B010
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     assert_close_as_vector(features(x), original.eval()(x), RESNET18)
-    fresh = build(norm="frozen_batch").state_dict()
+    fresh = build(pretrained=True).state_dict()
     assert torch.equal(backbone.state_dict()["fc.weight"], fresh["fc.weight"]), (
         "draws do not depend on weights"
     )
 
 
-@pytest.mark.parametrize("norm", ["group", "frozen_batch"])
-def test_a_saved_model_of_ours_is_a_weights_file(norm: Norm, tmp_path: Path) -> None:
-    model = ImageClassifier(build(norm=norm, seed=5), task=MultiLabel(), input_size=32)
+@pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
+def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Path) -> None:
+    model = ImageClassifier(build(pretrained=pretrained, seed=5), task=MultiLabel(), input_size=32)
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
-    loaded = build(labels=3, norm=norm, weights=tmp_path / "model.safetensors")
+    loaded = build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors")
     for name, tensor in model.backbone.state_dict().items():
         assert name.startswith("fc.") or torch.equal(loaded.state_dict()[name], tensor), name
 
@@ -335,7 +332,7 @@ def test_weights_that_do_not_fit_are_refused(
     path = tmp_path / "w.pth"
     torch.save(broken(published, fault), path)
     with pytest.raises(ValueError, match=message) as refused:
-        build(norm="frozen_batch", weights=path)
+        build(pretrained=True, weights=path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -352,7 +349,7 @@ def test_damaged_and_foreign_files_are_refused(
         {"truncated": data[: len(data) // 2], "html": b"<html>404</html>", "empty": b""}[content]
     )
     with pytest.raises(ValueError, match=r"cannot be read as .* damaged") as refused:
-        build(norm="frozen_batch", weights=path)
+        build(pretrained=True, weights=path)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -377,12 +374,12 @@ def test_weights_that_are_not_there_or_not_named_are_refused(tmp_path: Path) -> 
 
 def test_weights_of_another_arch_are_refused(weights_file: Path) -> None:
     with pytest.raises(ValueError, match="does not fit resnet50: missing"):
-        build("resnet50", norm="frozen_batch", weights=weights_file)
+        build("resnet50", pretrained=True, weights=weights_file)
 
 
 def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
     with pytest.raises(ValueError, match="BatchNorm statistics, for which GroupNorm has no place"):
-        build(norm="group", weights=weights_file)
+        build(weights=weights_file)
 
 
 @pytest.mark.parametrize("failure", [URLError("no route to host"), RuntimeError("invalid hash value")])
@@ -395,7 +392,7 @@ def test_without_a_network_the_file_to_fetch_is_named(
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.download_url_to_file", fail)
     with pytest.raises(ValueError, match=r"resnet18-f37072fd\.pth .* --weights FILE"):
-        build(norm="frozen_batch", weights="imagenet")
+        build(pretrained=True, weights="imagenet")
 
 
 def test_the_downloaded_weights_are_the_pinned_ones(
@@ -410,7 +407,7 @@ def test_the_downloaded_weights_are_the_pinned_ones(
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("torch.hub.download_url_to_file", transfer)
-    backbone = build(norm="frozen_batch", weights="imagenet")
+    backbone = build(pretrained=True, weights="imagenet")
     assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", "f37072fd")]
     assert torch.equal(backbone.state_dict()["bn1.running_var"], published["bn1.running_var"])
 
@@ -511,13 +508,5 @@ def test_mistakes_in_names_are_named() -> None:
         build("resnet81")
     with pytest.raises(ValueError, match="inception_v3 has auxiliary outputs"):
         build("inception_v3")
-    with pytest.raises(ValueError, match="norm must be one of group, frozen_batch"):
-        build(norm="batch")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="init must be one of keras, torchvision"):
-        build(init="he")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"num_labels \(0\)"):
+    with pytest.raises(ValueError, match="num_labels is 0"):
         build(labels=0)
-    with pytest.raises(ValueError, match=r"bottleneck \(0\)"):
-        build_backbone(
-            "resnet18", 5, norm="group", weights=None, init="keras", generator=torch.Generator(), bottleneck=0
-        )

@@ -19,8 +19,9 @@ from tests.pfl_ext.engine.setting import LABELS, Setting, distance, rounding_of,
 
 
 def build(arch: str = "cifar_cnn", labels: int = 10, seed: int = 0, **options: Any) -> nn.Module:
-    options = {"norm": "group", "weights": None, "init": "keras", "input_size": 32, **options}
-    return build_backbone(arch, labels, generator=torch.Generator().manual_seed(seed), **options)
+    weights, options = options.pop("weights", None), {"init": "keras", "input_size": 32, **options}
+    draw = torch.Generator().manual_seed(seed)
+    return build_backbone(ModelConfig(arch, **options), labels, draw, weights)
 
 
 @pytest.mark.parametrize("side", [10, 24, 32, 64])
@@ -97,7 +98,7 @@ def test_both_layers_behind_the_features_are_drawn_as_the_paper_draws_linear_lay
 
 
 def test_two_layers_are_trained_and_nothing_else() -> None:
-    net = build("mobilenet_v2", 7, bottleneck=64, train="two_layers")
+    net = build("mobilenet_v2", 7, bottleneck=64, trained="two_layers")
     trained = [name for name, p in net.named_parameters() if p.requires_grad]
     assert trained == [
         "classifier.1.0.weight",
@@ -137,11 +138,11 @@ def test_frozen_layers_stay_and_the_rest_is_trained_as_by_pfls_loop(clipping: st
 @pytest.mark.parametrize(
     "arch, options, message",
     [
-        ("cifar_cnn", {"input_size": None}, "give input_size"),
+        ("cifar_cnn", {"input_size": None}, "input_size\n.*valid integer"),
         ("cifar_cnn", {"input_size": 3}, "use at least 4"),
         ("cifar_cn", {}, "did you mean cifar_cnn"),
         ("cifar_cnn", {"weights": "imagenet"}, "no IMAGENET1K_V1 weights for cifar_cnn"),
-        ("resnet18", {"train": "two_layers"}, "set bottleneck"),
+        ("resnet18", {"trained": "two_layers"}, "set model.bottleneck"),
         ("squeezenet1_1", {"bottleneck": 8}, "ends in a convolution"),
     ],
 )
@@ -154,6 +155,7 @@ def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], mes
     "key, value, message",
     [
         ("trained", "head", "'all' or 'two_layers'"),
+        ("init", "he", "'keras' or 'torchvision'"),
         ("bottleneck", 0, "greater than 0"),
         ("groups", 0, "greater than 0"),
         ("input_size", -1, "greater than 0"),

@@ -13,6 +13,7 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.tasks.multi_label import MultiLabel
@@ -34,8 +35,7 @@ class Photos(NumberedStore):
 
 @pytest.fixture(scope="module")
 def network() -> ImageClassifier:
-    options: dict[str, Any] = {"norm": "group", "weights": None, "init": "keras", "groups": 32}
-    backbone = build_backbone("resnet18", 5, generator=torch_stream(0, "network"), **options)
+    backbone = build_backbone(ModelConfig(init="keras"), 5, torch_stream(0, "network"))
     return ImageClassifier(backbone, task=MultiLabel(), input_size=16, exact_crops=True)
 
 

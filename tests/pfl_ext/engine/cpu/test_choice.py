@@ -32,6 +32,7 @@ from pfl_ext.engine.cpu.joining import Joined
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import CpuLayers, compilable, gains
 from pfl_ext.models.classifier import ImageClassifier, build_backbone, memory_format
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector
 from tests.closeness import norm as norm_of
@@ -240,15 +241,8 @@ def test_what_is_recorded_names_each_kind_of_layer_and_its_numbers(monkeypatch: 
     assert said["none"] == engine().arithmetic(None) == f"float32: {plain}"
     assert engine(cpu_kernels=False).arithmetic(torch.bfloat16) == "bfloat16: all layers by torch"
     assert engine(small_backbone()).arithmetic(None) == "float32: all layers by torch"
-    cifar = build_backbone(
-        "cifar_cnn",
-        10,
-        norm="group",
-        weights=None,
-        init="keras",
-        generator=torch.Generator().manual_seed(0),
-        input_size=32,
-    )
+    config = ModelConfig("cifar_cnn", 32, init="keras")
+    cifar = build_backbone(config, 10, torch.Generator().manual_seed(0))
     assert gains(cifar)
     taken = CpuLayers(KERNELS, FLOAT32).replaced(cifar)  # type: ignore[arg-type]
     assert described(taken, None) == "float32: all layers by torch"

@@ -15,6 +15,7 @@ from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.cpu.roundings import (
     KERNELS,
@@ -65,7 +66,7 @@ def test_a_convolution_of_other_channels_is_torchs(channels: tuple[int, int]) ->
 
 def resnet(norm: str) -> nn.Module:
     draw = torch.Generator().manual_seed(5)
-    return build_backbone("resnet18", 17, norm=norm, weights=None, init="keras", generator=draw)  # type: ignore[arg-type]
+    return build_backbone(ModelConfig(init="keras", pretrained=norm == "frozen_batch"), 17, draw)
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor, off: float | None = None) -> None:
