@@ -1,18 +1,21 @@
-"""The shared bottom: files that appear whole or not at all, locks, checksums, and work read ahead of need."""
+"""The shared bottom: files that appear whole or not at all, locks, checksums, work read ahead, imports."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
+import pkgutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
@@ -143,3 +146,26 @@ def prefetched(
             yield result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def imported(name: str) -> ModuleType:
+    """A module that anybody may have written.
+
+    Raises:
+        ValueError: one line that names it, whatever it is that importing it raises.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as fault:
+        text = f"{type(fault).__name__}: {fault}"
+        raise ValueError(f"{name} cannot be imported ({text}): repair the file, or move it away") from fault
+
+
+def import_all(package: str) -> None:
+    """Import every module of a package, so that each registers what it holds.
+
+    Raises:
+        ValueError: as `imported`.
+    """
+    for module in pkgutil.iter_modules(imported(package).__path__):
+        imported(f"{package}.{module.name}")

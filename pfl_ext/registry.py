@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from dataset.files import import_all
 
 Thing = TypeVar("Thing")
 Kept = TypeVar("Kept")
@@ -25,8 +25,13 @@ class Registry(Generic[Thing]):
         self._is_complete = False
 
     def add(self, name: str, thing: Thing) -> None:
-        """Take note of a thing; two of the same name are a mistake of ours."""
-        assert self._things.setdefault(name, thing) is thing, name
+        """Take note of a thing.
+
+        Raises:
+            ValueError: when there is another one of this name.
+        """
+        if self._things.setdefault(name, thing) is not thing:
+            raise ValueError(f"there are two {self._key} {name}")
 
     def register(self, name: str) -> Callable[[Kept], Kept]:
         """Decorator of a thing that the config's key chooses by this name."""
@@ -38,11 +43,13 @@ class Registry(Generic[Thing]):
         return decorate
 
     def names(self) -> Sequence[str]:
-        """Of all things, in order of the alphabet."""
+        """Of all things, in order of the alphabet.
+
+        Raises:
+            ValueError: when a module of the package cannot be imported.
+        """
         if not self._is_complete:
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{self._package}.{module.name}")
+            import_all(self._package)
             self._is_complete = True
         return sorted(self._things)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pfl_ext.algorithms
 import pfl_ext.models
 from benchmarks.core.config.digests import digest
 from benchmarks.flair.config import parse
+from dataset.partitions.drawn import drawn
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
 from pfl_ext.algorithms.algorithm import ALGORITHMS, option_keys
-from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
+from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
 from tests.benchmarks.conftest import Train
@@ -32,14 +34,16 @@ DROPPED = Path(__file__).parent / "dropped"
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of `tests.dropped` lie in the packages of the house, which nothing has looked through yet."""
+    """The files of `tests.dropped` lie in the packages of the house, not looked through since."""
+    registries: tuple[Registry[Any], ...] = (ALGORITHMS, SERVER_OPTIMIZERS, NETWORKS)
+    for look in (dataset.partitions.drawn.drawers, *(registry.names for registry in registries)):
+        look()  # what registers itself in this test alone is forgotten after it
     for package in (pfl_ext.algorithms, pfl_ext.models, dataset.partitions):
         folder = DROPPED / package.__name__.rpartition(".")[2]
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
         for file in folder.glob("[a-z]*.py"):
             monkeypatch.delitem(sys.modules, f"{package.__name__}.{file.stem}", raising=False)
     monkeypatch.setattr(dataset.partitions.drawn, "_DRAWERS", dict(dataset.partitions.drawn._DRAWERS))
-    registries: tuple[Registry[Any], ...] = (ALGORITHMS, SERVER_OPTIMIZERS, NETWORKS)
     for registry in registries:
         monkeypatch.setattr(registry, "_things", dict(registry._things))
         monkeypatch.setattr(registry, "_is_complete", False)
@@ -118,6 +122,51 @@ def test_a_new_partition_is_drawn_by_its_name_and_trained_on(
     for asked, message in (("shard=2", "give any of dirichlet-per-class=NUMBER, "), ("shards=x", "shards=1")):
         assert make(CIFAR10, tmp_path / "other.hdf5", *source, "--partition", asked) == 2
         assert message in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("def x(:", "(SyntaxError: invalid syntax (broken.py, line 1)): repair the file, or move it away"),
+        ("import nothing_of_the_kind", "(ModuleNotFoundError: No module named 'nothing_of_the_kind')"),
+        ("1 / 0", "(ZeroDivisionError: division by zero)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "package, argv",
+    [
+        (pfl_ext.algorithms, "--server.optimizer=adam"),
+        (pfl_ext.algorithms, "--federated.algorithm=fedavg"),
+        (pfl_ext.models, "--model.arch=cifar_cnn"),
+        (dataset.partitions, "--partition=dirichlet-total=1"),
+    ],
+)
+def test_a_new_file_that_cannot_be_imported_is_one_line(
+    package: ModuleType,
+    argv: str,
+    text: str,
+    message: str,
+    dropped: None,
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "broken.py").write_text(text)
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "new")])
+    if package is dataset.partitions:
+        assert make(CIFAR10, tmp_path / "cifar.hdf5", argv) == 2
+    else:
+        train(argv, code=2)
+    assert f"{package.__name__}.broken cannot be imported {message}" in error_line(capsys)
+
+
+@pytest.mark.parametrize("register", [ALGORITHMS.register, NETWORKS.register, server_optimizer, drawn])
+def test_a_name_that_is_taken_is_refused(register: Any, dropped: None) -> None:
+    register("one")(len)
+    with pytest.raises(ValueError, match=r"^there are two [a-z.-]+ one$"):
+        register("one")(repr)
 
 
 def test_new_files_leave_the_digests_of_other_configs_alone(request: pytest.FixtureRequest) -> None:

@@ -10,21 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-import benchmarks
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
-from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.sections import TrainingConfig, config_modules
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts, sha256_of
+from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
@@ -204,16 +201,20 @@ def read_run(
 
 def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
     """Which other benchmark's a config is; None where it is of none."""
-    for folder in iter_modules(benchmarks.__path__):
-        if find_spec(f"benchmarks.{folder.name}.config") is None:
-            continue
-        module = import_module(f"benchmarks.{folder.name}.config")
-        for other in [value for value in vars(module).values() if isinstance(value, Benchmark)]:
+    for name in config_modules():
+        for other in _benchmarks_in(name):
             with suppress(ValueError):
                 other.read(tree, "config.yaml")
                 asked = benchmark.directory.parent.name
-                return f"it is a run of benchmarks.{folder.name}, not of benchmarks.{asked}"
+                return f"it is a run of {name.removesuffix('.config')}, not of benchmarks.{asked}"
     return None
+
+
+def _benchmarks_in(name: str) -> list[Benchmark[Any]]:
+    """The benchmarks of a module; none of one that cannot be imported, which is another benchmark's."""
+    with suppress(ValueError):
+        return [value for value in vars(imported(name)).values() if isinstance(value, Benchmark)]
+    return []
 
 
 def finished_run(

@@ -5,10 +5,10 @@ https://docs.wandb.ai/guides/sweeps/sweep-config-keys. Keys that this project ca
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
 from benchmarks.sweep.parameter import Parameter
+from dataset.files import imported
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import seed32
 
@@ -102,7 +103,7 @@ class Sweep:
     @property
     def experiment(self) -> type[Experiment[Any]]:
         """What `program_module` trains."""
-        experiment: type[Experiment[Any]] = importlib.import_module(self.program_module).EXPERIMENT
+        experiment: type[Experiment[Any]] = imported(self.program_module).EXPERIMENT
         return experiment
 
     @property
@@ -167,11 +168,13 @@ def command_words(point: Tree) -> list[str]:
 def _module(name: str, where: str) -> str:
     """The training module that ``program`` names, as a module or, as wandb does, as a file."""
     module = name.removesuffix(".py").replace("/", ".")
-    if not TRAIN.fullmatch(module) or find_spec(module) is None:
-        raise ValueError(
-            f"{where} is {name!r}: choose {DEFAULT_PROGRAM} or benchmarks.visual_classification.train"
-        )
-    return module
+    if TRAIN.fullmatch(module):
+        with suppress(ModuleNotFoundError):  # of the folder that it would be in
+            if find_spec(module) is not None:
+                return module
+    raise ValueError(
+        f"{where} is {name!r}: choose {DEFAULT_PROGRAM} or benchmarks.visual_classification.train"
+    )
 
 
 def _parameter(key: str, entry: object, path: Path) -> Parameter:
@@ -225,6 +228,7 @@ def _check(sweep: Sweep) -> None:
             f"command must hold -m {DEFAULT_PROGRAM} and, once, ${{args}}; without a command, that is what "
             "is run"
         )
+    _module(sweep.program_module, "command")
     fixed = {word.removeprefix("--").split("=")[0] for word in sweep.command if word.startswith("--")}
     for key in fixed & sweep.parameters.keys():
         raise ValueError(f"--{key} stands in command and in parameters: every trial would be the same")

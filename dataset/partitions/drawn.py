@@ -6,11 +6,10 @@ a data set's command then makes it, and the file of the data set holds it as ``n
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from dataset.files import import_all
 from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex
 
@@ -43,7 +42,8 @@ def drawn(name: str) -> Callable[[Drawer], Drawer]:
     """Decorator of a function that draws a partition: ``--partition`` chooses it by this name."""
 
     def decorate(drawer: Drawer) -> Drawer:
-        assert _DRAWERS.setdefault(name, drawer) is drawer, name
+        if _DRAWERS.setdefault(name, drawer) is not drawer:
+            raise ValueError(f"there are two --partition {name}")
         return drawer
 
     return decorate
@@ -51,9 +51,7 @@ def drawn(name: str) -> Callable[[Drawer], Drawer]:
 
 def drawers() -> Mapping[str, Drawer]:
     """All kinds by name, from the files of this folder."""
-    package = importlib.import_module("dataset.partitions")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"dataset.partitions.{module.name}")
+    import_all("dataset.partitions")
     return dict(sorted(_DRAWERS.items()))
 
 

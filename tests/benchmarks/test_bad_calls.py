@@ -110,6 +110,8 @@ BAD = [
     ("sweep", "no-such-sweep --local true", "no-such-sweep"),
     ("sweep", "learning-rates --local maybe", "local is 'maybe'"),
     ("sweep", "learning-rates --local true --workers 0 --data_path=good.hdf5", "--workers is '0'"),
+    ("sweep", "learning-rates --program benchmarks.no.train", "--program is 'benchmarks.no.train': choose"),
+    ("sweep", "learning-rates --program benchmarks.core.train", "is 'benchmarks.core.train': choose"),
     ("per_user", "nowhere", "nowhere is no directory"),
     ("per_user", "folder", "folder holds no run"),
     ("per_user", "folder --local.learning_rate=1", "only personal.*, runtime.* and data_path"),

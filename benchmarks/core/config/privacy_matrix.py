@@ -12,14 +12,11 @@ times, counts) is listed in ``privacy.json``.
 
 from __future__ import annotations
 
-import importlib.util
-import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import benchmarks
 from benchmarks.core.config.privacy_rules import (
     NOT_OF_TRAINING_USERS,
     OF_THE_DATA,
@@ -28,9 +25,10 @@ from benchmarks.core.config.privacy_rules import (
     each,
     only,
 )
-from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.sections import Runtime, TrainingConfig, config_modules
 from benchmarks.core.config.trees import dotted
 from dataset.cli import run as run_command
+from dataset.files import imported
 from pfl_ext.algorithms.algorithm import algorithm_class, names
 
 OF_THE_NETWORK = "fixed before training, and looks at no training image"
@@ -192,9 +190,8 @@ def main(argv: Sequence[str]) -> None:
         return
     if argv:
         raise ValueError(f"cannot read the argument {argv[0]!r}: this command takes none")
-    for folder in pkgutil.iter_modules(benchmarks.__path__):
-        if importlib.util.find_spec(f"benchmarks.{folder.name}.config"):
-            importlib.import_module(f"benchmarks.{folder.name}.config")
+    for name in config_modules():
+        imported(name)
     rules = dict(TABLE)
     for kind in TrainingConfig.__subclasses__():
         rules |= kind.privacy_rules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -23,6 +24,7 @@ from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
+BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
@@ -253,3 +255,8 @@ class Runtime:
     """Name of the wandb run; none: the run directory's."""
     artifact: bool = False
     """Send the final model to wandb."""
+
+
+def config_modules() -> list[str]:
+    """The names of the modules that hold the benchmarks' configs."""
+    return [f"benchmarks.{path.parent.name}.config" for path in sorted(BENCHMARKS.glob("*/config.py"))]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.core.config.sections import config_modules
 from benchmarks.flair import figures, overview, per_user, private_figure, report, standin, table1
 from benchmarks.sweep import command as sweep
 from benchmarks.visual_classification import report as vision_report
@@ -175,3 +176,12 @@ def test_a_bad_call_ends_in_one_line_and_leaves_nothing(
     monkeypatch.setattr("benchmarks.core.mini.DataSource.ready", lambda *_: None)
     monkeypatch.setattr(table1, "make_runs", lambda *_: pytest.fail("a run was started"))
     check_refused(COMMANDS[command], words, said, folder, capsys)
+
+
+def test_another_benchmark_that_cannot_be_imported_hides_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["benchmarks.half_written.config", *config_modules()]
+    monkeypatch.setattr("benchmarks.reporting.runs.config_modules", lambda: names)
+    monkeypatch.chdir(folder)
+    check_refused(vision_report.main, "half", "(it is a run of benchmarks.flair, not of", folder, capsys)

@@ -147,6 +147,11 @@ def test_known_values() -> None:
         ({}, {}, "parameters is missing"),
         ({"x": {"value": 1}}, {"command": ["python", "train.py"]}, "command must hold -m"),
         ({"x": {"value": 1}}, {"command": None, "program": "train.py"}, "program is 'train.py': choose"),
+        (
+            {"x": {"value": 1}},
+            {"command": ["python", "-m", "benchmarks.no.train", "${args}"]},
+            "command is 'benchmarks.no.train': choose",
+        ),
         ({"x": {"value": 1}}, {"method": None}, "sweep.yaml: method is missing"),
         ({"x": {"value": 1}}, {"method": "random"}, "run_cap is missing"),
         ({"x": {"value": 1}}, {"method": "bayes", "run_cap": 2, "metric": None}, "metric is missing"),
