@@ -63,6 +63,9 @@ BAD = [
     ("flair", f"{FLAIR} --config=", "--config is empty"),
     ("flair", f"{FLAIR} --config=text", "text must hold a mapping"),
     ("flair", f"{FLAIR} --config=idle.yaml", "idle.yaml: federated.mu has no effect"),
+    ("flair", f"{FLAIR} --config=scale.yaml", "scale is ['mini']: choose one of mini, small, tiny"),
+    ("flair", f"{FLAIR} --config=runtime.yaml", "command line: runtime is 3: input should be a dictionary"),
+    ("flair", f"{FLAIR} --config=nothing.yaml", "command line: runtime is None: input should be a dict"),
     ("flair", f"{FLAIR} --recipe=pfll", "recipe is 'pfll'"),
     ("flair", f"{FLAIR} --scale=huge", "scale is 'huge'"),
     ("flair", f"{FLAIR} --resume=maybe", "--resume is 'maybe'"),
@@ -145,6 +148,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").write_text("- neither this nor that\n")
     (folder / "weights.pth").write_bytes(b"weights")
     (folder / "idle.yaml").write_text("federated:\n  mu: 0.1\n")
+    (folder / "scale.yaml").write_text("scale: [mini]\n")
+    (folder / "runtime.yaml").write_text("runtime: 3\n")
+    (folder / "nothing.yaml").write_text("runtime:\n")
     (folder / "folder").mkdir()
     return folder
 

@@ -114,7 +114,7 @@ class Benchmark(Generic[C_co]):
             if name not in self.recipes:
                 raise ValueError(f"{where}: recipe is {recipe!r}: choose one of {', '.join(self.recipes)}")
             recipes = merge(recipes, dict(self.recipes[name]))
-        if scale is not None and scale not in self.scales:
+        if scale is not None and scale not in list(self.scales):
             raise ValueError(f"{where}: scale is {scale!r}: choose one of {', '.join(self.scales)}")
         return recipes, {} if scale is None else read_yaml(self.scales[scale]), keys
 
@@ -184,8 +184,9 @@ class Benchmark(Generic[C_co]):
         for section in PRIVACY:
             if "seed" in typed and isinstance(tree.get(section), dict):
                 tree[section].setdefault("noise_seed", "run")
-        runtime = build(Runtime, tree.pop("runtime", {}), "runtime")
-        config = build(self.kind, tree, f"{path.name} and command line")
+        where = f"{path.name} and command line"
+        runtime = build(Runtime, tree.pop("runtime", {}), where, "runtime.")
+        config = build(self.kind, tree, where)
         resume = plain["resume"] or "auto"
         if resume not in ("auto", "never"):
             raise ValueError(f"--resume is {resume!r}: choose auto or never")

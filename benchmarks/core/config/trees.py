@@ -124,7 +124,7 @@ def leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
 
 def _explain(fault: Any, kind: Any, prefix: str) -> str:
     """One fault of pydantic's, in one line that names the key and what to do."""
-    name = prefix + ".".join(map(str, fault["loc"]))
+    name = (prefix + ".".join(map(str, fault["loc"]))).removesuffix(".")
     if fault["type"] == "value_error":  # a section's own check, which names the key
         return str(fault["ctx"]["error"])
     if fault["type"] in ("missing", "missing_argument"):  # its input is all that surrounds the key
@@ -141,12 +141,12 @@ def _explain(fault: Any, kind: Any, prefix: str) -> str:
     )
 
 
-def build(kind: type[Node], tree: Mapping[str, Any], where: str, prefix: str = "") -> Node:
+def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     """A dataclass from a tree: every key must be a field, every value of its type.
 
     Args:
         kind: the dataclass.
-        tree: its values, or words for them.
+        tree: its values by key, or words for them.
         where: the place that the tree is from, for the error.
         prefix: what stands before a key there: ``--`` on a command line.
 
@@ -154,6 +154,6 @@ def build(kind: type[Node], tree: Mapping[str, Any], where: str, prefix: str = "
         ValueError: one line that names the first wrong key and what it may be.
     """
     try:
-        return TypeAdapter(kind).validate_python(dict(tree))
+        return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as faults:
         raise ValueError(f"{where}: {_explain(faults.errors()[0], kind, prefix)}") from faults
