@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ Distribution = Literal[
     "log_uniform", "log_uniform_values", "q_log_uniform_values", "normal", "log_normal",
 ]  # fmt: skip
 TINY = 1e-12
+MOST_VALUES = 1_000_000
+"""Of a parameter with a step, and of a grid: they are listed."""
+LARGEST_INT = 2**53
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -48,6 +52,10 @@ class Parameter:
                 raise ValueError("int_uniform needs whole numbers")
         if kind.startswith("q_") and not (self.q and self.q > 0):
             raise ValueError(f"{kind} needs q, the step, above 0")
+        if kind == "int_uniform" and max(-(self.min or 0), self.max or 0) > LARGEST_INT:
+            raise ValueError(f"int_uniform needs numbers up to {LARGEST_INT}")
+        if kind == "q_uniform" and ((self.max or 0) - (self.min or 0)) / (self.q or 1) > MOST_VALUES:
+            raise ValueError(f"q_uniform has more than {MOST_VALUES:,} values: choose a larger q")
 
     @property
     def kind(self) -> Distribution:
@@ -58,13 +66,13 @@ class Parameter:
             return "constant"
         return "int_uniform" if isinstance(self.min, int) and isinstance(self.max, int) else "uniform"
 
-    def options(self) -> list[Any] | None:
+    def options(self) -> Sequence[Any] | None:
         """Every value, where there are finitely many."""
         low, high, q = float(self.min or 0), float(self.max or 0), float(self.q or 1)
         if self.kind == "constant" or self.values is not None:
             return [self.value] if self.values is None else list(self.values)
         if self.kind == "int_uniform":
-            return list(range(int(low), int(high) + 1))
+            return range(int(low), int(high) + 1)
         if self.kind == "q_uniform":
             return [_multiple(i * q, q) for i in range(round(low / q), round(high / q) + 1)]
         return None

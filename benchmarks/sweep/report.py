@@ -20,6 +20,9 @@ from benchmarks.sweep.space import Metric, Sweep
 from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
 
+MOST_TICKS = 100
+"""Of a parameter that is drawn as categories; one of more whole numbers is drawn as a scale."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -78,8 +81,9 @@ def parallel_coordinates(rows: Sequence[Row], sweep: Sweep, title: str, stem: Pa
     spaces: dict[str, BaseDistribution] = {}
     for name in sweep.space:
         values, parameter = [row.point[name] for row in scored], sweep.parameters[name]
-        if (options := parameter.options()) is not None:
-            spaces[name] = CategoricalDistribution(options)
+        options = parameter.options()
+        if options is not None and (parameter.values is not None or len(options) <= MOST_TICKS):
+            spaces[name] = CategoricalDistribution(list(options))
         else:
             spaces[name] = FloatDistribution(min(values), max(values), log="log" in parameter.kind)
     for row in scored:

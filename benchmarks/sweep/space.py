@@ -6,6 +6,7 @@ https://docs.wandb.ai/guides/sweeps/sweep-config-keys. Keys that this project ca
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.trees import Tree, build, read_yaml
 from benchmarks.core.experiment import Experiment
-from benchmarks.sweep.parameter import Parameter
+from benchmarks.sweep.parameter import MOST_VALUES, Parameter
 from dataset.files import imported
 from pfl_ext.configs import STRICT
 from pfl_ext.randomness import seed32
@@ -116,19 +117,24 @@ class Sweep:
         """Where optuna draws each parameter that can take more than one value."""
         varied = {name: p for name, p in self.parameters.items() if len(p.options() or (0, 1)) > 1}
         if self.method == "grid":
-            return {name: CategoricalDistribution(p.options() or ()) for name, p in varied.items()}
+            return {name: CategoricalDistribution(list(p.options() or ())) for name, p in varied.items()}
         return {name: p.space() for name, p in varied.items()}
 
     def grid(self) -> list[Tree]:
         """Every combination, the last parameter fastest.
 
         Raises:
-            ValueError: where a parameter has no finite list of values.
+            ValueError: where a parameter has no finite list of values, and for too many points.
         """
         for name, parameter in self.parameters.items():
             if parameter.options() is None:
                 raise ValueError(f"parameters.{name} is {parameter.kind}: a grid needs values, or q_uniform")
         columns = [parameter.options() or () for parameter in self.parameters.values()]
+        points = math.prod(map(len, columns))
+        if points > MOST_VALUES:
+            raise ValueError(
+                f"the grid has {points:,} points, more than {MOST_VALUES:,}: set method to random"
+            )
         return [dict(zip(self.parameters, values)) for values in itertools.product(*columns)]
 
     def candidates(
@@ -154,7 +160,7 @@ class Sweep:
             study.add_trials([trial for trial in trials if trial.state in useful])
             drawn = study.ask(space).params
             point = {
-                name: p.at(drawn[name]) if name in drawn else (p.options() or [None])[0]
+                name: p.at(drawn[name]) if name in drawn else (p.options() or (None,))[0]
                 for name, p in self.parameters.items()
             }
             yield drawn, point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def test_known_values() -> None:
         ({"x": {"parameters": {"y": {"value": 1}}}}, {}, "parameters.x: write a dotted key"),
         ({"x": {"values": []}}, {}, "x: values is missing or empty"),
         ({"x": {"min": 2, "max": 1}}, {}, "x: int_uniform needs min and max, min the smaller"),
+        ({"x": {"min": 0, "max": 10**30}}, {}, "x: int_uniform needs numbers up to 9007199254740992"),
+        ({"x": {"min": 0, "max": 10**9}}, {}, "the grid has 1,000,000,001 points, more than 1,000,000"),
+        (
+            {"x": {"distribution": "q_uniform", "min": 0.0, "max": 1.0, "q": 1e-9}},
+            {"method": "random", "run_cap": 2},
+            "x: q_uniform has more than 1,000,000 values: choose a larger q",
+        ),
         ({"x": {"distribution": "beta"}}, {}, "parameters.x: distribution is 'beta'"),
         ({"x": {"distribution": "log_uniform_values", "min": 0, "max": 1}}, {}, "x: min must be above 0"),
         ({"x": {"min": 0.0, "max": 1.0}}, {}, "parameters.x is uniform: a grid needs values"),
@@ -172,6 +180,18 @@ def test_a_sweep_that_cannot_be_honoured_is_refused(
     with pytest.raises(ValueError, match=r"sweep\.yaml") as caught:
         read_sweep(written(tmp_path, parameters, **changes))
     assert message in str(caught.value)
+
+
+def test_a_draw_from_many_whole_numbers_lists_none_of_them(tmp_path: Path) -> None:
+    """A list of them took over 60 GB."""
+    parameters = {"seed": {"min": 0, "max": 2**31 - 1}}
+    sweep = read_sweep(written(tmp_path, parameters, method="random", run_cap=2))[0]
+    tracemalloc.start()
+    drawn, point = next(sweep.candidates(0, 0, []))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert drawn == point
+    assert peak < 1e7
 
 
 @pytest.mark.parametrize(

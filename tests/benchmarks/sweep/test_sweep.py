@@ -577,6 +577,7 @@ def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
         "augment.flip": {"values": ["none", "horizontal"]},
         "local.max_images": {"values": [None, 64]},
         "local.num_epochs": {"min": 1, "max": 3},
+        "seed": {"min": 0, "max": 2**31 - 1},
         "server.learning_rate": {"distribution": "log_normal", "mu": -3, "sigma": 1},
         "federated.cohort_size": {"distribution": "q_log_uniform_values", "min": 8, "max": 64, "q": 8},
     }
