@@ -10,8 +10,14 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown fields, infinities and NaN are refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """At least 0, below 1."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class NoOptions:
+    """The options of what has none."""

@@ -20,7 +20,7 @@ class Registry(Generic[Thing]):
     """
 
     def __init__(self, package: str, key: str) -> None:
-        self._package, self._key = package, key
+        self._package, self.key = package, key
         self._things: dict[str, Thing] = {}
         self._is_complete = False
 
@@ -31,7 +31,7 @@ class Registry(Generic[Thing]):
             ValueError: when there is another one of this name.
         """
         if self._things.setdefault(name, thing) is not thing:
-            raise ValueError(f"there are two {self._key} {name}")
+            raise ValueError(f"there are two {self.key} {name}")
 
     def register(self, name: str) -> Callable[[Kept], Kept]:
         """Decorator of a thing that the config's key chooses by this name."""
@@ -60,5 +60,5 @@ class Registry(Generic[Thing]):
             ValueError: when there is none.
         """
         if name not in self.names():
-            raise ValueError(f"{self._key} is {name!r}: choose one of {', '.join(self.names())}")
+            raise ValueError(f"{self.key} is {name!r}: choose one of {', '.join(self.names())}")
         return self._things[name]

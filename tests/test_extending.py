@@ -9,22 +9,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import dataset.partitions.drawn
 import pfl_ext.algorithms
 import pfl_ext.models
 from benchmarks.core.config.digests import digest
+from benchmarks.core.recorder import Recorder
 from benchmarks.flair.config import parse
+from benchmarks.sweep.command import training_words
+from benchmarks.sweep.space import command_words, read_sweep
 from dataset.partitions.drawn import drawn
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SingleLabelView
-from pfl_ext.algorithms.algorithm import ALGORITHMS, option_keys
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
 from tests.benchmarks.conftest import Train
 from tests.benchmarks.conftest import mini_file as mini_file
 from tests.benchmarks.conftest import train as train
+from tests.benchmarks.sweep.test_space import written
 from tests.benchmarks.test_train import error_line, lines, results
 from tests.dataset.cifar10.made_cifar import CIFAR10, write_parquet
 from tests.dataset.cifar10.test_cifar import make
@@ -77,9 +82,64 @@ def test_a_new_server_optimizer_trains_and_says_which_keys_it_reads(
     assert parse([*argv, "--config=pfl-r-17"]).config.privacy, "it works on the noisy mean alone"
 
 
+LION = ("--server.optimizer=lion", "--server.learning_rate=0.001")
+DECAY = "--server.options.weight_decay"
+
+
+def test_a_new_server_optimizer_has_an_option_of_its_own_trains_and_goes_on(
+    dropped: None, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = (*LION, "--runtime.checkpoint_every=1")
+    whole = train(*argv, f"{DECAY}=20", name="whole")
+    assert results(train(*argv, name="none"))["model_sha256"] != results(whole)["model_sha256"]
+    real = Recorder.step_done
+
+    def die(self: Any, step: int, *rest: Any) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+        real(self, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "step_done", die)
+        train(*argv, f"{DECAY}=20", code=130)
+    capsys.readouterr()
+    train(*argv, f"{DECAY}=10", code=2)
+    assert "server.options.weight_decay: 20.0 -> 10.0" in error_line(capsys)
+    assert results(train(*argv, f"{DECAY}=20"))["model_sha256"] == results(whole)["model_sha256"]
+
+
+def test_the_option_of_a_new_server_optimizer_is_in_private_configs_and_sweeps(
+    dropped: None, tmp_path: Path
+) -> None:
+    private = parse([*LION, f"{DECAY}=2", "--config=pfl-r-17"]).config
+    assert private.privacy, "it works on the noisy mean alone"
+    assert private.server.options == {"weight_decay": 2.0}
+    x, m = torch.nn.Parameter(torch.tensor([2.0, -2.0])), torch.zeros(2)
+    optimizer = private.server.build([x], private.server.chosen_options)
+    for gradient in torch.tensor([[1.0, 1.0], [-0.001, -2.0]]):
+        x.grad, before = gradient.clone(), x.detach().clone()
+        optimizer.step()
+        expected = torch.sign(0.9 * m + 0.1 * gradient) + 2 * before
+        torch.testing.assert_close((before - x.detach()) / 0.001, expected, rtol=1e-3, atol=0)
+        m = private.server.beta2 * m + (1 - private.server.beta2) * gradient
+    path = written(tmp_path, {"server.optimizer": {"value": "lion"}, DECAY[2:]: {"values": [0, 1, 2]}})
+    sweep = read_sweep(path)[0]
+    runs = [parse([*training_words(sweep, []), *command_words(point)]) for point in sweep.grid()]
+    assert [run.config.server.options for run in runs] == [{"weight_decay": d} for d in (0, 1, 2)]
+    assert len({digest(run.config) for run in runs}) == 3
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        ([f"{DECAY}=1"], "weight_decay is no option of adam, which has none under server.options: remove it"),
+        ([LION[0], f"{DECAY}=-1"], "server.options.weight_decay is '-1': input should be greater than or"),
+        ([LION[0], "--server.options.decay=1"], "decay is no option of lion, which has weight_decay: remove"),
+        (
+            [LION[0], "--server.epsilon=0.1"],
+            "--server.epsilon has no effect where server.optimizer is lion: ",
+        ),
+        (["--config=c-r-17", *LION, f"{DECAY}=1"], "has no effect where mode is centralised"),
         (["--config=pfl-r-17", NEW[0]], "privacy refuses federated.algorithm = slowmo ("),
         (["--federated.weighting=users", "--local_privacy.epsilon=4", NEW[0]], "local_privacy refuses fed"),
         ([NEW[0], "--federated.options.beta=2"], "federated.options.beta is '2': "),
@@ -173,4 +233,4 @@ def test_new_files_leave_the_digests_of_other_configs_alone(request: pytest.Fixt
     before = digest(parse([]).config)
     request.getfixturevalue("dropped")
     assert digest(parse([]).config) == before
-    assert "slowmo" in dict(option_keys())["beta"]
+    assert "lion" in parse([]).config.server.readers()["server.beta1"]

@@ -114,7 +114,7 @@ class Side:
             self.engine.watch = self.clock
         self.times: list[float] = []
         """Seconds of each counted round."""
-        self._evaluate, self._algorithm = evaluation, run.config.federated.algorithm_class.start(training)
+        self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)
         self._watch()
 
     def _watch(self) -> None:

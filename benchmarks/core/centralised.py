@@ -13,7 +13,7 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
-from pfl_ext.algorithms.optimizers import clip_each
+from pfl_ext.algorithms.optimizers import AdamOptions, clip_each
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.engine.cpu.choice import described
@@ -41,7 +41,8 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     computed = described(module.backbone, amp)
     if is_main():
         print(f"training is computed in {computed}")
-    optimizer = run.config.centralised.build(p for p in module.parameters() if p.requires_grad)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = run.config.centralised.build(trained, AdamOptions("keras"))
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
 
 

@@ -71,7 +71,7 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     """The network with its local and its server optimiser and the server's schedule."""
     config = run.config
     trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = config.server.build(trained, config.server.adam_form)
+    optimizer = config.server.build(trained, config.server.chosen_options)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
     return PyTorchModel(module, config.local.optimizer, optimizer, amp_dtype=precision)
 
@@ -85,7 +85,7 @@ def setup(
     """The run that its algorithm is chosen for; ``directory``: where it lies."""
     federated = config.federated
     return Setup(
-        options=federated.algorithm_options,
+        options=federated.chosen_options,
         num_rounds=federated.num_rounds,
         cohort_size=federated.cohort_size,
         by_images=federated.weighting == "images",
@@ -151,8 +151,8 @@ def check_federated(
         calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
     users = training_data(run, store, module.task, partition)
     users.cohort(federated.cohort_size)
-    refuse(federated.algorithm_class.refusals, workers=current() is not None)
-    federated.algorithm_class.check(setup(config, module, users))
+    refuse(federated.chosen.refusals, workers=current() is not None)
+    federated.chosen.check(setup(config, module, users))
 
 
 def train_federated(
@@ -184,7 +184,7 @@ def train_federated(
     mechanism = None if recorder.ledger is None else recorder.ledger.mechanism
     training = means(run, setup(config, module, users, recorder.files.path), score, mechanism)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    algorithm = config.federated.algorithm_class.start(training)
+    algorithm = config.federated.chosen.start(training)
     if algorithm.engine is not None and is_main():
         print(f"training is computed in {algorithm.engine.arithmetic(precision)}")
     recorder.checkpoints.algorithm = algorithm

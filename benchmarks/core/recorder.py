@@ -111,7 +111,7 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove what only a run that goes on needs."""
-        users = [self.last.with_name(name) for name in self._run.config.federated.algorithm_class.files]
+        users = [self.last.with_name(name) for name in self._run.config.federated.chosen.files]
         for path in (self.last, checkpoint.previous(self.last), *users):
             path.unlink(missing_ok=True)
 

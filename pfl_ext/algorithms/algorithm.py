@@ -8,8 +8,8 @@ YAML or on the command line. The oldest algorithms have their options among the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -19,11 +19,10 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
-from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from pfl_ext.algorithms.rules import PFLS_OWN
-from pfl_ext.configs import STRICT
+from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
@@ -81,11 +80,6 @@ class UserState(Protocol):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from the tensors of a checkpoint."""
         ...
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class NoOptions:
-    """The options of an algorithm that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +229,3 @@ names = ALGORITHMS.names
 """Of all algorithms."""
 algorithm_class = ALGORITHMS.__getitem__
 """The algorithm of a name; ValueError when there is none."""
-
-
-def option_keys() -> Iterator[tuple[str, Sequence[str]]]:
-    """Each option's key, and the names of the algorithms that read it."""
-    of_all = {name: {field.name for field in fields(algorithm_class(name).options)} for name in names()}
-    for key in sorted(set().union(*of_all.values())):
-        yield key, [name for name, keys in of_all.items() if key in keys]

@@ -1,6 +1,7 @@
 """The optimisers that torch lacks, local and central, and the central schedule.
 
 A new optimiser of the server is one file in this folder, with a class under ``@server_optimizer("name")``.
+Options of its own are set as ``server.options.FIELD``, as those of a new algorithm.
 
 pfl's central optimiser steps on ``grad = -mean update`` of the round. So a gradient here is minus the
 pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 2003.00295), and steps descend.
@@ -9,7 +10,7 @@ pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 200
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -17,19 +18,17 @@ from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveF
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.configs import STRICT, Fraction, NoOptions
 from pfl_ext.registry import Registry
-
-AdamForm = Literal["keras", "torch"]
 
 
 class OptimizerBuilder(Protocol):
     """The class of an optimiser, or a function that builds one."""
 
     def __call__(
-        self, params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm, /
+        self, params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any, /
     ) -> torch.optim.Optimizer:
-        """The optimiser of these parameters."""
+        """The optimiser of these parameters; ``options``: see `ServerOptimizer`."""
         ...
 
 
@@ -38,33 +37,29 @@ class ServerOptimizer(NamedTuple):
 
     build: OptimizerBuilder
     reads: Sequence[str]
-    """The keys of `ServerConfig` that it reads, besides those that all read."""
+    """The keys of `OptimizerConfig` that it reads, besides those that all read."""
+    options: type
+    """The frozen dataclass of its options."""
 
 
 SERVER_OPTIMIZERS: Registry[ServerOptimizer] = Registry("pfl_ext.algorithms", "server.optimizer")
 Built = TypeVar("Built", bound=OptimizerBuilder)
 
 
-def server_optimizer(name: str, *reads: str) -> Callable[[Built], Built]:
+def server_optimizer(name: str, *reads: str, options: type = NoOptions) -> Callable[[Built], Built]:
     """Decorator of an `OptimizerBuilder`: ``server.optimizer`` chooses it by this name.
 
     Args:
         name: in the config.
         reads: see `ServerOptimizer`. Where it is chosen, the keys that only others read are refused.
+        options: see `ServerOptimizer`.
     """
 
     def decorate(build: Built) -> Built:
-        SERVER_OPTIMIZERS.add(name, ServerOptimizer(build, reads))
+        SERVER_OPTIMIZERS.add(name, ServerOptimizer(build, reads, options))
         return build
 
     return decorate
-
-
-def optimizer_keys() -> Mapping[str, Sequence[str]]:
-    """Each key that only some optimisers read, and their names."""
-    reads = {name: SERVER_OPTIMIZERS[name].reads for name in SERVER_OPTIMIZERS.names()}
-    keys = sorted(set().union(*reads.values()))
-    return {key: [name for name, own in reads.items() if key in own] for key in keys}
 
 
 def _known(name: str) -> str:
@@ -89,17 +84,24 @@ class OptimizerConfig:
     momentum: Fraction = 0.0
     """Share of the last step's direction that a step keeps (sgd)."""
 
-    def build(self, params: Iterable[nn.Parameter], adam_form: AdamForm = "keras") -> torch.optim.Optimizer:
-        """The optimiser of this name."""
-        return SERVER_OPTIMIZERS[self.optimizer].build(params, self, adam_form)
+    def build(self, params: Iterable[nn.Parameter], options: Any = None) -> torch.optim.Optimizer:
+        """The optimiser of this name; ``options``: its own, None for their defaults."""
+        chosen = SERVER_OPTIMIZERS[self.optimizer]
+        return chosen.build(params, self, chosen.options() if options is None else options)
 
 
 @dataclass(frozen=True, config=STRICT)
-class ServerConfig(OptimizerConfig):
+class AdamOptions:
+    """The option that adam alone has."""
+
+    adam_form: Literal["keras", "torch"] = "torch"
+    """Where adam adds epsilon: to the moment as it is (keras), or to the corrected one (torch)."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerConfig(AdamOptions, OptimizerConfig):
     """What the server does with the mean update of a round."""
 
-    adam_form: AdamForm = "torch"
-    """Where adam adds epsilon: to the moment as it is (keras), or to the corrected one (torch)."""
     schedule: Literal["constant", "warmup_linear"] = "constant"
     """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
     warmup_rounds: NonNegativeInt = 0
@@ -205,14 +207,12 @@ def clip_each(gradients: list[Tensor], max_norm: float) -> None:
 
 
 @server_optimizer("sgd", "momentum")
-def _sgd(
-    params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm
-) -> torch.optim.Optimizer:
+def _sgd(params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any) -> torch.optim.Optimizer:
     """``v <- momentum v + g``, ``x <- x - lr v``."""
     return torch.optim.SGD(params, lr=config.learning_rate, momentum=config.momentum)
 
 
-@server_optimizer("adam", "beta1", "beta2", "epsilon", "adam_form")
+@server_optimizer("adam", "beta1", "beta2", "epsilon", options=AdamOptions)
 @server_optimizer("yogi", "beta1", "beta2", "epsilon")
 @server_optimizer("adagrad", "beta1", "epsilon")
 class FedOpt(torch.optim.Optimizer):
@@ -231,8 +231,8 @@ class FedOpt(torch.optim.Optimizer):
     The state of a parameter is three tensors: ``exp_avg``, ``exp_avg_sq`` and ``step`` (float32 on the CPU).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, adam_form: AdamForm):
-        self.name, self.adam_form = config.optimizer, adam_form
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any):
+        self.name, self._options = config.optimizer, options
         defaults = {"lr": config.learning_rate, "beta1": config.beta1}
         super().__init__(params, {**defaults, "beta2": config.beta2, "epsilon": config.epsilon})
 
@@ -266,6 +266,6 @@ class FedOpt(torch.optim.Optimizer):
         if self.name == "adam":
             t = int(state["step"])
             rate, root = rate / (1 - beta1**t), math.sqrt(1 - beta2**t)
-            if self.adam_form == "keras":
+            if self._options.adam_form == "keras":
                 rate, root = rate * root, 1.0
         x.addcdiv_(m, (v.sqrt() / root).add_(epsilon), value=-rate)

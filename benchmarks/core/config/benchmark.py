@@ -58,7 +58,7 @@ def _derived(config: TrainingConfig) -> Tree:
     out: Tree = {}
     if config.mode != "federated":
         return out
-    resolved = federated.algorithm_class.resolved(federated.algorithm_options)
+    resolved = federated.chosen.resolved(federated.chosen_options)
     out |= {f"federated.{key}": value for key, value in resolved.items()}
     if config.local.effective_learning_rate is not None:
         out["local.learning_rate"] = config.local_learning_rate

@@ -21,8 +21,9 @@ def config_tree(config: TrainingConfig) -> Tree:
     tree: Tree = json.loads(json.dumps(dataclasses.asdict(config), allow_nan=False))
     if not config.model.pretrained:
         del tree["model"]["weights_sha256"]
-    if config.federated.options is None:
-        del tree["federated"]["options"]
+    for section in ("federated", "server"):
+        if tree[section]["options"] is None:
+            del tree[section]["options"]
     for key, (old, new) in OLD_WORDS.items():
         if dotted(tree).get(key) == new:
             put(tree, key, old)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from pfl_ext.algorithms.algorithm import option_keys, refuse
-from pfl_ext.algorithms.optimizers import optimizer_keys
+from pfl_ext.algorithms.algorithm import refuse
 
 
 class Idle(NamedTuple):
@@ -75,10 +74,13 @@ def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
 
 def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
     federated, local, server = config.federated, config.local, config.server
-    algorithm = f"federated.algorithm is {federated.algorithm}"
-    for key, names in option_keys():
-        if federated.algorithm not in names:
-            yield Idle(f"federated.{key}", algorithm, f"choose {' or '.join(names)}")
+    for section in (federated, server):
+        for key, names in section.readers().items():
+            # with an effective rate, the users' rate is a multiple of 1 - server.momentum
+            is_read = key == "server.momentum" and local.effective_learning_rate is not None
+            if section.name not in names and not is_read:
+                because = f"{section.registry.key} is {section.name}"
+                yield Idle(key, because, f"choose {' or '.join(names)}")
     if federated.reweight == "none":
         yield Idle("federated.max_importance", "federated.reweight is none", "choose fedir")
     if local.effective_learning_rate is not None:
@@ -91,13 +93,6 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
-    for key, names in optimizer_keys().items():
-        # with an effective rate, the users' rate is a multiple of 1 - momentum
-        is_read = key == "momentum" and local.effective_learning_rate is not None
-        if server.optimizer not in names and not is_read:
-            yield Idle(
-                f"server.{key}", f"server.optimizer is {server.optimizer}", f"choose {' or '.join(names)}"
-            )
     if server.schedule == "constant":
         keys = "server.warmup_rounds server.final_learning_rate"
         yield Idle(keys, "server.schedule is constant", "choose warmup_linear")
@@ -134,5 +129,5 @@ def check_training(config: TrainingConfig) -> None:
         config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
         config.local.check_virtual(federated.weighting == "images")
         proportional = federated.sampling == "proportional"
-        refusals = federated.algorithm_class.refusals
+        refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)

@@ -45,9 +45,6 @@ REPEATED = "checkpoints hold what was released; a round made again has the same 
 WATCHING = "where lines and files go; what of them is covered, privacy.json says"
 
 
-OPTIONS = "federated.options"
-
-
 @dataclass(frozen=True)
 class ArguedAlgorithms(Rule):
     """The algorithms that do not refuse privacy: their files argue how much one user can change."""
@@ -70,7 +67,7 @@ TABLE: Mapping[str, Rule] = {
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle reshuffle max_grad_norm clip_by"),
     **each(BEFORE_CLIPPING, "local", "momentum weight_decay virtual_size"),
     **each(AFTER_NOISE, "server", "optimizer learning_rate beta1 beta2 epsilon adam_form momentum"),
-    **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate"),
+    **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
     "federated.algorithm": ArguedAlgorithms(
         "fedavg and fedprox send one update a user, which is clipped; fednova scales updates by their steps "
         "after that, and scaffold keeps and sends control variates that no clipping bounds; of any other "
@@ -94,7 +91,7 @@ TABLE: Mapping[str, Rule] = {
     "federated.mu": Rule(BEFORE_CLIPPING),
     "federated.scaffold_option": only("read for scaffold alone, which is refused", None),
     "federated.scaffold_correction": only("read for scaffold alone, which is refused", None),
-    OPTIONS: Rule("read by the algorithm alone, whose file argues for it"),
+    "federated.options": Rule("read by the algorithm alone, whose file argues for it"),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
     **each(UNUSED, "centralised", "num_epochs batch_size optimizer learning_rate beta1 beta2 epsilon"),
     **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),
@@ -150,7 +147,8 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
         )
     rules = rules_for(type(config))
     for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
-        rule = rules.get(OPTIONS if key.startswith(f"{OPTIONS}.") else key)
+        head, within_options, _ = key.partition(".options.")
+        rule = rules.get(f"{head}.options" if within_options else key)
         if rule is None:
             raise ValueError(
                 f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "

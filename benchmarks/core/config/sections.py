@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,10 +12,10 @@ from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.trees import build
-from pfl_ext.algorithms.algorithm import Choice, algorithm_class
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
-from pfl_ext.algorithms.optimizers import LocalSGDConfig, OptimizerConfig, ServerConfig
+from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, LocalSGDConfig, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.configs import STRICT
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
@@ -23,6 +23,7 @@ from pfl_ext.data.transforms import AugmentConfig
 from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
+from pfl_ext.registry import Registry
 
 BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
@@ -64,17 +65,68 @@ class LocalConfig(BatchConfig, LocalSGDConfig):
 
 
 @dataclass(frozen=True, config=STRICT)
-class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
-    """Rounds, cohorts and the algorithm of federated training.
+class ChoosingSection:
+    """A section with the name of one thing in a registry.
 
-    The options of the oldest algorithms are keys of this section. Those of any other algorithm of
-    `pfl_ext.algorithms` are fields of its own dataclass, given as ``federated.options.FIELD``.
+    The options of the oldest things are keys of the section. Those of any other are fields of its own
+    dataclass, given as ``SECTION.options.FIELD``.
     """
 
+    registry: ClassVar[Registry[Any]]
+    options: Mapping[str, Any] | None = None
+    """The options, by name, of a choice that has its own; none: of the others."""
+
+    def __post_init__(self) -> None:
+        kind, where = self.chosen.options, f"{self.registry.key.partition('.')[0]}.options"
+        known = [] if isinstance(self, kind) else [item.name for item in fields(kind)]
+        for key in self.options or {}:
+            if key not in known:
+                keys = ", ".join(known) or f"none under {where}"
+                raise ValueError(f"{where}.{key} is no option of {self.name}, which has {keys}: remove it")
+        options: Any = build(kind, self.options or {}, self.name, f"{where}.")
+        object.__setattr__(self, "options", asdict(options) if known else None)
+
+    @property
+    def name(self) -> str:
+        """Of the chosen thing."""
+        return str(getattr(self, self.registry.key.partition(".")[2]))
+
+    @property
+    def chosen(self) -> Any:
+        """The thing itself."""
+        return self.registry[self.name]
+
+    @property
+    def chosen_options(self) -> Any:
+        """Its options: this section, where they are among its keys."""
+        kind = self.chosen.options
+        return self if isinstance(self, kind) else kind(**self.options or {})
+
+    def readers(self) -> Mapping[str, Sequence[str]]:
+        """Each key of this section, dotted, that only some things read, and their names."""
+        section, found = self.registry.key.partition(".")[0], dict[str, list[str]]()
+        for name in self.registry.names():
+            kind = self.registry[name].options
+            keys = [item.name for item in fields(kind)] if isinstance(self, kind) else []
+            for key in (*keys, *getattr(self.registry[name], "reads", ())):
+                found.setdefault(f"{section}.{key}", []).append(name)
+        return found
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServerSection(ChoosingSection, ServerConfig):
+    """What the server does with the mean update of a round."""
+
+    registry = SERVER_OPTIMIZERS
+
+
+@dataclass(frozen=True, config=STRICT)
+class FederatedConfig(ChoosingSection, ScaffoldOptions, ProximalOptions, ImportanceOptions):
+    """Rounds, cohorts and the algorithm of federated training."""
+
+    registry = ALGORITHMS
     algorithm: str = "fedavg"
     """Name of an algorithm: fedavg, fedprox, fednova, scaffold, or any other of pfl_ext/algorithms."""
-    options: Mapping[str, Any] | None = None
-    """The options, by name, of an algorithm that has its own; none: of the others."""
     num_rounds: PositiveInt = 100
     """Rounds of the whole run."""
     cohort_size: PositiveInt = 10
@@ -85,30 +137,6 @@ class FederatedConfig(ScaffoldOptions, ProximalOptions, ImportanceOptions):
     """Chance of a user to be drawn: the same for all, or proportional to its images (FedVC)."""
     weighting: Literal["images", "users"] = "images"
     """Weight of a user in the mean update: its images that took part, or 1."""
-
-    def __post_init__(self) -> None:
-        kind = self.algorithm_class
-        inherited = isinstance(self, kind.options)
-        known = [] if inherited else [item.name for item in fields(kind.options)]
-        for key in self.options or {}:
-            if key not in known:
-                keys = ", ".join(known) or "none under federated.options"
-                raise ValueError(
-                    f"federated.options.{key} is no option of {self.algorithm}, which has {keys}: remove it"
-                )
-        options: Any = build(kind.options, self.options or {}, self.algorithm, "federated.options.")
-        object.__setattr__(self, "options", asdict(options) if known else None)
-
-    @property
-    def algorithm_class(self) -> type[Choice]:
-        """The algorithm itself."""
-        return algorithm_class(self.algorithm)
-
-    @property
-    def algorithm_options(self) -> Any:
-        """The algorithm's options: this section, where they are among its keys."""
-        kind = self.algorithm_class.options
-        return self if isinstance(self, kind) else kind(**self.options or {})
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -176,7 +204,7 @@ class TrainingConfig:
     model: ModelSection = field(default_factory=ModelSection)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: ServerSection = field(default_factory=ServerSection)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
     centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

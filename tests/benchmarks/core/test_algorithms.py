@@ -13,7 +13,8 @@ from pfl.model.pytorch import PyTorchModel
 import benchmarks
 import pfl_ext
 from benchmarks.core.config.privacy_matrix import TABLE
-from pfl_ext.algorithms.algorithm import Choice, algorithm_class, names, option_keys, register
+from benchmarks.core.config.sections import FederatedConfig, ServerSection
+from pfl_ext.algorithms.algorithm import Choice, algorithm_class, names, register
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.fednova import FedNova
 from pfl_ext.algorithms.on_pfl import OnPfl
@@ -55,16 +56,19 @@ def test_an_algorithm_on_pfls_loop_cannot_hide_from_the_engine_what_its_users_do
 
 
 def test_two_algorithms_have_two_names() -> None:
-    with pytest.raises(AssertionError, match="fedavg"):
+    with pytest.raises(ValueError, match=r"^there are two federated\.algorithm fedavg$"):
         register("fedavg")(type("Other", (Choice,), {}))
     with pytest.raises(ValueError, match=r"federated\.algorithm is 'fedavgg': choose one of fedavg, "):
         algorithm_class("fedavgg")
 
 
 def test_an_option_knows_who_reads_it() -> None:
-    readers = dict(option_keys())
-    assert readers["mu"] == ["fednova", "fedprox"]
-    assert readers["scaffold_option"] == ["scaffold"]
+    readers = {**FederatedConfig().readers(), **ServerSection().readers()}
+    assert readers["federated.mu"] == ["fednova", "fedprox"]
+    assert readers["federated.scaffold_option"] == ["scaffold"]
+    assert readers["server.momentum"] == ["sgd"]
+    assert readers["server.adam_form"] == ["adam"]
+    assert readers["server.beta1"] == ["adagrad", "adam", "yogi"]
 
 
 def test_what_a_round_sends() -> None:

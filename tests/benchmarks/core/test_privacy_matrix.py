@@ -57,7 +57,7 @@ BY_KEY["federated.algorithm"] = (Literal[tuple(names())], "fedavg")
 def candidates(key: str) -> list[Any]:
     """Every value of a choice; of any other type the default and one more."""
     hint, default = BY_KEY[key]
-    if key == "federated.options":
+    if key.endswith(".options"):
         return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection(2.0), "local_privacy": LocalPrivacySection()}[key]]

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.optimizers import FedOpt, OptimizerConfig, PerVariableClippedSGD, ServerConfig
+from pfl_ext.algorithms.optimizers import (
+    AdamOptions,
+    FedOpt,
+    OptimizerConfig,
+    PerVariableClippedSGD,
+    ServerConfig,
+)
 from tests.closeness import assert_close_as_vector
 
 GRADIENTS = (0.5, -0.2, 0.03)
@@ -41,7 +47,7 @@ def adaptive(x: nn.Parameter, name: Any, **changes: Any) -> torch.optim.Optimize
         "adam_form": "keras",
     }
     config = ServerConfig(optimizer=name, **{**common, **changes})
-    return config.build([x], config.adam_form)
+    return config.build([x], config)
 
 
 def test_keras_adam_by_hand() -> None:
@@ -71,7 +77,7 @@ def test_torch_adam_is_torch_optim_adam_in_every_step(beta1: float, beta2: float
     ]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     config = OptimizerConfig("adam", learning_rate=0.1, beta1=beta1, beta2=beta2, epsilon=epsilon)
-    a = config.build(ours, "torch")
+    a = config.build(ours)
     b = torch.optim.Adam(theirs, lr=0.1, betas=(beta1, beta2), eps=epsilon)
     for _ in range(7):
         for p, q in zip(ours, theirs):
@@ -150,7 +156,7 @@ def test_the_learning_rate_of_a_group_is_obeyed_and_zero_moves_nothing_but_momen
 def test_parameters_without_gradient_are_left_alone() -> None:
     x, y = one(), one()
     for optimizer in (
-        FedOpt([x, y], OptimizerConfig("adam", learning_rate=0.1, epsilon=0.01), "keras"),
+        FedOpt([x, y], OptimizerConfig("adam", learning_rate=0.1, epsilon=0.01), AdamOptions("keras")),
         PerVariableClippedSGD([x, y], lr=0.1, max_norm=1.0),
     ):
         x.grad, y.grad = torch.ones_like(x), None
