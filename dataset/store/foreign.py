@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of
 from dataset.store.index import SPLITS, TAXONOMIES, IdColumn, SplitIndex
-from dataset.store.native import Storage, StoredImages, dataset, opened
+from dataset.store.native import Storage, StoredImages, dataset, member, opened
 
 _NAMES = {"labels": ("label_mapping", "label_counter")}
 _NAMES["fine_grained_labels"] = ("fine_grained_label_mapping", "fine_grained_label_counter")
@@ -86,7 +86,7 @@ class ForeignReader:
         """The index of one split; gathered at the first call."""
         with self._lock, _named(self._path, name):
             if name not in self._splits:
-                self._splits[name] = self._read(self._file()[name])
+                self._splits[name] = self._read(member(self._file(), name))
             return self._splits[name]
 
     def _read(self, group: h5py.Group) -> SplitIndex:
@@ -94,14 +94,14 @@ class ForeignReader:
         names, ids, owners, start = list(group), [], [], 0
         labels: dict[str, list[IntArray]] = {taxonomy: [] for taxonomy in TAXONOMIES}
         for name in names:
-            member = group[name]
+            part = member(group, name)
             if self.grouped:
-                ids.append(_image_ids(member, name))
+                ids.append(_image_ids(part, name))
             else:
                 ids.append(np.array([name.encode()]))
-                owners.append(_text(dataset(member, "user_id")[()]))
+                owners.append(_text(dataset(part, "user_id")[()]))
             for taxonomy in TAXONOMIES:
-                labels[taxonomy].append(self._pairs(member, taxonomy, name, start, len(ids[-1])))
+                labels[taxonomy].append(self._pairs(part, taxonomy, name, start, len(ids[-1])))
             start += len(ids[-1])
         matrices = {}
         for taxonomy, parts in labels.items():
@@ -117,17 +117,15 @@ class ForeignReader:
         owner = np.repeat(np.arange(len(names), dtype=np.int32), counts)
         return SplitIndex(IdColumn.of(names), offsets_of(counts), owner, images, matrices)
 
-    def _pairs(self, member: h5py.Group, taxonomy: str, name: str, start: int, count: int) -> IntArray:
+    def _pairs(self, part: h5py.Group, taxonomy: str, name: str, start: int, count: int) -> IntArray:
         """``[positives, 2]``: row in the split, column."""
         whose = f"{'user' if self.grouped else 'image'} {name}"
         if not self._coordinates:
-            joined = np.atleast_1d(dataset(member, taxonomy)[()])
+            joined = np.atleast_1d(dataset(part, taxonomy)[()])
             if len(joined) != count:
                 raise ValueError(f"{whose} has {count} images but {taxonomy} of {len(joined)}")
             return self._named_pairs(joined.tolist(), taxonomy, whose, start)
-        rows, columns = (
-            dataset(member, f"{taxonomy}_{part}")[()].astype(np.int64) for part in ("row", "col")
-        )
+        rows, columns = (dataset(part, f"{taxonomy}_{leaf}")[()].astype(np.int64) for leaf in ("row", "col"))
         lookup = self._to_column[taxonomy]
         if rows.ndim != 1 or rows.shape != columns.shape:
             raise ValueError(f"{whose} has {taxonomy} of shapes {rows.shape} and {columns.shape}")
@@ -148,14 +146,14 @@ class ForeignReader:
         """The pixels of the images at these rows, each in its own size."""
         index = self.split(split)
         with self._lock, _named(self._path, split):
-            group = self._file()[split]
+            group = member(self._file(), split)
             if not self.grouped:
-                return [_rgb(dataset(group[index.image_ids[row]], "image")) for row in rows.tolist()]
+                return [_rgb(dataset(group, f"{index.image_ids[row]}/image")) for row in rows.tolist()]
             images = []
             for row in rows.tolist():
                 user = int(index.user_index[row])
                 first = int(index.user_offsets[user])
-                images.append(dataset(group[index.user_ids[user]], "images")[row - first])
+                images.append(dataset(group, f"{index.user_ids[user]}/images")[row - first])
             return images
 
     def close(self) -> None:
@@ -186,9 +184,9 @@ def _numbers(text: bytes | str) -> dict[str, int]:
     raise ValueError("its metadata are no JSON of numbers by label")
 
 
-def _image_ids(member: h5py.Group, user: str) -> npt.NDArray[np.bytes_]:
+def _image_ids(part: h5py.Group, user: str) -> npt.NDArray[np.bytes_]:
     """The ids of a user's images, which agree with the images' shape."""
-    ids, images = dataset(member, "image_ids")[()], dataset(member, "images")
+    ids, images = dataset(part, "image_ids")[()], dataset(part, "images")
     if ids.dtype.kind != "S" or ids.ndim != 1:
         raise ValueError(f"user {user} has image_ids that are no text")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[::3] != (len(ids), 3):

@@ -71,21 +71,34 @@ def opened(path: Path | str) -> Iterator[h5py.File]:
         raise damaged(path, text[:160]) from None
 
 
-def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
-    """A data set of a file that may come from anywhere.
+def member(group: h5py.Group, name: str) -> Any:
+    """A group or data set of a file that may come from anywhere.
 
     Raises:
-        ValueError: with a clause, if it is missing; if it, or a link to it, leads to another file; or if it
-            declares more bytes than could have been stored (deflate packs 1,032 to one). Reading it would
-            take memory, or secrets.
+        ValueError: with a clause, if it is missing; or if it, or any link to it, leads to another file.
     """
     here, where = group, f"{group.name}/{name}".strip("/")
     for part in name.split("/"):
+        if not isinstance(here, h5py.Group):
+            raise ValueError(f"{where} is missing")
         if isinstance(here.get(part, getlink=True), h5py.ExternalLink):
             raise ValueError(f"{where} lies in another file")
         if part not in here:
             raise ValueError(f"{where} is missing")
         here = here[part]
+        if h5py.h5f.get_name(here.id) != h5py.h5f.get_name(group.id):  # by a soft link to an external one
+            raise ValueError(f"{where} lies in another file")
+    return here
+
+
+def dataset(group: h5py.Group, name: str) -> h5py.Dataset:
+    """A data set of a file that may come from anywhere.
+
+    Raises:
+        ValueError: with a clause, as `member`; or if it declares more bytes than could have been stored
+            (deflate packs 1,032 to one). Reading it would take memory, or secrets.
+    """
+    here, where = member(group, name), f"{group.name}/{name}".strip("/")
     if not isinstance(here, h5py.Dataset) or here.shape is None:
         raise ValueError(f"{where} holds no data")
     if here.external or here.is_virtual:
@@ -177,7 +190,7 @@ def content_checksum(file: h5py.File) -> str:
         parts = [f"{split}/{PARTITIONS}/{name}" for name in partition_names(file[split])]
         names += [f"{part}/{leaf}" for part in parts for leaf in PARTITION_COLUMNS]
     for name in names:
-        data = file[name]
+        data = dataset(file, name)
         lines.append(f"{name} {data.dtype.str} {data.shape} {data.attrs['sha256']}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

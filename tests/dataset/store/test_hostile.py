@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 import tarfile
 import time
 from collections.abc import Callable
@@ -110,6 +111,12 @@ def linked(file: h5py.File, secret: Path) -> None:
     file["train/image_ids"] = h5py.ExternalLink(str(secret.with_name("other.hdf5")), "ids")
 
 
+def linked_by_two(file: h5py.File, secret: Path) -> None:
+    linked(file, secret)
+    file.move("train/image_ids", "through")
+    file["train/image_ids"] = h5py.SoftLink("/through")
+
+
 def virtual(file: h5py.File, secret: Path) -> None:
     layout = h5py.VirtualLayout((7,), "S1")
     layout[:] = h5py.VirtualSource(str(secret), "x", (7,))
@@ -144,6 +151,7 @@ def group_for_data(file: h5py.File, secret: Path) -> None:
     [
         (elsewhere, "keeps its data in other files"),
         (linked, "lies in another file"),
+        (linked_by_two, "lies in another file"),
         (virtual, "keeps its data in other files"),
         (enormous, "declares 2,199,023,255,552 bytes and holds 0"),
         (endless_offsets, "user_offsets"),
@@ -164,17 +172,29 @@ def test_an_hdf5_file_reads_nothing_but_itself_and_takes_no_more_than_it_holds(
 
 
 @pytest.mark.parametrize("maker", ["pfl", "ml-flair"])
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_predecessors_file_reads_nothing_but_itself(
-    tmp_path: Path, maker: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, maker: str, grouped: bool, depth: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_predecessor(tmp_path / "p.hdf5", records(20), maker, grouped=True)
-    with h5py.File(path, "r+") as file, h5py.File(tmp_path / "other.hdf5", "w") as other:
-        user = next(iter(file["train"]))
-        count = len(file[f"train/{user}/image_ids"])
-        other["ids"] = np.array([b"%d" % i for i in range(count)])
-        del file[f"train/{user}/image_ids"]
-        file[f"train/{user}/image_ids"] = h5py.ExternalLink(str(tmp_path / "other.hdf5"), "ids")
+    """Neither a data set of a user or image, nor a whole one, nor a split is taken from another file."""
+    path = write_predecessor(tmp_path / "p.hdf5", records(20), maker, grouped=grouped)
+    shutil.copy(path, tmp_path / "other.hdf5")
+    with h5py.File(path, "r+") as file:
+        first = next(iter(file["train"]))
+        name = "/".join(["train", first, "image_ids" if grouped else "image"][:depth])
+        del file[name]
+        file[name] = h5py.ExternalLink(str(tmp_path / "other.hdf5"), name)
     assert "lies in another file" in refused(describe, capsys, str(path))
+
+
+def test_a_group_where_a_column_should_be_is_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "f.hdf5", "jpeg")
+    with h5py.File(path, "r+") as file:
+        file.create_group("train/more")
+    assert "damaged: train/more holds no data" in refused(describe, capsys, str(path))
 
 
 def test_a_file_on_which_the_hdf5_library_hangs_or_crashes_is_refused(
