@@ -48,7 +48,10 @@ def _arguments(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> argparse.
     add("--on_bad_image", choices=("skip-missing", "skip", "fail"), default="skip-missing", help=bad)
     add("--coordinates", type=Path, help="CSV image_id,latitude,longitude: adds partitions by S2 cells")
     add("--n_max", default="30000,3000,1000,100", help="with --coordinates: most images of a cell, for each")
-    return parser.read(argv)
+    arguments = parser.read(argv)
+    if arguments.coordinates is None and arguments.n_max != parser.get_default("n_max"):
+        raise ValueError("--n_max is for --coordinates: leave it out")
+    return arguments
 
 
 def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:

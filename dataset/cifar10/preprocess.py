@@ -55,11 +55,17 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=int, default=100, help="of our own partitions")
     add("--images_per_client", type=int, default=500, help="of our own partitions")
     arguments = parser.read(argv)
-    if arguments.seed < 0:
-        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 on")
+    if not 0 <= arguments.seed < 2**63:  # partitions have it in their names
+        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 to {2**63 - 1}")
     for name in ("clients", "images_per_client"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} is {getattr(arguments, name)}; give at least 1")
+    draws = any(
+        (arguments.dirichlet_total, arguments.dirichlet_per_class, arguments.partition, arguments.alphas)
+    )
+    for name in () if draws else ("seed", "clients", "images_per_client"):
+        if getattr(arguments, name) != parser.get_default(name):
+            raise ValueError(f"--{name} is of our own partitions, and none is asked for: leave it out")
     if arguments.splits_sha256 and not re.fullmatch("[0-9a-fA-F]{64}", arguments.splits_sha256):
         raise ValueError("--splits_sha256 is no SHA-256: give 64 hexadecimal digits")
     return arguments

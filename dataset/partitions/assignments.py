@@ -87,8 +87,8 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         needed: the columns that it must have; ``image_id`` is one of them.
 
     Raises:
-        ValueError: that names file and line for a missing column, a row of another length, and an image that
-            comes twice.
+        ValueError: that names file and line for a column that is missing or there twice, a row of another
+            length, and an image that comes twice.
     """
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     seen: dict[str, int] = {}
@@ -97,7 +97,10 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         lacking = [name for name in needed if name not in header]
         if lacking:
             raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
-        for fields in rows:
+        twice = [name for name in needed if header.count(name) > 1]
+        if twice:
+            raise ValueError(f"{origin} has two columns {twice[0]!r}; leave one out")
+        for fields in filter(None, rows):  # an empty line is no row
             where = f"{origin}, line {rows.line_num}"
             if len(fields) != len(header):
                 raise ValueError(

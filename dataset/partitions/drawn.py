@@ -59,9 +59,13 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
     """The kinds and numbers in ``shards=2,shards=4``, or with a ``kind`` in ``0.3,1``.
 
     Raises:
-        ValueError: in one line that names the option, for an unknown kind and for no number from 0 on.
+        ValueError: in one line that names the option, for an unknown kind, for no number from 0 on, and for
+            a text of commas alone.
     """
-    for part in filter(None, map(str.strip, text.split(","))):
+    parts = [*filter(None, map(str.strip, text.split(",")))]
+    if text and not parts:
+        raise ValueError(f"--{option} is {text!r}, which names none: leave it out")
+    for part in parts:
         name, _, written = (kind, "", part) if kind else part.partition("=")
         if name not in drawers():
             known = ", ".join(f"{known}=NUMBER" for known in drawers())
@@ -72,10 +76,11 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
             number = -1.0
         if not 0 <= number <= MAX_NUMBER:
             example = "0.3,1" if kind else f"{name}=1"
-            raise ValueError(
-                f"--{option} is {text!r}; give numbers from 0 on with commas between them: {example}"
-            )
-        yield name, number
+            limit = f"from 0 on with commas between them: {example}"
+            if number > MAX_NUMBER:
+                limit = f"up to {MAX_NUMBER:g}"
+            raise ValueError(f"--{option} is {text!r}; give numbers {limit}")
+        yield name, abs(number)  # -0 is 0
 
 
 def partition_name(kind: str, number: float, seed: int) -> str:

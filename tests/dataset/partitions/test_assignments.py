@@ -39,6 +39,8 @@ def test_a_listing_is_read_with_ids_as_they_are() -> None:
         ("user_id,image,class\n1,2,3\n", "x.csv has no column 'image_id'"),
         ("image_id,class\n1,2\n", "x.csv has no column 'user_id'"),
         ("user_id,image_id,class\n", "x.csv lists no image"),
+        ("class,user_id,image_id,class\n1,u,e,2\n", "x.csv has two columns 'class'; leave one out"),
+        (TEXT + "\n9,e\n", "x.csv, line 7 has 2 fields, not 3"),
         (TEXT + "9,e\n", "x.csv, line 6 has 2 fields, not 3"),
         (TEXT + "9,e,1,1\n", "x.csv, line 6 has 4 fields, not 3"),
         (TEXT + "9,b,1\n", "x.csv, line 6 lists image b a second time (line 4)"),

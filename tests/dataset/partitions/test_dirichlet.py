@@ -19,7 +19,7 @@ from dataset.partitions.dirichlet import (
     known_as,
     meaning,
 )
-from dataset.partitions.drawn import partition_name
+from dataset.partitions.drawn import parse_kinds, partition_name
 from dataset.partitions.statistics import distances
 from dataset.store.annotations import IntArray
 
@@ -258,3 +258,8 @@ def test_what_is_drawn_after_a_class_is_exhausted_follows_the_prior() -> None:
     share = counts[1] / counts.sum()
     assert abs(share - 0.6) < 5 * (0.6 * 0.4 / counts.sum()) ** 0.5
     assert abs(counts.sum() / 2000 - 0.5) < 5 * (0.25 / 2000) ** 0.5
+
+
+def test_zero_has_one_name() -> None:
+    kinds = parse_kinds("dirichlet_total", "0,-0,0.0", "dirichlet-total")
+    assert {partition_name(*kind, 3) for kind in kinds} == {"dirichlet-total-0-seed-3"}

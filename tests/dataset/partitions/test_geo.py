@@ -109,6 +109,8 @@ def test_what_is_no_place_is_said(tmp_path: Path) -> None:
             read_coordinates(path)
     path.write_text("latitude,image_id,longitude\n-33.9,a.jpg,18.4\n")
     assert read_coordinates(path) == {"a.jpg": (-33.9, 18.4)}
+    path.write_text("image_id,latitude,longitude\na,1,2\n\nb,3,4\n\n")
+    assert read_coordinates(path) == {"a": (1, 2), "b": (3, 4)}, "an empty line is no row"
 
 
 def _child(token: str, number: int) -> int:
