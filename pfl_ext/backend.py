@@ -32,13 +32,12 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.algorithm import Means, is_private, refusals_of, refuse
-from pfl_ext.algorithms.rules import Rule, StepCounter, rule_of
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine, dealt
 from pfl_ext.engine.training import LocalTraining, local_training
-from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean
+from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, is_private
 from pfl_ext.randomness import seed32
+from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
 from pfl_ext.workers.distributed import begin_work, current
 
 TRAIN_LOSS = StringMetricName("training loss")
@@ -173,18 +172,6 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self._images, self.engine = training_data, engine
         self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
-
-    @classmethod
-    def of(cls, means: Means) -> CentrallyEvaluatedBackend:
-        """The backend of a run."""
-        return cls(
-            means.users,
-            seed=means.seed,
-            postprocessors=means.postprocessors,
-            engine=means.engine,
-            accumulate=means.accumulate,
-            config_hash=means.config_hash,
-        )
 
     @property
     def _is_private(self) -> bool:

@@ -13,11 +13,12 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
-from pfl_ext.algorithms.optimizers import AdamOptions, clip_each
+from pfl_ext.algorithms.optimizers import AdamOptions
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
+from pfl_ext.engine.training import clip_each
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream

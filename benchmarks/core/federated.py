@@ -20,12 +20,13 @@ from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import Means, Setup, refuse
+from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.rules import refuse
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import begin_work, current, is_main, worker_seconds
 

@@ -11,59 +11,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
-from pfl.privacy.privacy_mechanism import NoPrivacy, PrivacyMechanism
 from torch import Tensor
 
-from pfl_ext.algorithms.rules import PFLS_OWN
+from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.privacy.central import is_private
 from pfl_ext.registry import Registry
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
 
 State = TypeVar("State")
-Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
-"""What an algorithm may have to refuse: private training of either kind; pfl's postprocessors other than
-a weighting; several workers; users who come twice in a cohort; users drawn in proportion to their images."""
-Refusals = Mapping[Circumstance, str]
-"""The line that a user reads, by what is refused."""
-PRIVACY_NOT_ARGUED: Refusals = {
-    "privacy": "nobody has argued how much one user can change what this algorithm releases: choose "
-    "algorithm fedavg or fedprox for private training"
-}
-
-
-def is_private(postprocessor: Postprocessor) -> bool:
-    """Whether a postprocessor is a privacy mechanism, ours or pfl's."""
-    return isinstance(postprocessor, PrivacyMechanism) and not isinstance(postprocessor, NoPrivacy)
-
-
-def refusals_of(algorithm: Any) -> Refusals:
-    """What an algorithm cannot be combined with, whoever wrote it.
-
-    pfl's FedAvg and FedProx send one update, which a mechanism clips. Any other algorithm must have
-    ``refusals``, which leave privacy out once it has been argued.
-    """
-    refusals: Refusals = getattr(algorithm, "refusals", PRIVACY_NOT_ARGUED)
-    return {} if type(algorithm) in PFLS_OWN else refusals
-
-
-def refuse(refusals: Refusals, **circumstances: bool) -> None:
-    """Refuse the first of these circumstances that holds and has a refusal.
-
-    Raises:
-        ValueError: the refusal.
-    """
-    for name, reason in refusals.items():
-        if circumstances.get(name):
-            raise ValueError(reason)
 
 
 class UserState(Protocol):
@@ -117,6 +83,17 @@ class Means(Setup):
     accumulate: torch.dtype
     """Of sums over users."""
     config_hash: str
+
+    def backend(self) -> CentrallyEvaluatedBackend:
+        """What trains a cohort."""
+        return CentrallyEvaluatedBackend(
+            self.users,
+            seed=self.seed,
+            postprocessors=self.postprocessors,
+            engine=self.engine,
+            accumulate=self.accumulate,
+            config_hash=self.config_hash,
+        )
 
 
 class Choice:

@@ -12,10 +12,12 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import PRIVACY_NOT_ARGUED, Means, is_private, refuse
+from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.fedavg import FedAvg
-from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
+from pfl_ext.backend import cohort_line, training_context
 from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.privacy.central import is_private
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, refuse
 
 Weights = dict[str, Tensor]
 """The trained variables of a model by name."""
@@ -31,7 +33,7 @@ class Clients:
     def __init__(self, means: Means) -> None:
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
         self._means, self._algorithm = means, FedAvg()
-        self._backend = CentrallyEvaluatedBackend.of(means)
+        self._backend = means.backend()
 
     def weights(self) -> Weights:
         """A copy of those that the run's model has now."""

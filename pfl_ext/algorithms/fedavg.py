@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pfl_ext.algorithms.algorithm import Refusals, register
+from pfl_ext.algorithms.algorithm import register
 from pfl_ext.algorithms.on_pfl import OnPfl
+from pfl_ext.rules import Refusals
 
 
 @register("fedavg")

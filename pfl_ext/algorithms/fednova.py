@@ -25,10 +25,10 @@ from pfl.context import CentralContext
 from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 
-from pfl_ext.algorithms.algorithm import Refusals, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
-from pfl_ext.algorithms.rules import Rule, mu_of
+from pfl_ext.rules import Refusals, Rule, mu_of
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
 """Key of a user's share of tau_eff, ``[1]``."""

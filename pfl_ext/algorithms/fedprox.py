@@ -18,10 +18,10 @@ from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms.algorithm import Refusals, Setup, register
+from pfl_ext.algorithms.algorithm import Setup, register
 from pfl_ext.algorithms.on_pfl import OnPfl
-from pfl_ext.algorithms.rules import Rule, mu_of
 from pfl_ext.configs import STRICT
+from pfl_ext.rules import Refusals, Rule, mu_of
 
 DEFAULT_MU = 0.01
 

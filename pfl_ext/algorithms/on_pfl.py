@@ -28,17 +28,16 @@ from pfl_ext.algorithms.algorithm import (
     Algorithm,
     Choice,
     Means,
-    Refusals,
     Setup,
     Traffic,
     UserState,
     trained_bytes,
 )
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
-from pfl_ext.algorithms.rules import Rule, StepCounter
-from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line
+from pfl_ext.backend import cohort_line
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.privacy.central import METRICS, NoisyMean, metric_name
+from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE = "algorithm/"
 """Before the names of the users' states in a checkpoint."""
@@ -212,7 +211,7 @@ class PflLoop(Algorithm[PyTorchModel]):
             train_cohort_size=means.cohort_size,
             val_cohort_size=None,  # the model is scored between rounds
         )
-        self._backend = CentrallyEvaluatedBackend.of(means)
+        self._backend = means.backend()
 
     @property
     def engine(self) -> CohortEngine | None:

@@ -1,4 +1,4 @@
-"""The optimisers that torch lacks, local and central, and the central schedule.
+"""The optimisers of the server that torch lacks, and the schedule of its learning rate.
 
 A new optimiser of the server is one file in this folder, with a class under ``@server_optimizer("name")``.
 Options of its own are set as ``server.options.FIELD``, as those of a new algorithm.
@@ -131,79 +131,6 @@ class ServerConfig(AdamOptions, OptimizerConfig):
             return self.learning_rate * round / self.warmup_rounds
         left = max(0.0, 1 - (round - self.warmup_rounds) / (num_rounds - self.warmup_rounds))
         return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
-
-
-@dataclass(frozen=True, config=STRICT)
-class LocalSGDConfig:
-    """Gradient descent on one user's images."""
-
-    learning_rate: PositiveFloat = 0.1
-    """Factor of a user's step, without unit."""
-    max_grad_norm: PositiveFloat | None = None
-    """Greatest L2 norm of a gradient, above which it is scaled down to it; none: no limit."""
-    clip_by: Literal["variable", "global"] = "global"
-    """What `max_grad_norm` limits: each variable's gradient by itself, or all of them together."""
-    momentum: Fraction = 0.0
-    """Share of the last step's direction that a step keeps; it starts from nothing in every round."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Multiple of the parameters that is added to their gradient, after clipping each variable."""
-
-    def optimizer(self, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        """A new optimiser at this learning rate; clipping all gradients together is left to the caller."""
-        by_variable = self.max_grad_norm if self.clip_by == "variable" else None
-        if by_variable is None:
-            return torch.optim.SGD(params, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        return PerVariableClippedSGD(params, lr, by_variable, self.momentum, self.weight_decay)
-
-    @property
-    def global_max_grad_norm(self) -> float | None:
-        """What all gradients together are clipped to."""
-        return self.max_grad_norm if self.clip_by == "global" else None
-
-
-class PerVariableClippedSGD(torch.optim.SGD):
-    """SGD that first scales each variable's gradient down to an L2 norm of at most ``max_norm``.
-
-    The local optimiser of the paper's code (Keras' ``clipnorm``: each variable by itself, where pfl's
-    ``local_max_grad_norm`` bounds the norm of all gradients together). Gradients are scaled in place, and
-    no norm is ever read back from the device. Weight decay is added after clipping.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter],
-        lr: float,
-        max_norm: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-    ):
-        if not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm} and must be positive; leave clipping out for none")
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)
-        self.max_norm = max_norm
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Clip, then take an ordinary SGD step. Closures are not supported."""
-        assert closure is None
-        for group in self.param_groups:
-            clip_each([p.grad for p in group["params"] if p.grad is not None], self.max_norm)
-        return super().step()  # type: ignore[no-any-return]
-
-
-def clip_each(gradients: list[Tensor], max_norm: float) -> None:
-    """Scale every gradient whose L2 norm exceeds ``max_norm`` down to it, in place, without a sync.
-
-    On a CPU, where looking at a norm costs nothing, gradients that need no scaling are not written again.
-    """
-    if not gradients:
-        return
-    norms = torch.stack(list(torch._foreach_norm(gradients)))
-    if norms.device.type == "cpu":
-        gradients = [g for g, norm in zip(gradients, norms.tolist()) if not norm <= max_norm]
-        norms = norms[~(norms <= max_norm)]
-    if gradients:
-        torch._foreach_mul_(gradients, list((max_norm / norms.clamp(min=max_norm)).unbind()))
 
 
 @server_optimizer("sgd", "momentum")

@@ -18,10 +18,10 @@ from pfl.internal import ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics, MetricValue, StringMetricName
 
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.data.federated_dataset import Annotations, ByteArray, ImageStore, IntArray, UserImages
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first
+from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import Task

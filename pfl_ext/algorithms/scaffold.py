@@ -46,13 +46,13 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from pfl_ext.algorithms.algorithm import Refusals, Setup, Traffic, register
+from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fednova import coefficient_sum
 from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
-from pfl_ext.algorithms.rules import Correction as Correction
-from pfl_ext.algorithms.rules import Rule
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.configs import STRICT
+from pfl_ext.rules import Correction as Correction
+from pfl_ext.rules import Refusals, Rule
 
 CHANGE = "pfl_ext.algorithms.scaffold/"
 """Before the name of a variable: the key of ``c_i+ - c_i`` in a user's statistics."""

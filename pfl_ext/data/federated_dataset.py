@@ -19,7 +19,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import prefetched
-from pfl_ext.algorithms import fedvc
+from pfl_ext.data import fedvc
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
 from pfl_ext.data.transforms import draw_crops

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from pfl_ext.algorithms import fedvc
 from pfl_ext.configs import STRICT
+from pfl_ext.data import fedvc
 from pfl_ext.data.transforms import AugmentConfig
 
 IntArray = npt.NDArray[np.int64]
@@ -22,7 +22,7 @@ class BatchConfig(fedvc.VirtualOptions):
     """Which of a user's images take part, and in which batches.
 
     ``straddle`` is ml-flair's ``repeat(2).batch(16)``: a user with n <= B / 2 images makes one step of 2n,
-    not two of n. ``virtual_size`` stands in the place of ``max_images``: `pfl_ext.algorithms.fedvc.take`.
+    not two of n. ``virtual_size`` stands in the place of ``max_images``: `pfl_ext.data.fedvc.take`.
     """
 
     num_epochs: PositiveInt = 1

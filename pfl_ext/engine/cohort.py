@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dataset.files import prefetched
-from pfl_ext.algorithms.rules import Rule
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.schedule import longest_first
 from pfl_ext.engine.cpu.choice import described
@@ -34,6 +33,7 @@ from pfl_ext.engine.training import Batch, LocalTraining, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.rules import Rule
 
 MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""

@@ -31,8 +31,14 @@ from typing import Any
 import torch
 from pfl.context import CentralContext, UserContext
 from pfl.metrics import Metrics, Weighted
+from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.adaptive_clipping import MutableClippingBound
-from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, PrivacyMetricName
+from pfl.privacy.privacy_mechanism import (
+    CentrallyAppliedPrivacyMechanism,
+    NoPrivacy,
+    PrivacyMechanism,
+    PrivacyMetricName,
+)
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
@@ -45,6 +51,11 @@ WIDEST = 100.0  # change of a bound's logarithm that leaves `BOUND_RANGE` from a
 TALLY = (
     "pfl_ext.privacy.central/tally"  # key under which users' votes and counts are summed with their updates
 )
+
+
+def is_private(postprocessor: Postprocessor) -> bool:
+    """Whether a postprocessor is a privacy mechanism, ours or pfl's."""
+    return isinstance(postprocessor, PrivacyMechanism) and not isinstance(postprocessor, NoPrivacy)
 
 
 def metric_name(description: str, local: bool = False) -> PrivacyMetricName:

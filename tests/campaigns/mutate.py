@@ -69,7 +69,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "models/weights": ["models/test_models"],
     "models/classifier": ["models/test_models", "models/test_small_models"],
     "tasks/multi_label": ["tasks/test_tasks", "tasks/test_single_label", "engine/test_engine"],
-    "algorithms/optimizers": ["algorithms/test_optimizers", "algorithms/test_local_sgd"],
+    "algorithms/optimizers": ["algorithms/test_optimizers"],
     "algorithms/per_user": ["algorithms/test_per_user"],
     "privacy/central": ["privacy/test_central", "privacy/test_engine_privately", "privacy/test_local"],
     "privacy/accounting": ["privacy/test_accounting", "privacy/test_central"],
@@ -93,7 +93,7 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "engine/lane": [*_ENGINE, "engine/test_on_card"],
     "engine/one_step": _ENGINE,
     "engine/tape": _ENGINE,
-    "engine/training": [*_ENGINE, "algorithms/test_local_sgd"],
+    "engine/training": [*_ENGINE, "algorithms/test_local_sgd", "algorithms/test_optimizers"],
     "engine/trim": _ENGINE,
 }
 _DATASET: Mapping[str, Sequence[str]] = {

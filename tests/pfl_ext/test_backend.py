@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.clients import Clients
 from pfl_ext.algorithms.optimizers import OptimizerConfig
 from pfl_ext.backend import CentrallyEvaluatedBackend
@@ -290,6 +292,7 @@ def clients(store: NumberedStore) -> Clients:
         accumulate=torch.float32,
         config_hash="",
     )
+    means.backend = partial(Means.backend, means)
     return Clients(means)
 
 

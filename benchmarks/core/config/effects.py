@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from pfl_ext.algorithms.algorithm import refuse
+from pfl_ext.rules import refuse
 
 
 class Idle(NamedTuple):

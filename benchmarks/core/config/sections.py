@@ -15,11 +15,12 @@ from benchmarks.core.config.trees import build
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
-from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, LocalSGDConfig, OptimizerConfig, ServerConfig
+from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.configs import STRICT
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
+from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig

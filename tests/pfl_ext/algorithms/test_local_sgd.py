@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.training import LocalTraining
+from pfl_ext.engine.training import LocalTraining, PerVariableClippedSGD
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import TALLY
 from pfl_ext.privacy.mechanisms import Clipping

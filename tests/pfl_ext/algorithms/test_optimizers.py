@@ -15,9 +15,9 @@ from pfl_ext.algorithms.optimizers import (
     AdamOptions,
     FedOpt,
     OptimizerConfig,
-    PerVariableClippedSGD,
     ServerConfig,
 )
+from pfl_ext.engine.training import PerVariableClippedSGD
 from tests.closeness import assert_close_as_vector
 
 GRADIENTS = (0.5, -0.2, 0.03)

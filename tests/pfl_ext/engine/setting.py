@@ -20,12 +20,12 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from pfl_ext.algorithms.fednova import STEPS, FedNova, FedNovaParams
-from pfl_ext.algorithms.optimizers import PerVariableClippedSGD
 from pfl_ext.algorithms.scaffold import Controls, Correction, Option, Scaffold, ScaffoldParams
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.training import PerVariableClippedSGD
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, PrivateMean, private_mean

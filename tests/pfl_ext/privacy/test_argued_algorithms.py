@@ -16,14 +16,14 @@ from pfl.privacy.gaussian_mechanism import GaussianMechanism
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Algorithm, Refusals
+from pfl_ext.algorithms.algorithm import Algorithm
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.fedprox import FedProx
 from pfl_ext.algorithms.on_pfl import OnPfl
-from pfl_ext.algorithms.rules import Rule
 from pfl_ext.algorithms.scaffold import Scaffold
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.rules import Refusals, Rule
 from tests.pfl_ext.engine.setting import Setting, distance, norm, private, rounding_of, without_noise
 from tests.pfl_ext.stores import NumberedStore
 from tests.pfl_ext.test_backend import WHOLE

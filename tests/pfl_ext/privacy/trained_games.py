@@ -11,11 +11,11 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
-from pfl_ext.algorithms.algorithm import Refusals
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.canaries import NAMES, TENSORS, CanaryNetwork, Directions, Game, IntArray, _signs
 from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.rules import Refusals
 
 Bytes = npt.NDArray[np.uint8]
 

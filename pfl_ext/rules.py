@@ -1,4 +1,5 @@
-"""What an algorithm asks of users in one round, in a form that pfl's loop and the engine both carry out.
+"""What an algorithm asks of users in one round, in a form that pfl's loop and the engine both carry out; and
+what it cannot be combined with.
 
 Letter: P parameters that are trained.
 """
@@ -20,6 +21,16 @@ from torch import Tensor
 Correction = Literal["gradient", "step"]
 """Where a user's correction is added: to the gradient of the loss, before clipping, weight decay and
 momentum; or, times minus the learning rate, to the weights after each step of the optimiser."""
+
+Circumstance = Literal["privacy", "postprocessors", "workers", "replacement", "proportional"]
+"""What an algorithm may have to refuse: private training of either kind; pfl's postprocessors other than
+a weighting; several workers; users who come twice in a cohort; users drawn in proportion to their images."""
+Refusals = Mapping[Circumstance, str]
+"""The line that a user reads, by what is refused."""
+PRIVACY_NOT_ARGUED: Refusals = {
+    "privacy": "nobody has argued how much one user can change what this algorithm releases: choose "
+    "algorithm fedavg or fedprox for private training"
+}
 
 
 class UserRule(Protocol):
@@ -127,3 +138,24 @@ def rule_of(algorithm: Any, model: PyTorchModel, context: CentralContext) -> Rul
         return PFLS_OWN[type(algorithm)](context)
     maker: Callable[..., Rule] | None = getattr(algorithm, "rule", None)
     return None if maker is None else maker(model, context)
+
+
+def refusals_of(algorithm: Any) -> Refusals:
+    """What an algorithm cannot be combined with, whoever wrote it.
+
+    pfl's FedAvg and FedProx send one update, which a mechanism clips. Any other algorithm must have
+    ``refusals``, which leave privacy out once it has been argued.
+    """
+    refusals: Refusals = getattr(algorithm, "refusals", PRIVACY_NOT_ARGUED)
+    return {} if type(algorithm) in PFLS_OWN else refusals
+
+
+def refuse(refusals: Refusals, **circumstances: bool) -> None:
+    """Refuse the first of these circumstances that holds and has a refusal.
+
+    Raises:
+        ValueError: the refusal.
+    """
+    for name, reason in refusals.items():
+        if circumstances.get(name):
+            raise ValueError(reason)
