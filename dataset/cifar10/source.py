@@ -197,7 +197,8 @@ def _of_parquet(spec: Cifar, paths: Sequence[Path], folder: Path) -> Images:
     for path in paths:
         for batch in batches(path, ["img", spec.label_column]):
             with readable(path):
-                classes += (int(number) for number in batch.column(spec.label_column).to_pylist())
+                numbers = batch.column(spec.label_column).cast(pa.int64())
+                classes += (int(number) for number in numbers.to_pylist())
                 for row in batch.column("img").to_pylist():
                     pixels.append(_lossless(row["bytes"], path, len(pixels)))
     if not pixels:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataset.fetch import source
@@ -38,6 +39,8 @@ class ParquetSource(Source):
             for name in self.schema.names:
                 if table[name].null_count:
                     raise ValueError(f"{shard.name} has records without {name}")
+                if _has_nulls(table[name]):
+                    raise ValueError(f"{shard.name} has empty entries in {name}")
             yield Records(table, _binary(shard, batch), shard.name)
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
@@ -75,6 +78,16 @@ def readable(path: Path) -> Iterator[None]:
         if str(path) in str(error):  # it has a sentence of its own
             raise
         raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+
+
+def _has_nulls(column: Any) -> bool:
+    """Whether there is nothing in the place of an element, however deep within a column."""
+    if column.null_count:
+        return True
+    if pa.types.is_struct(column.type):
+        return any(_has_nulls(pc.struct_field(column, field.name)) for field in column.type)
+    is_list = pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type)
+    return is_list and _has_nulls(pc.list_flatten(column))
 
 
 def _binary(shard: Shard, batch: Any) -> list[Image]:

@@ -173,7 +173,8 @@ def _annotation(
     if kind == "mask":
         if vocabulary is None:
             raise ValueError(f"{name}: a mask holds numbers; the vocabulary must name its classes")
-        return {label: k for k, label in enumerate(vocabulary)}, Masks.of(column.to_pylist(), len(vocabulary))
+        masks = [mask if kept else b"" for mask, kept in zip(column.to_pylist(), keep.tolist())]
+        return {label: k for k, label in enumerate(vocabulary)}, Masks.of(masks, len(vocabulary))
     if kind == "class":
         record, values = np.arange(len(column)), column
     else:

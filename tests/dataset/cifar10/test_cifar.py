@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataset.cifar10 import preprocess as cifar_preprocess
@@ -303,9 +305,21 @@ def other_column(folder: Path, spec: Cifar) -> None:
     write_parquet(CIFAR100, folder)
 
 
+def classes_of(values: list[Any], folder: Path, spec: Cifar) -> None:
+    write_parquet(spec, folder)
+    path = folder / "test-00000-of-00001.parquet"
+    table = pq.read_table(path)
+    column = pa.array([values[row % len(values)] for row in range(len(table))])
+    place = table.schema.get_field_index(spec.label_column)
+    pq.write_table(table.set_column(place, spec.label_column, column), path)
+
+
 @pytest.mark.parametrize(
     "damage, said",
     [
+        (partial(classes_of, [1.0, 1.5]), r"test-.* cannot be read as parquet: .* 1\.5.* truncated"),
+        (partial(classes_of, [1, None]), r"test-.* cannot be read as parquet: .*NoneType"),
+        (partial(classes_of, ["cat"]), r"test-.* cannot be read as parquet: .*'cat'"),
         (flipped, r"cifar-10-binary\.tar\.gz is damaged \(MD5 .*delete it"),
         (cut, r"cifar-10-binary\.tar\.gz is damaged \(MD5 .*delete it"),
         (loose_and_cut, r"data_batch_1\.bin has 5,000 bytes, no multiple of 3073"),

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 from dataset.fetch import http, hugging_face
 from dataset.fetch.http import Patience, Remote, fetch
 from dataset.fetch.http import remote as remote_file
-from dataset.fetch.source import Source
+from dataset.fetch.parquet import ParquetSource
+from dataset.fetch.source import Shard, Source
 from dataset.flair import sources
 from dataset.flair.sources import _json_list, local
+from dataset.store.columns import schema
 from tests.dataset.drawn import (
     Record,
     add_member,
@@ -172,6 +174,7 @@ def test_parquet_of_another_kind_is_refused_in_one_sentence(tmp_path: Path) -> N
         "no column 'partition'": [{key: value for key, value in row.items() if key != "partition"}],
         "the images' bytes": [{**row, "image": "a path"}],
         "records without user_id": [row, {**row, "user_id": None}],
+        "empty entries in labels": [row, {**row, "labels": ["dog", None]}],
         "columns of other types": [{**row, "labels": "dog"}],
     }
     for number, (message, content) in enumerate(cases.items()):
@@ -181,6 +184,27 @@ def test_parquet_of_another_kind_is_refused_in_one_sentence(tmp_path: Path) -> N
         with pytest.raises(ValueError, match=message) as caught:
             found_in(local(folder))
         assert "train.parquet" in str(caught.value)
+
+
+def test_nothing_in_the_place_of_an_element_is_refused_however_deep(tmp_path: Path) -> None:
+    columns = schema({"objects": "boxes"})
+    ids = {"user_id": "u", "partition": "train", "image": b"x"}
+    for number, box in enumerate([None, {"name": None}, {"corners": None}, {"corners": [0, 0, None, 1]}, {}]):
+        folder, whole = tmp_path / str(number), {"name": "cup", "corners": [0, 0, 1, 1]}
+        folder.mkdir()
+        rows = [
+            {**ids, "image_id": "a", "objects": [whole, None if box is None else {**whole, **box}]},
+            {**ids, "image_id": "b", "objects": []},
+        ]
+        path = folder / "train.parquet"
+        pq.write_table(pa.Table.from_pylist(rows, pa.schema([*columns, ("image", pa.binary())])), path)
+        shard = Shard.on_disk(path, path.name)
+        made = ParquetSource([shard], schema=columns, num_images=2, image_bytes=0, provenance={})
+        if box == {}:
+            assert [len(batch.table) for batch in made.records(0)] == [2]
+            continue
+        with pytest.raises(ValueError, match=r"train\.parquet has empty entries in objects"):
+            list(made.records(0))
 
 
 def test_a_truncated_shard_and_a_wrong_folder_are_named(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_one_class_is_stored_once(folder: Path) -> None:
         ({"mask": png(np.zeros((3, 3), np.uint8))}, "its mask has 3 x 3 pixels, the image 20 x 12"),
         ({"mask": png(np.full((12, 20), 2, np.uint8))}, "its mask has the class 2, of 2"),
         ({"mask": b"no picture"}, "its mask cannot be used"),
+        ({"mask": None}, "its mask cannot be used"),
         ({"mask": png(np.zeros((12, 20, 3), np.uint8))}, "its mask cannot be used (its mode is RGB"),
         ({"objects": [{"name": "cup", "corners": [0, 0, 21, 5]}]}, "its box (0, 0, 21, 5) is empty or not"),
         ({"objects": [{"name": "cup", "corners": [3, 0, 3, 5]}]}, "its box (3, 0, 3, 5) is empty or not"),
