@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_imports_go_one_way(root: str) -> None:
     ]
     assert len(files) > 10
     assert wrong == []
+
+
+def test_no_two_parts_of_pfl_ext_need_each_other() -> None:
+    """A part: a package, or a module that lies beside them."""
+    needs: dict[str, set[str]] = {}
+    for file in (ROOT / "pfl_ext").rglob("*.py"):
+        own = file.relative_to(ROOT / "pfl_ext").with_suffix("").parts[0]
+        named = [name.split(".")[1] for name in imports(file) if name.startswith("pfl_ext.")]
+        needs[own] = needs.get(own, set()) | set(named) - {own}
+    order = list(TopologicalSorter(needs).static_order())  # raises an error that names the circle
+    assert order.index("data") < order.index("engine") < order.index("backend") < order.index("algorithms")
 
 
 BENCHMARKS_WORDS = ("flair", "landmarks", "inaturalist", "paper")

@@ -1,1 +1,1 @@
-"""Differential privacy: mechanisms, calibration, accounting, sampling, audit."""
+"""Differential privacy: mechanisms, calibration, accounting, sampling."""

@@ -11,9 +11,9 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
+from pfl_ext.auditing.canaries import NAMES, TENSORS, CanaryNetwork, Directions, Game, IntArray, _signs
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.privacy.canaries import NAMES, TENSORS, CanaryNetwork, Directions, Game, IntArray, _signs
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.rules import Refusals
 

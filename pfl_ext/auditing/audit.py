@@ -1,9 +1,9 @@
-"""An audit of private training, and of the audit itself: ``python -m pfl_ext.privacy.audit``.
+"""An audit of private training, and of the audit itself: ``python -m pfl_ext.auditing.audit``.
 
 The command prints which known defects are convicted at which claims of epsilon, with the lower bound
 of epsilon that was found. A defect is a mistake that private training could make, put on purpose into the
-functions that production calls; without one, nothing may be convicted. See `pfl_ext.privacy.bounds` for what
-is proved, and `pfl_ext.privacy.canaries` for how.
+functions that production calls; without one, nothing may be convicted. See `pfl_ext.auditing.bounds` for what
+is proved, and `pfl_ext.auditing.canaries` for how.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
+from pfl_ext.auditing.bounds import CONFIDENCE, Claim, Finding, FloatArray, Trials, find
+from pfl_ext.auditing.canaries import LONG, WHOLE, CanaryUsers, Directions, Game, IntArray, MakeMechanism
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
-from pfl_ext.privacy.bounds import CONFIDENCE, Claim, Finding, FloatArray, Trials, find
-from pfl_ext.privacy.canaries import LONG, WHOLE, CanaryUsers, Directions, Game, IntArray, MakeMechanism
 from pfl_ext.privacy.central import TALLY, AdaptivePrivateMean, PrivateMean, private_mean
 from pfl_ext.privacy.epsilon import Sampler
 
@@ -293,7 +293,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = _OneLineParser(prog="python -m pfl_ext.privacy.audit", description=__doc__)
+    parser = _OneLineParser(prog="python -m pfl_ext.auditing.audit", description=__doc__)
     parser.add_argument(
         "--samplers",
         nargs="+",

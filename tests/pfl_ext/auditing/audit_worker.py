@@ -20,13 +20,13 @@ from pfl.context import CentralContext
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from torch import Tensor
 
+from pfl_ext.auditing.audit import claimed
+from pfl_ext.auditing.canaries import Directions, Game
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
-from pfl_ext.privacy.audit import claimed
-from pfl_ext.privacy.canaries import Directions, Game
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.privacy.epsilon import Sampler, System
 from pfl_ext.workers.distributed import connected
-from tests.pfl_ext.privacy.trained_games import EngineGame
+from tests.pfl_ext.auditing.trained_games import EngineGame
 
 COLUMNS = 2**12
 

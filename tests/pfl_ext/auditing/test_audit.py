@@ -1,6 +1,6 @@
 """The audit of private training convicts every defect that it must, and nothing without one.
 
-All cases go through the functions that production calls; see `pfl_ext.privacy.canaries`. Secrets and coins
+All cases go through the functions that production calls; see `pfl_ext.auditing.canaries`. Secrets and coins
 are fixed, so that each outcome is the same every time.
 """
 
@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pfl_ext.privacy.accounting import PrivacyConfig
-from pfl_ext.privacy.audit import (
+from pfl_ext.auditing.audit import (
     DEFECTS,
     DELTA,
     HONEST,
@@ -23,14 +22,15 @@ from pfl_ext.privacy.audit import (
     claimed,
     main,
 )
-from pfl_ext.privacy.bounds import Claim, Finding, Trials, find
-from pfl_ext.privacy.canaries import TENSORS, Directions, Game, Release
+from pfl_ext.auditing.bounds import Claim, Finding, Trials, find
+from pfl_ext.auditing.canaries import TENSORS, Directions, Game, Release
+from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.privacy.epsilon import Sampler
 from tests.launching import command
 from tests.launching import run as launch
-from tests.pfl_ext.privacy.audit_worker import COLUMNS, games, uncalibrated
-from tests.pfl_ext.privacy.trained_games import CanaryStore, EngineGame, LoopGame
+from tests.pfl_ext.auditing.audit_worker import COLUMNS, games, uncalibrated
+from tests.pfl_ext.auditing.trained_games import CanaryStore, EngineGame, LoopGame
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 SMALL = COLUMNS  # canaries enough for what leaks much
@@ -161,7 +161,7 @@ def test_a_defect_is_convicted_by_canaries_that_the_engine_trains() -> None:
 def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Release]]:
     """What each of two workers hands to its model, by game."""
     out = tmp_path_factory.mktemp("audit")
-    words = command("torchrun", 2, "tests.pfl_ext.privacy.audit_worker", str(out))
+    words = command("torchrun", 2, "tests.pfl_ext.auditing.audit_worker", str(out))
     launch(words, PFL_PYTORCH_DEVICE="cpu")
 
     def read(name: str, rank: int) -> Release:

@@ -36,6 +36,7 @@ from pfl.stats import MappedVectorStatistics
 from scipy.linalg import hadamard
 from torch import nn
 
+from pfl_ext.auditing.bounds import BoolArray, FloatArray, Trials
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
@@ -43,7 +44,6 @@ from pfl_ext.engine.cohort import CohortSum, Task
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Calibration
 from pfl_ext.privacy.banded import BandedFactor
-from pfl_ext.privacy.bounds import BoolArray, FloatArray, Trials
 from pfl_ext.privacy.central import TALLY, PrivateMean, metric_name, private_mean
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import derive, stream

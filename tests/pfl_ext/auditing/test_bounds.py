@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest, norm
 
-from pfl_ext.privacy.bounds import EPSILONS, Claim, Profile, Trials, find, rates, refuted_in_one_run
+from pfl_ext.auditing.bounds import EPSILONS, Claim, Profile, Trials, find, rates, refuted_in_one_run
 from pfl_ext.privacy.epsilon import System, gaussian_delta
 from pfl_ext.randomness import stream
 
