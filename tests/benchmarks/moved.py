@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
+from benchmarks.core.experiment import Experiment
 from benchmarks.flair.train import Flair
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
@@ -69,26 +71,53 @@ def watched() -> Iterator[list[Scored]]:
         yield seen
 
 
+def summed(terms: int) -> float:
+    """Rounding of a sum of so many products in float32, relative to the sum."""
+    return UNIT * math.sqrt(terms)
+
+
 @contextlib.contextmanager
-def inexact(seed: int, *, wide: bool = False) -> Iterator[None]:
+def inexact(
+    seed: int,
+    *,
+    wide: bool = False,
+    experiment: type[Experiment[Any]] = Flair,
+    off: Callable[[int], float] = summed,
+) -> Iterator[None]:
     """Runs within begin with weights that are off by what rounding may do; exact ones for the seed 0.
 
     Args:
         seed: of the errors.
         wide: train in float64, where nothing else is off. The engine must be pfl's loop.
+        experiment: what trains.
+        off: relative error of a layer's sum, from how many products it has in the widest layer.
     """
-    real = Flair.module
+    real = experiment.module
 
-    def moved(self: Flair) -> ImageClassifier:
+    def moved(self: Any) -> ImageClassifier:
         module = real(self)
         layers = [m for m in module.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-        terms = max(layer.weight[0].numel() for layer in layers)
-        off = UNIT * math.sqrt(terms) if seed else 0.0
-        (in_float64 if wide else move_weights)(module.backbone, off, seed)
+        error = off(max(layer.weight[0].numel() for layer in layers)) if seed else 0.0
+        (in_float64 if wide else move_weights)(module.backbone, error, seed)
         return module
 
-    with mock.patch.object(Flair, "module", moved):
+    with mock.patch.object(experiment, "module", moved):
         yield
+
+
+def assert_as_near_as_rounding(
+    ours: Sequence[Scored], theirs: Sequence[Scored], moved: Sequence[Scored]
+) -> None:
+    """Each evaluation of ours is as near to theirs as `LUCK` times the one that began with an error.
+
+    A logit that moves by d moves its loss by at most d; so the mean loss moves by no more than the root of
+    the mean square.
+    """
+    off = 0.0
+    for one, right, other in zip(ours, theirs, moved, strict=True):
+        off = max(off, LUCK * distance(other, right) / np.sqrt(right.logits.size))  # an error stays
+        assert distance(one, right) <= off * np.sqrt(right.logits.size)
+        assert abs(one.loss - right.loss) <= off
 
 
 def distance(one: Scored, other: Scored) -> float:

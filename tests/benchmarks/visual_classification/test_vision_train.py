@@ -15,14 +15,16 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
-from benchmarks.visual_classification.train import main
+from benchmarks.visual_classification.train import VisualClassification, main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex
 from dataset.store.writer import DataWriter
 from tests.benchmarks.conftest import TINY, train_into
+from tests.benchmarks.moved import LUCK, inexact
 from tests.benchmarks.sparing import sparingly
+from tests.pfl_ext.engine.cpu.roundings import rounding
 
 COMMON = ("--data.image_size=20", "--model.input_size=16", "--runtime.progress=false")
 SMALL = (
@@ -116,10 +118,13 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
 def test_both_engines_train_the_same(train: Train, words: list[str]) -> None:
     fast = weights(train(*words, name="fast"))
     stock = weights(train(*words, "--runtime.engine=stock", name="stock"))
-    assert np.linalg.norm(fast - stock) <= 1e-4 * np.linalg.norm(stock)
+    with inexact(1, experiment=VisualClassification, off=lambda terms: rounding(terms, winograd=True)):
+        moved = weights(train(*words, "--runtime.engine=stock", name="moved"))
+    off = LUCK * np.linalg.norm(moved - stock)
+    assert np.linalg.norm(fast - stock) <= off
     if words:
         plain = weights(train(name="plain"))
-        assert np.linalg.norm(fast - plain) > 1e-4 * np.linalg.norm(plain), "the method does something"
+        assert np.linalg.norm(fast - plain) > 2 * off, "the method does something"
 
 
 def test_virtual_clients_are_all_of_one_size(train: Train) -> None:
