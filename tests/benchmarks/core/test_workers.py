@@ -33,14 +33,18 @@ TOLERANCE = {"fl": 1e-6, "pfl": 1e-6, "fl32": 1e-4, "fast": 1e-6}
 a cohort's users in the same way whoever trains them."""
 
 
+FRESH = ("torchrun", 2)
+
+
 def start_runs(launcher: str, workers: int, data: Path, directory: Path) -> Job:
     """All `RUNS` by so many workers; where, and what was printed.
 
-    Two workers are fresh interpreters: they compute the same although they hash strings differently.
+    torchrun's two workers are fresh interpreters: they compute the same although they hash strings
+    differently.
     """
     directory.mkdir()
     words = ("tests.benchmarks.core.worker_runs", str(data), str(directory))
-    return directory, run(command(launcher, workers, *words, fresh=workers == 2))
+    return directory, run(command(launcher, workers, *words, fresh=(launcher, workers) == FRESH))
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +102,7 @@ def test_any_number_of_workers_computes_the_same(
                 )
                 if "val" in expected:
                     assert got["val"]["loss"] == pytest.approx(expected["val"]["loss"], rel=1e-3)
-        if workers == 2:
+        if (launcher, workers) == FRESH:
             assert noted[0]["hash"] != noted[1]["hash"], "they are no fresh interpreters"
     assert len(notes(directory, "pfl", 1)[0]["noise"]) == FEWER
     if directory != first:
