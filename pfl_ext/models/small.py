@@ -46,3 +46,30 @@ def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
         ("fc3", nn.Linear(192, num_labels)),
     ]
     return nn.Sequential(OrderedDict(layers))
+
+
+@NETWORKS.register("lenet")
+def lenet(num_labels: int, input_size: int) -> nn.Sequential:
+    """The CNN of NIID-Bench (Li et al. 2022, arXiv 2102.02079), ``[B, 3, S, S]`` -> ``[B, K]``.
+
+    Two 5 x 5 convolutions of 6 and 16 channels without padding, each before a 2 x 2 max-pooling, then 120, 84
+    and K units, ReLU between; 62,006 parameters for S = 32 and K = 10.
+    """
+    side = ((input_size - 4) // 2 - 4) // 2
+    if side < 1:
+        raise ValueError(f"input_size is {input_size}, but lenet leaves nothing of that: use at least 16")
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv1", nn.Conv2d(3, 6, 5)),
+        ("relu1", nn.ReLU(inplace=True)),
+        ("pool1", nn.MaxPool2d(2)),
+        ("conv2", nn.Conv2d(6, 16, 5)),
+        ("relu2", nn.ReLU(inplace=True)),
+        ("pool2", nn.MaxPool2d(2)),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(16 * side * side, 120)),
+        ("relu3", nn.ReLU(inplace=True)),
+        ("fc2", nn.Linear(120, 84)),
+        ("relu4", nn.ReLU(inplace=True)),
+        ("fc3", nn.Linear(84, num_labels)),
+    ]
+    return nn.Sequential(OrderedDict(layers))

@@ -43,7 +43,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "bench_preprocess": bench_preprocess.main,
     "privacy_matrix": privacy_matrix.main,
 }
-SMALL = "--run_dir=run --data.image_size=20 --model.input_size=16 --model.arch=cifar_cnn"
+SMALL = "--run_dir=run --data.image_size=20 --model.input_size=16 --model.arch=lenet"
 FLAIR = f"--data_path=good.hdf5 {SMALL} --federated.cohort_size=4 --federated.num_rounds=1"
 CENTRAL = f"--config=c-r-17 --data_path=good.hdf5 {SMALL} --centralised.num_epochs=1"
 PRIVATE = f"--config=pfl-r-17 {FLAIR} --privacy.noise_cohort_size=none --privacy.delta=0.01"

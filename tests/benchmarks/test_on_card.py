@@ -20,13 +20,13 @@ SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
         "resnet18 --runtime.lanes=2 --federated.num_rounds=1",
         f"{SMALL_NET} --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
-        "cifar_cnn --runtime.engine=stock",
-        "cifar_cnn --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users",
-        "cifar_cnn --federated.algorithm=scaffold --federated.weighting=users",
+        "lenet --runtime.engine=stock",
+        "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users",
+        "lenet --federated.algorithm=scaffold --federated.weighting=users",
         f"{SMALL_NET} --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
         "--federated.scaffold_correction=step",
-        "cifar_cnn --evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
-        "cifar_cnn --local_privacy.noise_seed=run --federated.weighting=users",
+        "lenet --evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
+        "lenet --local_privacy.noise_seed=run --federated.weighting=users",
         f"{SMALL_NET} --config=c-r-17",
     ],
 )
@@ -37,8 +37,8 @@ def test_a_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "cifar_cnn --config=c-r-17 --runtime.engine=stock --centralised.optimizer=sgd",
-        "cifar_cnn --federated.num_rounds=1 --federated.cohort_size=2",
+        "lenet --config=c-r-17 --runtime.engine=stock --centralised.optimizer=sgd",
+        "lenet --federated.num_rounds=1 --federated.cohort_size=2",
     ],
 )
 def test_a_short_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:

@@ -41,7 +41,7 @@ from tests.campaigns.lives import After, At, Phases, live
 SPEC = MiniSpec(train_users=12, val_users=5, test_users=5, image_size=20, num_fine_labels=40)
 COHORT = 4
 COMMON = (
-    "--model.arch=squeezenet1_1",  # 0.7 million parameters
+    "--model.arch=squeezenet1_1",  # 0.7 million parameters: writing them takes long enough to be killed in
     "--data.image_size=20",
     "--model.input_size=18",
     "--runtime.checkpoint_every=3",

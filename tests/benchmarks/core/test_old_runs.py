@@ -24,8 +24,15 @@ from tests.benchmarks.conftest import Train
 from tests.benchmarks.test_train import results
 
 OLD = Path(__file__).parent / "run_of_59d7e39"
-WORDS = ("--data.image_size=20", "--model.input_size=18", "--runtime.checkpoint_every=2",
-         "--federated.num_rounds=6", "--federated.cohort_size=4", "--evaluation.every_rounds=2")  # fmt: skip
+WORDS = (
+    "--model.arch=squeezenet1_1",
+    "--data.image_size=20",
+    "--model.input_size=18",
+    "--runtime.checkpoint_every=2",
+    "--federated.num_rounds=6",
+    "--federated.cohort_size=4",
+    "--evaluation.every_rounds=2",
+)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def dies(monkeypatch: pytest.MonkeyPatch) -> Any:
             "--federated.algorithm=scaffold",
             "--local.straddle=false",
             "--federated.weighting=users",
-            "--federated.max_state_gb=0.001",
+            "--federated.max_state_gb=0.0001",
         ],
     ],
     ids=lambda argv: argv[0].removeprefix("--"),
@@ -189,7 +189,7 @@ def test_a_run_is_not_resumed_from_other_weights(
     paths = [tmp_path / "one.pth", tmp_path / "other.pth"]
     for path in paths:
         torch.save(squeezenet1_1(weights=None).state_dict(), path)
-    fine = (*LONG, "--config=fl-f-17")
+    fine = (*LONG, "--config=fl-f-17", "--model.arch=squeezenet1_1")
     directory = dies(train, *fine, f"--weights={paths[0]}", step=2)
     found = hashlib.sha256(paths[0].read_bytes()).hexdigest()
     assert yaml.safe_load((directory / "config.yaml").read_text())["model"]["weights_sha256"] == found

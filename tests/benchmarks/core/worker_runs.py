@@ -48,7 +48,7 @@ SMALL = (
     "--runtime.accumulate=fp64",
     "--runtime.engine=stock",
 )
-LIGHT = ("--model.arch=cifar_cnn", f"--federated.num_rounds={FEWER}")
+LIGHT = ("--model.arch=lenet", f"--federated.num_rounds={FEWER}")
 PRIVATE = (
     *LIGHT,
     "--config=pfl-r-17",

@@ -46,8 +46,20 @@ def test_the_cifar_network_has_as_many_parameters_as_it_says() -> None:
     assert sum(p.numel() for p in build().parameters()) == 1_756_426
 
 
-def test_the_engine_takes_the_cifar_network_apart() -> None:
-    assert CohortEngine(ImageClassifier(build(), input_size=32, task=SingleLabel()))._fusable
+@pytest.mark.parametrize("side", [16, 28, 32, 33])
+def test_lenet_has_niid_benchs_layers(side: int) -> None:
+    net = build("lenet", input_size=side)
+    shapes = [tuple(p.shape) for name, p in net.named_parameters() if name.endswith("weight")]
+    left = ((side - 4) // 2 - 4) // 2
+    assert shapes == [(6, 3, 5, 5), (16, 6, 5, 5), (120, 16 * left**2), (84, 120), (10, 84)]
+    assert net(torch.rand(2, 3, side, side)).shape == (2, 10)
+    if side == 32:
+        assert sum(p.numel() for p in net.parameters()) == 62_006
+
+
+@pytest.mark.parametrize("arch", ["cifar_cnn", "lenet"])
+def test_the_engine_takes_small_networks_apart(arch: str) -> None:
+    assert CohortEngine(ImageClassifier(build(arch), input_size=32, task=SingleLabel()))._fusable
 
 
 @pytest.mark.parametrize("init", ["keras", "torchvision"])
@@ -140,6 +152,7 @@ def test_frozen_layers_stay_and_the_rest_is_trained_as_by_pfls_loop(clipping: st
     [
         ("cifar_cnn", {"input_size": None}, "input_size\n.*valid integer"),
         ("cifar_cnn", {"input_size": 3}, "use at least 4"),
+        ("lenet", {"input_size": 15}, "use at least 16"),
         ("cifar_cn", {}, "did you mean cifar_cnn"),
         ("cifar_cnn", {"weights": "imagenet"}, "no IMAGENET1K_V1 weights for cifar_cnn"),
         ("resnet18", {"trained": "two_layers"}, "set model.bottleneck"),
