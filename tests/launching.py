@@ -68,7 +68,7 @@ def fresh_environment(**more: str) -> dict[str, str]:
 
 def environment(**more: str) -> dict[str, str]:
     """`fresh_environment`, with the server of `warmly`, which is started if there is none."""
-    return {**fresh_environment(**more), warm.SERVER: warm.server(tuple(fresh_environment().items()))}
+    return {**fresh_environment(**more), warm.SERVER: warm.server(fresh_environment())}
 
 
 def start(words: Sequence[str], **more: str) -> subprocess.Popen[str]:

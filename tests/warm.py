@@ -203,18 +203,28 @@ def serve(address: str) -> None:
 
 
 STARTED: list[int] = []
-"""The process id of the server that this process started."""
+"""The process ids of the servers that this process started."""
 
 
-@functools.cache
-def server(environment: tuple[tuple[str, str], ...]) -> str:
-    """Start the server with these variables, or find the one of an outer process.
+ADDRESSES: dict[tuple[tuple[str, str], ...], str] = {}
+"""Of the servers that this process started, by the variables that matter to them."""
+
+
+def server(environment: Mapping[str, str]) -> str:
+    """Start the server with these variables, or find one with the same `READ_AT_START`, or an outer one.
 
     Returns:
         Its address. A server that was started here ends with this process.
     """
     if SERVER in os.environ:
         return os.environ[SERVER]
+    key = tuple(sorted(read_at_start(environment).items()))
+    if key not in ADDRESSES:
+        ADDRESSES[key] = _started(environment)
+    return ADDRESSES[key]
+
+
+def _started(environment: Mapping[str, str]) -> str:
     folder = tempfile.TemporaryDirectory(prefix="warm")
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
@@ -239,11 +249,9 @@ def server(environment: tuple[tuple[str, str], ...]) -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU time of the server that this process started, and of its processes that have ended."""
-    if not STARTED:
-        return 0.0
-    ticks = Path(f"/proc/{STARTED[0]}/stat").read_text().rpartition(")")[2].split()[11:15]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    """CPU time of the servers that this process started, and of their processes that have ended."""
+    stats = [Path(f"/proc/{started}/stat").read_text().rpartition(")")[2].split() for started in STARTED]
+    return sum(int(ticks) for stat in stats for ticks in stat[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
