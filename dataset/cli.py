@@ -171,6 +171,10 @@ def _writable(option: str, path: Path, folder: Path) -> None:
         ) from None
 
 
+class SourceError(OSError):
+    """What was asked for cannot be had now; a later call may go on."""
+
+
 class Stopped(BaseException):
     """A signal has asked the command to stop; like KeyboardInterrupt, no ``except Exception`` holds it.
 

@@ -12,8 +12,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from dataset.cli import Stopped
-from dataset.fetch.http import SourceError
+from dataset.cli import SourceError, Stopped
 from dataset.files import HALF_WRITTEN, locked, write_bytes
 
 RESUMABLE = (Stopped, KeyboardInterrupt, SourceError)

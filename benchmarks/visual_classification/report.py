@@ -29,7 +29,7 @@ from benchmarks.visual_classification.config import Config
 from benchmarks.visual_classification.curves import Row, place, read_finished
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
-from dataset.partitions.dirichlet import meaning
+from dataset.store.index import meaning
 
 
 def cells(row: Row, rounds: Sequence[int], batches: Sequence[int]) -> dict[str, str]:

@@ -21,13 +21,12 @@ from dataset.cifar10.source import (
     csv_partitions,
     read_images,
 )
-from dataset.cli import is_address
-from dataset.fetch.http import SourceError, below, fetch_checked
+from dataset.cli import SourceError, is_address
+from dataset.fetch.http import below, fetch_checked
 from dataset.fetch.source import delete_downloads
-from dataset.partitions.dirichlet import meaning
 from dataset.partitions.drawn import Drawing, drawers, parse_kinds, partition_name
 from dataset.preprocess import Options, checked_places, command_parser, make
-from dataset.store.index import PartitionIndex
+from dataset.store.index import PartitionIndex, meaning
 
 NO_SPLITS, OFFICIAL = "none", "official"
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from PIL import Image as Picture
 
+from dataset.cli import SourceError
 from dataset.fetch.archives import BoundedHeader, archive_errors
-from dataset.fetch.http import SourceError
 from dataset.fetch.parquet import batches, readable
 from dataset.fetch.source import BATCH, Image, Records, Source
 from dataset.files import file_digest

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from dataset.cli import SourceError
 from dataset.files import file_digest
 
 _BLOCK = 1 << 20
@@ -30,10 +31,6 @@ BUSY = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Answers after which the same question may be asked again."""
 
 Result = TypeVar("Result")
-
-
-class SourceError(OSError):
-    """What was asked for cannot be had now; a later call may go on."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 
-from dataset.fetch.http import SourceError
+from dataset.cli import SourceError
 from dataset.fetch.source import Shard, delete_downloads
 from dataset.files import file_digest
 

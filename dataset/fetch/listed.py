@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from dataset.cli import SourceError
 from dataset.fetch import http
 from dataset.fetch.archives import tar_images
-from dataset.fetch.http import SourceError, below, fetch_checked, remote, retried
+from dataset.fetch.http import below, fetch_checked, remote, retried
 from dataset.fetch.source import Shard
 from dataset.files import replacing
 from dataset.partitions.assignments import (

@@ -29,9 +29,8 @@ differ.) With K classes of one size, a total of alpha is alpha / K per class.
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -45,10 +44,6 @@ _TINY = float(np.finfo(np.float64).tiny)
 
 Floats = npt.NDArray[np.float64]
 Convention = Literal["total", "per-class"]
-
-
-_NAME = re.compile(r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-seed-[0-9]+)?")
-_OLD_NAME = re.compile(r"dirichlet-(?=[0-9.])")
 
 
 def dirichlet_partition(
@@ -104,44 +99,6 @@ def _per_class(drawing: Drawing, alpha: float) -> PartitionIndex:
     """``alpha`` is the parameter of each class."""
     sizes = drawing.num_clients, drawing.images_per_client
     return dirichlet_partition(drawing.classes, alpha, drawing.seed, *sizes, "per-class")
-
-
-def known_as(name: str, names: Collection[str]) -> str:
-    """The name among ``names`` of the partition called ``name``.
-
-    ``dirichlet-0.3-seed-0`` is the old name of ``dirichlet-total-0.3-seed-0``: either finds the other. A name
-    that finds nothing is returned as it is.
-    """
-    other = _OLD_NAME.sub("dirichlet-total-", name)
-    if other == name:
-        other = name.replace("dirichlet-total-", "dirichlet-", 1)
-    return other if other in names and name not in names else name
-
-
-def meaning(partition: str | None, num_classes: int) -> str:
-    """What the alpha in a partition's name counts, as a clause; empty for a partition without an alpha.
-
-    Args:
-        partition: a name of `partition_name`, its old form ``dirichlet-0.3-seed-0``, or ``alpha-0.30`` of
-            Google's splits; the latter two are totals.
-        num_classes: K.
-    """
-    found = _NAME.fullmatch(partition or "")
-    if found is None:
-        return ""
-    try:
-        alpha = float(found[2])
-    except ValueError:
-        return ""
-    if found[1] == "per-class":
-        return (
-            f"alpha {alpha:g} is per class (as in Flower, FedML, pfl); the total over the {num_classes} "
-            f"classes (as in Hsu, Qi, Brown) is {alpha * num_classes:g}"
-        )
-    return (
-        f"alpha {alpha:g} is the total over the {num_classes} classes (as in Hsu, Qi, Brown); per class "
-        f"(as in Flower, FedML, pfl) it is {alpha / num_classes:g}"
-    )
 
 
 def _counts(draw: Callable[[Floats], Floats], prior: Floats, left: IntArray, images: int) -> list[int]:

@@ -6,7 +6,7 @@ Shape letters: U users, N images, K classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -33,6 +33,8 @@ TAXONOMIES = ("labels", "fine_grained_labels")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 BAD_NAME = "its name has other characters than letters, digits and ._+-"
 """What is wrong with the name of an annotation or partition that is no `NAME`."""
+_ALPHA = re.compile(r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-seed-[0-9]+)?")
+_OLD_NAME = re.compile(r"dirichlet-(?=[0-9.])")
 
 
 class IdColumn(Sequence[str]):
@@ -220,3 +222,41 @@ def _check_ids(what: str, column: Sequence[str]) -> None:
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise ValueError(f"{what} {ordered[twice[0]].decode()} is there twice")
+
+
+def known_as(name: str, names: Collection[str]) -> str:
+    """The name among ``names`` of the partition called ``name``.
+
+    ``dirichlet-0.3-seed-0`` is the old name of ``dirichlet-total-0.3-seed-0``: either finds the other. A name
+    that finds nothing is returned as it is.
+    """
+    other = _OLD_NAME.sub("dirichlet-total-", name)
+    if other == name:
+        other = name.replace("dirichlet-total-", "dirichlet-", 1)
+    return other if other in names and name not in names else name
+
+
+def meaning(partition: str | None, num_classes: int) -> str:
+    """What the alpha in a partition's name counts, as a clause; empty for a partition without an alpha.
+
+    Args:
+        partition: ``dirichlet-total-0.3-seed-0``, its old form ``dirichlet-0.3-seed-0``, or ``alpha-0.30`` of
+            Google's splits, which are totals; or ``dirichlet-per-class-0.3-seed-0``.
+        num_classes: K.
+    """
+    found = _ALPHA.fullmatch(partition or "")
+    if found is None:
+        return ""
+    try:
+        alpha = float(found[2])
+    except ValueError:
+        return ""
+    if found[1] == "per-class":
+        return (
+            f"alpha {alpha:g} is per class (as in Flower, FedML, pfl); the total over the {num_classes} "
+            f"classes (as in Hsu, Qi, Brown) is {alpha * num_classes:g}"
+        )
+    return (
+        f"alpha {alpha:g} is the total over the {num_classes} classes (as in Hsu, Qi, Brown); per class "
+        f"(as in Flower, FedML, pfl) it is {alpha / num_classes:g}"
+    )

@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.cli import OneLineParser
-from dataset.partitions.dirichlet import meaning
 from dataset.store import probe
 from dataset.store.annotations import Masks, fault_of_mask
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import jpeg_size
-from dataset.store.index import check_index
+from dataset.store.index import check_index, meaning
 from dataset.store.native import (
     PARTITION_COLUMNS,
     PARTITIONS,

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from dataset.partitions.dirichlet import known_as, meaning
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import known_as, meaning
 
 PARTITIONED = "train"
 """The split that has partitions; the others keep the file's own users."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dataset.cli import run
+from dataset.cli import SourceError, run
 from dataset.fetch import http
-from dataset.fetch.http import Patience, SourceError, fetch, retry_after
+from dataset.fetch.http import Patience, fetch, retry_after
 from dataset.fetch.http import remote as remote_file
 from dataset.flair import download_preprocess, sources
 from tests.dataset.drawn import assert_paired, records, write_archives, write_parquet

@@ -16,12 +16,11 @@ from dataset.partitions.dirichlet import (
     _draw_q,
     _rounded,
     dirichlet_partition,
-    known_as,
-    meaning,
 )
 from dataset.partitions.drawn import parse_kinds, partition_name
 from dataset.partitions.statistics import distances
 from dataset.store.annotations import IntArray
+from dataset.store.index import known_as, meaning
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
 CIFAR100 = np.repeat(np.arange(100), 500)
