@@ -202,7 +202,3 @@ ALGORITHMS: Registry[type[Choice]] = Registry("pfl_ext.algorithms", "federated.a
 """What ``federated.algorithm`` chooses by name."""
 register = ALGORITHMS.register
 """Decorator of an algorithm's class: ``federated.algorithm`` chooses it by the name that is given."""
-names = ALGORITHMS.names
-"""Of all algorithms."""
-algorithm_class = ALGORITHMS.__getitem__
-"""The algorithm of a name; ValueError when there is none."""

@@ -53,7 +53,7 @@ IntArray = npt.NDArray[np.int64]
 
 TENSORS = 4  # V, a power of two
 LONG = 50.0  # length of a canary's update, in bounds
-WHOLE = 0.999  # length of one that is not to be clipped: see `privacy_mechanisms.MARGIN`
+WHOLE = 0.999  # length of one that is not to be clipped: see `pfl_ext.privacy.mechanisms.MARGIN`
 PUBLIC_SEED = 7  # what stands in a run's config, and any attacker knows
 
 

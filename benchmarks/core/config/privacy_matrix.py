@@ -29,7 +29,7 @@ from benchmarks.core.config.sections import Runtime, TrainingConfig, config_modu
 from benchmarks.core.config.trees import dotted
 from dataset.cli import run as run_command
 from dataset.files import imported
-from pfl_ext.algorithms.algorithm import algorithm_class, names
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 
 OF_THE_NETWORK = "fixed before training, and looks at no training image"
 BEFORE_CLIPPING = "acts on one user's images and update, before that update is clipped"
@@ -51,7 +51,7 @@ class ArguedAlgorithms(Rule):
 
     def allowed(self, section: str) -> Values:
         """Their names."""
-        return tuple(name for name in names() if "privacy" not in algorithm_class(name).refusals)
+        return tuple(name for name in ALGORITHMS.names() if "privacy" not in ALGORITHMS[name].refusals)
 
 
 TABLE: Mapping[str, Rule] = {

@@ -14,7 +14,7 @@ import benchmarks
 import pfl_ext
 from benchmarks.core.config.privacy_matrix import TABLE
 from benchmarks.core.config.sections import FederatedConfig, ServerSection
-from pfl_ext.algorithms.algorithm import Choice, algorithm_class, names, register
+from pfl_ext.algorithms.algorithm import ALGORITHMS, Choice, register
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.algorithms.fednova import FedNova
 from pfl_ext.algorithms.on_pfl import OnPfl
@@ -28,17 +28,17 @@ ASKS = re.compile(
 """Code that asks which algorithm it is."""
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ALGORITHMS.names())
 def test_an_algorithm_refuses_privacy_exactly_where_the_table_does(name: str) -> None:
     allowed = TABLE["federated.algorithm"].allows("privacy", name)
-    assert allowed != ("privacy" in algorithm_class(name).refusals)
+    assert allowed != ("privacy" in ALGORITHMS[name].refusals)
 
 
 def test_two_of_the_houses_algorithms_are_argued_for_privacy() -> None:
     """A third one needs an argument in its file, and a line here."""
     for section in ("privacy", "local_privacy"):
         allowed = TABLE["federated.algorithm"].allowed(section) or ()
-        ours = [name for name in allowed if algorithm_class(name).__module__.startswith("pfl_ext.")]
+        ours = [name for name in allowed if ALGORITHMS[name].__module__.startswith("pfl_ext.")]
         assert ours == ["fedavg", "fedprox"]
 
 
@@ -59,7 +59,7 @@ def test_two_algorithms_have_two_names() -> None:
     with pytest.raises(ValueError, match=r"^there are two federated\.algorithm fedavg$"):
         register("fedavg")(type("Other", (Choice,), {}))
     with pytest.raises(ValueError, match=r"federated\.algorithm is 'fedavgg': choose one of fedavg, "):
-        algorithm_class("fedavgg")
+        ALGORITHMS["fedavgg"]
 
 
 def test_an_option_knows_who_reads_it() -> None:

@@ -20,7 +20,7 @@ from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
-from pfl_ext.algorithms.algorithm import names
+from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.tasks.multi_label import MultiLabel
@@ -51,7 +51,7 @@ BY_KEY = {
 }
 RULES = {**rules_for(VISION.kind), **rules_for(FLAIR.kind)}
 BY_KEY["server.optimizer"] = (Literal[tuple(SERVER_OPTIMIZERS.names())], "sgd")
-BY_KEY["federated.algorithm"] = (Literal[tuple(names())], "fedavg")
+BY_KEY["federated.algorithm"] = (Literal[tuple(ALGORITHMS.names())], "fedavg")
 
 
 def candidates(key: str) -> list[Any]:
