@@ -236,7 +236,7 @@ def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in folder.rglob("*.*"):
         is_wanted = path.suffix.lower() in (".jpg", ".jpeg") and path.stem in wanted
-        if is_wanted and (other := found.setdefault(path.stem, path)) != path:
+        if is_wanted and path.is_file() and (other := found.setdefault(path.stem, path)) != path:
             raise ValueError(f"image {path.stem} is there twice, at {other} and {path}; delete one")
     return found
 

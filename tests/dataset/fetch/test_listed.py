@@ -301,7 +301,9 @@ def test_options_that_cannot_be_are_said_in_one_line(
         line = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
         assert line.startswith("error: ")
         assert said in line
-    (folder / "deep").mkdir()
+    (folder / "deep" / f"{image_id(1)}.jpeg").mkdir(parents=True)
+    assert make(LANDMARKS["160k"], tmp_path / "g.hdf5", "--source", folder) == 0, "a folder is no image"
+    capsys.readouterr()
     (folder / "deep" / f"{image_id(1)}.jpg").write_bytes(jpeg(1))
     assert make(LANDMARKS["160k"], tmp_path / "f.hdf5", "--source", folder) == 2
     assert f"image {image_id(1)} is there twice" in capsys.readouterr().err
