@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
 """Tests that use over `SLOW_SECONDS` of CPU time; ``make test FAST=1`` leaves them out."""
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 0.5
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
 
@@ -28,6 +28,11 @@ LOOP = asyncio.new_event_loop()
 def pytest_runtest_setup() -> None:
     """pfl's loop runs in the current event loop, which ``asyncio.run`` in an earlier test has taken away."""
     asyncio.set_event_loop(LOOP)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """For ``-n auto``: one more than cores, since tests of lost workers and of servers wait a lot."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_sessionfinish() -> None:

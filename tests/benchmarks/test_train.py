@@ -256,6 +256,10 @@ def test_compiled_layers_learn_what_torchs_learn(
         assert half_results["arithmetic"].startswith("float32: " if same else "bfloat16: ")
 
 
+def test_the_seed_changes_the_run(train: Train) -> None:
+    assert results(train(name="a"))["model_sha256"] != results(train("--seed=1", name="b"))["model_sha256"]
+
+
 @pytest.mark.parametrize(
     "argv",
     [
