@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.sections import LocalPrivacySection
-from benchmarks.core.config.trees import Tree
+from benchmarks.core.config.trees import Tree, as_word
 from benchmarks.flair.config import FLAIR, Config, parse
 from pfl_ext.tasks.multi_label_scores import BINNED, COLUMNS
 
@@ -121,13 +121,9 @@ def variant(config: Config) -> Variant:
         if "privacy" in fields and "privacy" not in base:  # none of its keys, where the row has them
             keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]
         differences = [] if recipe is None else [f"recipe={recipe}"]
-        differences += [f"{key}={_word(fields.get(key))}" for key in keys]
+        differences += [f"{key}={as_word(fields.get(key))}" for key in keys]
         candidates.append(Variant(setting, scale, tuple(differences)))
     return min(candidates, key=lambda candidate: len(candidate.differences))
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...]:

@@ -15,18 +15,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from benchmarks.core.config.privacy_rules import (
     NOT_OF_TRAINING_USERS,
     OF_THE_DATA,
+    PRIVACY,
     Rule,
     Values,
     each,
     only,
 )
 from benchmarks.core.config.sections import Runtime, TrainingConfig, config_modules
-from benchmarks.core.config.trees import dotted
+from benchmarks.core.config.trees import as_word, dotted
+from benchmarks.reporting.tables import markdown_table
 from dataset.cli import run as run_command
 from dataset.files import imported
 from pfl_ext.algorithms.algorithm import ALGORITHMS
@@ -155,26 +156,23 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
                 f"or in the benchmark's privacy_rules that it keeps the guarantee; set {section} to none"
             )
         if not rule.allows(section, value):
-            words = " or ".join(_word(v) for v in rule.allowed(section) or ())
+            words = " or ".join(as_word(v) for v in rule.allowed(section) or ())
             raise ValueError(
-                f"{section} refuses {key} = {_word(value)} ({rule.argument}): set {key} to {words}"
+                f"{section} refuses {key} = {as_word(value)} ({rule.argument}): set {key} to {words}"
             )
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def markdown(rules: Mapping[str, Rule]) -> str:
     """The table: option, what privacy allows, what local_privacy allows, the argument."""
 
-    def cells(rule: Rule) -> str:
-        allowed = (rule.allowed(section) for section in ("privacy", "local_privacy"))
-        return " | ".join("any" if v is None else ", ".join(map(_word, v)) for v in allowed)
+    def values(rule: Rule, section: str) -> str:
+        allowed = rule.allowed(section)
+        return "any" if allowed is None else ", ".join(map(as_word, allowed))
 
-    lines = ["| option | with `privacy` | with `local_privacy` | argument |", "|---|---|---|---|"]
-    lines += [f"| `{key}` | {cells(rule)} | {rule.argument} |" for key, rule in rules.items()]
-    return "\n".join(lines)
+    return markdown_table(
+        ["option", *(f"with `{section}`" for section in PRIVACY), "argument"],
+        [[f"`{key}`", *(values(rule, s) for s in PRIVACY), rule.argument] for key, rule in rules.items()],
+    )
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+PRIVACY = ("privacy", "local_privacy")
+"""The sections of a config that ask for it."""
 Values = tuple[Any, ...] | None  # None: any value
 OF_THE_DATA = "says which images there are and whose they are: the data set that the guarantee is about"
 NOT_OF_TRAINING_USERS = "looks at val and test users, and at the released model"

@@ -59,6 +59,11 @@ def without(tree: Mapping[str, Any], keys: Sequence[str], prefix: str = "") -> T
     return out
 
 
+def as_word(value: Any) -> str:
+    """A value as it is given on a command line."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Safe YAML in which a repeated key and an alias (ten lines of them make gigabytes) are errors."""
 
