@@ -123,9 +123,10 @@ TABLE: Mapping[str, Rule] = {
 def rules_for(kind: type[TrainingConfig]) -> Mapping[str, Rule]:
     """The rules by dotted key, those of the benchmark's own keys among them.
 
-    A key without a rule is refused in every private run.
+    A key without a rule is refused in every private run. The rule of an option that every benchmark has is
+    the one of `TABLE`.
     """
-    return {**TABLE, **kind.privacy_rules}
+    return {**kind.privacy_rules, **TABLE}
 
 
 def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:

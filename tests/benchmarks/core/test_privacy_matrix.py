@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.privacy_matrix import TABLE, main, markdown, rules_for
+from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import train_federated
@@ -134,6 +135,13 @@ def refusal(section: str, key: str, value: Any) -> str | None:
     except ValueError as fault:
         return str(fault)
     return None
+
+
+def test_a_benchmark_cannot_allow_what_the_table_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {**FLAIR.kind.privacy_rules, "federated.weighting": Rule("why not")}
+    monkeypatch.setattr(FLAIR.kind, "privacy_rules", rules)
+    with pytest.raises(ValueError, match=r"privacy refuses federated\.weighting = images"):
+        FLAIR.parse(["--config=pfl-r-17", "--federated.weighting=images"])
 
 
 def test_every_cell_is_allowed_or_refused_as_the_table_says() -> None:
