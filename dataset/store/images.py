@@ -52,7 +52,7 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int]:
         if marker == 0xFF:  # a fill byte
             at += 1
             continue
-        if marker in _FRAMES and at + 9 <= end:
+        if marker in _FRAMES:
             size = int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(data[at + 5 : at + 7], "big")
         length = int.from_bytes(data[at + 2 : at + 4], "big")
         if length < 2:

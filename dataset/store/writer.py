@@ -227,7 +227,7 @@ class DataWriter:
                 file[name]["image_crc32"][...] = crc
                 file[name]["image_crc32"].attrs["sha256"] = checksum(crc)
             file.attrs["content_sha256"] = content_checksum(file)
-        with ThreadPoolExecutor(1) as pool:  # the disk and the processor work side by side
+        with ThreadPoolExecutor() as pool:  # the disk and the processor work side by side
             on_disk = pool.submit(sync, self._temporary)
             validate(self._temporary)
             on_disk.result()

@@ -111,7 +111,7 @@ def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Ta
 def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
         x = x.float()  # as autocast has it there
-    (n, c), size = x.shape[:2], x[0, 0].numel()
+    (n, c), size = x.shape[:2], x.shape[2:].numel()
     out, mean, rstd = torch.native_group_norm(
         x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps
     )
@@ -122,7 +122,7 @@ def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
 
 def _group_norm_backward(ctx: Any, e: Tensor, layer: nn.GroupNorm, tape: Tape) -> Tensor:
     x, mean, rstd = ctx.saved_tensors
-    (n, c), size = x.shape[:2], x[0, 0].numel()
+    (n, c), size = x.shape[:2], x.shape[2:].numel()
     e = e.to(x.dtype).contiguous(memory_format=_format(x))
     dx: Tensor = torch.ops.aten.native_group_norm_backward(
         e, x, mean, rstd, layer.weight, n, c, size, layer.num_groups, [True, False, False]

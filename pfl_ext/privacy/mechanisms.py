@@ -120,12 +120,8 @@ def in_chunks(size: int, threads: int, draw: Callable[[int, FloatArray], None]) 
     def fill(chunk: int) -> None:
         draw(chunk, out[chunk * NOISE_CHUNK : (chunk + 1) * NOISE_CHUNK])
 
-    if threads == 1 or len(chunks) == 1:
-        for chunk in chunks:
-            fill(chunk)
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, chunks))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, chunks))
     return torch.from_numpy(out)
 
 
