@@ -59,8 +59,8 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _ENGINE = ("engine/test_parts", "engine/test_engine", "privacy/test_engine_privately")
 _PFL_EXT: Mapping[str, Sequence[str]] = {
-    "tasks/single_label": ["tasks/test_single_label"],
-    "backend": ["test_backend", "engine/test_engine", "workers/test_distributed"],
+    "tasks/single_label": ["tasks/test_single_label", "algorithms/test_fedir"],
+    "backend": ["test_backend", "engine/test_engine", "algorithms/test_scaffold", "workers/test_distributed"],
     "checkpoint": ["test_checkpoint", "test_small_parts"],
     "evaluation": ["tasks/test_single_label", "test_backend"],
     "data/federated_dataset": ["data/test_federated_dataset", "data/test_fedvc", "test_backend"],
@@ -89,8 +89,8 @@ _PFL_EXT: Mapping[str, Sequence[str]] = {
     "models/small": ["models/test_small_models"],
     "data/transforms": ["data/test_transforms"],
     "workers/transport": ["workers/test_distributed"],
-    "engine/cohort": _ENGINE,
-    "engine/gradients": _ENGINE,
+    "engine/cohort": [*_ENGINE, "algorithms/test_scaffold"],
+    "engine/gradients": [*_ENGINE, "engine/test_sensitivity"],
     "engine/lane": [*_ENGINE, "engine/test_on_card"],
     "engine/one_step": _ENGINE,
     "engine/tape": _ENGINE,
@@ -102,12 +102,17 @@ _DATASET: Mapping[str, Sequence[str]] = {
     "partitions/geo": ["partitions/test_geo"],
     "partitions/statistics": ["partitions/test_statistics", "partitions/test_dirichlet"],
     "store/columns": ["store/test_hostile", "fetch/test_sources", "flair/test_download_preprocess"],
-    "store/images": ["store/test_hdf5", "store/test_hostile"],
+    "store/images": ["store/test_hdf5", "store/test_hostile", "store/test_transcode"],
     "store/index": ["store/test_hdf5", "store/test_validate"],
     "journal": ["test_resume"],
     "store/native": ["store/test_hdf5", "store/test_validate", "store/test_hostile"],
     "store/validate": ["store/test_validate", "store/test_hdf5"],
-    "store/writer": ["store/test_hdf5", "test_resume", "flair/test_download_preprocess"],
+    "store/writer": [
+        "store/test_hdf5",
+        "store/test_annotations",
+        "test_resume",
+        "flair/test_download_preprocess",
+    ],
 }
 _BENCHMARKS: Mapping[str, Sequence[str]] = {
     "core/ledger": ["core/test_private"],

@@ -178,3 +178,8 @@ def test_a_directory_has_one_owner_and_a_dead_owner_none(tmp_path: Path) -> None
         other.kill()
     with checkpoint.sole_owner(tmp_path):
         assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_directory_that_is_not_there_is_made_with_those_above_it(tmp_path: Path) -> None:
+    with checkpoint.sole_owner(tmp_path / "runs" / "first"):
+        assert (tmp_path / "runs" / "first").is_dir()

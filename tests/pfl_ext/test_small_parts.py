@@ -31,6 +31,7 @@ def test_streams_differ_in_every_argument_and_repeat_for_the_same() -> None:
     assert derive(1, "a", 12) != derive(1, "a", 1, 2)
     assert stream(1, "a", 3).random() == stream(1, "a", 3).random()
     assert torch.rand(2, generator=torch_stream(1, "x")).equal(torch.rand(2, generator=torch_stream(1, "x")))
+    assert len({torch_stream(1, "x", i).initial_seed() for i in range(9)}) == 9
     assert 0 <= seed32(5, "x") < 2**32
 
 

@@ -15,7 +15,7 @@ from benchmarks.core import execute
 from benchmarks.core.ledger import CentralLedger
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.core.recorder import Recorder
-from benchmarks.core.secret import open_secret, public_secret, secret_path
+from benchmarks.core.secret import has_rounds, open_secret, public_secret, secret_path
 from benchmarks.flair.config import parse
 from dataset.store.hdf5 import DataFile
 from pfl_ext.privacy.central import NoisyMean
@@ -95,6 +95,14 @@ def test_rounds_without_their_secret_are_refused(
         checkpoint.unlink()
     train(*SHORT, code=2)  # lines of metrics.jsonl are rounds as well
     assert "noise_seed is missing" in last_line(capsys)
+
+
+@pytest.mark.parametrize("content, holds", [(None, False), ("", False), ("{", True), ("{}\n", True)])
+def test_half_a_line_is_a_round(tmp_path: Path, content: str | None, holds: bool) -> None:
+    """A kill in the middle of a line leaves a round that was made."""
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert has_rounds(tmp_path) == holds
 
 
 def test_a_checkpoint_is_refused_beside_another_secret(

@@ -17,7 +17,7 @@ from dataset.flair.download_preprocess import main as preprocess
 from dataset.partitions.statistics import distances, main, mean_emd, measure
 from dataset.store.hdf5 import DataFile
 from tests.dataset.drawn import records, write_parquet
-from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
+from tests.dataset.store.test_hdf5 import dataset_index, partitioned, split_index, write
 
 REAL = Path("/work/shared/data/cifar10")
 GOLDEN = {  # Google's splits: mean EMD, mean classes of a client
@@ -59,6 +59,13 @@ def test_statistics_by_hand(tmp_path: Path) -> None:
     geo = found["train", "geo-100"]  # rows 5 | 2 3 | 0 6: p = (3/5, 2/5) of these five alone
     assert (geo.clients, geo.images) == (3, 5)
     assert geo.emd == pytest.approx((1 * 1.2 + 2 * 0.2 + 2 * 0.8) / 5)
+
+
+def test_a_tenth_of_the_clients_is_rounded_up_and_the_largest_are_taken(tmp_path: Path) -> None:
+    split = split_index("abcdefghijk", counts=(1, 1, 1, 3, 1, 1, 1, 1, 2, 1, 1))
+    with DataFile(write(tmp_path / "f.hdf5", "raw", splits={"train": split})) as file:
+        ((found, _),) = measure(file)
+    assert found.share_of_largest_tenth == pytest.approx((3 + 2) / 14)
 
 
 def test_clients_dealt_at_random_differ_by_their_size_alone() -> None:

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import platform
 import shutil
 import time
 from collections.abc import Sequence
@@ -26,20 +27,22 @@ from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import decode, jpeg_size, resize
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex
-from dataset.store.native import Storage
+from dataset.store.native import Storage, opened
 from dataset.store.writer import DataWriter
 from tests.dataset.drawn import draw, jpeg, label_rows, number_in
 
 COUNTS = (2, 1, 4)
 
 
-def split_index(users: Sequence[str] = ("a", "b", "c"), first: int = 0) -> SplitIndex:
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(COUNTS[: len(users)])])
+def split_index(
+    users: Sequence[str] = ("a", "b", "c"), first: int = 0, counts: Sequence[int] = COUNTS
+) -> SplitIndex:
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[: len(users)])])
     total = int(offsets[-1])
     return SplitIndex(
         list(users),
         offsets,
-        np.repeat(np.arange(len(users), dtype=np.int32), COUNTS[: len(users)]),
+        np.repeat(np.arange(len(users), dtype=np.int32), counts[: len(users)]),
         [str(first + i) for i in range(total)],
         {
             "labels": label_rows([[i % 2] for i in range(total)], 2),
@@ -192,10 +195,47 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
             with pytest.raises(OSError, match=f"no space left on the disk while {path}"):
                 write(path, storage)
         assert not list(tmp_path.iterdir())
+    closed: list[int] = []
+    monkeypatch.setattr(os, "close", closed.append)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match=r"no space left on the disk of .* GB are missing"):
         write(path, storage)
+    assert not closed, "no file was opened"
     assert not list(tmp_path.iterdir())
+
+
+def test_what_dead_processes_left_is_deleted_and_nothing_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "f.hdf5"
+    dead, living = (
+        1 << 23,
+        1,
+    )  # the one above the largest number of a process; the one that started the machine
+    for owner in (dead, living, "copy"):
+        path.with_name(f"{path.name}.tmp-{platform.node()}-{owner}").touch()
+    write(path, "raw")
+    left = {p.name.rpartition("-")[2] for p in tmp_path.iterdir() if p != path}
+    assert left == {str(living), "copy"}
+
+
+@pytest.mark.parametrize(
+    "said, shown",
+    [
+        ("Unable to open file (Permission denied)", r"may not be read \(permission denied\)"),
+        ("file signature not found", "is not an HDF5 file"),
+        ("truncated file: eof = 96", r"is truncated \(it was not copied whole\); make it again"),
+        ("bad object header", "is damaged: bad object header; make it again"),
+    ],
+)
+def test_what_the_library_complains_of_becomes_a_line_with_a_remedy(
+    said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(said)
+
+    (tmp_path / "f.hdf5").touch()
+    monkeypatch.setattr(h5py, "File", refuses)
+    with pytest.raises(ValueError, match=f"f.hdf5 {shown}"), opened(tmp_path / "f.hdf5"):
+        pass
 
 
 def test_an_index_that_contradicts_itself_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -298,6 +338,16 @@ def test_a_jpeg_header_gives_its_size_and_any_cut_is_found() -> None:
     for length in range(len(data) - 1):
         with pytest.raises(ValueError, match=r"cut off|not a JPEG|empty|broken|no size"):
             jpeg_size(data[:length])
+
+
+@pytest.mark.parametrize("marker", range(0xC0, 0xD0))
+def test_a_jpegs_size_stands_in_its_frame_and_in_no_other_segment(marker: int) -> None:
+    """Of the markers C0 to CF, three hold tables and extensions (ITU-T T.81, table B.1)."""
+    data = jpeg(5, side=64)
+    at = data.index(b"\xff\xda")
+    segment = bytes([0xFF, marker, 0, 11, 8, 0, 40, 0, 50, 1, 1, 17, 0])
+    expected = (64, 64) if marker in (0xC4, 0xC8, 0xCC) else (50, 40)
+    assert jpeg_size(data[:at] + segment + data[at:]) == expected
 
 
 def test_grey_and_oblong_images_become_square_rgb() -> None:

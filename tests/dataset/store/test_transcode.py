@@ -148,6 +148,11 @@ def test_what_cannot_be_decoded_is_a_clause(data: bytes, said: str) -> None:
         to_pixels(data, "white")
 
 
+def test_an_image_wider_than_a_jpeg_can_be_is_a_clause() -> None:
+    with pytest.raises(ValueError, match="it cannot be made a JPEG"):
+        to_jpeg(saved(Image.new("1", (65_536, 1)), "PNG"), Transcoding())
+
+
 @given(st.sampled_from([png, webp, gif]), st.data())
 def test_damaged_bytes_are_pixels_or_a_clause(make: Make, data: st.DataObject) -> None:
     content = bytearray(make(draw(7)))

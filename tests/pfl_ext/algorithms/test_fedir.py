@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.algorithms.fedir import ImportanceWeights
+from pfl_ext.algorithms.fedir import ImportanceOptions, ImportanceWeights, importance_weights
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.tasks.multi_label import WeightedMultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
@@ -65,6 +65,15 @@ def test_weighted_frequencies_are_the_targets() -> None:
     of_user = np.eye(CLASSES, dtype=np.uint8)[[0] * 17 + [1] * 5 + [2, 3]]
     weights = ImportanceWeights([0.1, 0.2, 0.3, 0.4], SingleLabel())(of_user, of_user)
     assert_close_as_vector(weights.sum(0) / weights.sum(), np.array([0.1, 0.2, 0.3, 0.4]), 2 * 24)
+
+
+def test_the_target_is_the_distribution_over_all_users_images() -> None:
+    store = NumberedStore([3, 8200])  # image r is of class r mod 5
+    weights = importance_weights(ImportanceOptions(reweight="fedir"), store, SingleLabel())
+    assert weights is not None
+    each = np.eye(5, dtype=np.uint8)  # a user with an image of each class, so q = 1/5
+    shares = np.bincount(np.arange(8203) % 5) / 8203
+    assert_close_as_vector(weights(each, each).sum(1), 5 * shares, 8)
 
 
 def test_a_batch_of_one_class_is_unchanged() -> None:

@@ -88,6 +88,12 @@ def test_torch_adam_is_torch_optim_adam_in_every_step(beta1: float, beta2: float
         assert_close_as_vector(ours, theirs, 7 * 20)  # at each of seven steps ten operations on each side
 
 
+def test_the_moments_and_epsilon_are_torch_adams_if_nothing_else_is_asked_for() -> None:
+    config, defaults = OptimizerConfig("adam"), torch.optim.Adam([one()]).defaults
+    assert (config.beta1, config.beta2) == defaults["betas"]
+    assert config.epsilon == defaults["eps"]
+
+
 def test_keras_adam_is_torch_adam_with_an_epsilon_that_shrinks() -> None:
     x, y = one(), one()
     keras = adaptive(x, "adam", adam_form="keras", beta2=0.999)

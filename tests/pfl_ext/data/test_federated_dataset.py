@@ -158,6 +158,11 @@ def test_a_cohort_larger_than_the_population_is_refused() -> None:
         users(NumberedStore([1, 1, 1])).cohort(4)
 
 
+def test_a_user_drawn_outside_a_cohort_is_refused() -> None:
+    with pytest.raises(TypeError, match="call set_round and get_cohort"):
+        next(users(NumberedStore([3])))
+
+
 def test_iid_deals_every_image_once_in_equal_shares() -> None:
     """Predecessors 6: 50 images for each user instead of the real mean."""
     store = NumberedStore([10, 20, 30, 40])

@@ -17,9 +17,11 @@ from pydantic.dataclasses import dataclass as strict_dataclass
 
 from pfl_ext.privacy.accounting import Calibration, PrivacyConfig
 from pfl_ext.privacy.epsilon import (
+    COMPUTE_NOISE_ORDERS,
     LEAST_DELTA,
     STEP,
     System,
+    epsilon_spent,
     gaussian_delta,
     least_multiplier,
     without_replacement_delta,
@@ -75,6 +77,18 @@ def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: 
     """flair.md A6."""
     assert paper(cohort, accountant="rdp").simulated.noise_multiplier == pytest.approx(rdp, rel=2e-3)
     assert paper(cohort, noise="rounds_as_epochs").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    "noise, order", [(0.109, 1.25), (0.161, 1.5), (0.257, 1.75), (0.35, 2.0), (0.449, 2.25), (0.57, 2.5)]
+)
+def test_little_noise_is_accounted_at_an_order_near_one(noise: float, order: float) -> None:
+    """One Gaussian round at delta 0.01, whose best order on a grid of quarters is this one."""
+    system = System(100, 100, noise, 0.01, "poisson", "rdp")
+    quarters = tuple(np.arange(1.25, 4.75, 0.25))
+    best = epsilon_spent(system, 1, orders=quarters)
+    assert best == epsilon_spent(system, 1, orders=(order,))
+    assert epsilon_spent(system, 1, orders=COMPUTE_NOISE_ORDERS) == best
 
 
 def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:

@@ -26,6 +26,7 @@ from torchmetrics.functional import classification as tm
 from pfl_ext.tasks import ranking
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import COLUMNS, MultiLabelScores, average_precision, f1, summarise
+from pfl_ext.tasks.ranking import as_bool
 
 Array = npt.NDArray[Any]
 TINY = 1e-45  # the smallest subnormal float32
@@ -375,6 +376,12 @@ def test_targets_of_any_number_type_mean_the_same(targets: Array) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert summarise(scores, targets) == summarise(scores, targets == 1)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8])
+def test_targets_of_one_byte_are_not_copied(dtype: Any) -> None:
+    targets = np.eye(3, dtype=dtype)
+    assert np.shares_memory(as_bool(targets), targets)
 
 
 # The size of FLAIR's validation set with fine-grained labels.

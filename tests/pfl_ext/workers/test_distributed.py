@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,17 @@ def test_sums_travel_from_card_to_card_by_nccl_and_by_way_of_the_cpu_without_it(
     torchs.sum_(flat)
     assert carried == [OnCard if nccl else Tensor]
     assert flat.tolist() == [0, 3, 6, 9], "the sum comes back to where the data was"
+
+
+def test_a_sum_of_horovods_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's own waiting takes a whole core, so it is asked for a sum only once that is there."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    horovod = object.__new__(transport._HorovodTransport)
+    horovod._hvd = SimpleNamespace(
+        poll=lambda handle: len(pauses) == 3, synchronize=lambda handle: (handle, len(pauses))
+    )
+    assert horovod._result(7) == (7, 3)
 
 
 def test_the_first_worker_serves_the_store_where_no_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
