@@ -8,7 +8,8 @@ Shape letters: B images of a batch, S side of the input, K labels.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -18,6 +19,24 @@ Network = Callable[[int, int], nn.Module]
 """From the number of labels and the side of the input; with random weights of torch's."""
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
 """What ``model.arch`` chooses by name, besides torchvision's classifiers."""
+
+
+def _convolutional(channels: Sequence[int], padding: int, flat: int, units: Sequence[int]) -> nn.Sequential:
+    """5 x 5 convolutions, each before a 2 x 2 max-pooling, then linear layers, ReLU between."""
+    layers: list[tuple[str, nn.Module]] = []
+    for k, (before, after) in enumerate(pairwise((3, *channels)), 1):
+        layers += [
+            (f"conv{k}", nn.Conv2d(before, after, 5, padding=padding)),
+            (f"relu{k}", nn.ReLU(inplace=True)),
+            (f"pool{k}", nn.MaxPool2d(2)),
+        ]
+    layers.append(("flatten", nn.Flatten()))
+    for k, (before, after) in enumerate(pairwise((flat, *units)), 1):
+        layers += [
+            (f"fc{k}", nn.Linear(before, after)),
+            (f"relu{len(channels) + k}", nn.ReLU(inplace=True)),
+        ]
+    return nn.Sequential(OrderedDict(layers[:-1]))
 
 
 @NETWORKS.register("cifar_cnn")
@@ -30,22 +49,7 @@ def cifar_cnn(num_labels: int, input_size: int) -> nn.Sequential:
     """
     if input_size < 4:
         raise ValueError(f"input_size is {input_size}, but cifar_cnn halves the image twice: use at least 4")
-    side = input_size // 2 // 2
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(3, 64, 5, padding=2)),
-        ("relu1", nn.ReLU(inplace=True)),
-        ("pool1", nn.MaxPool2d(2)),
-        ("conv2", nn.Conv2d(64, 64, 5, padding=2)),
-        ("relu2", nn.ReLU(inplace=True)),
-        ("pool2", nn.MaxPool2d(2)),
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(64 * side * side, 384)),
-        ("relu3", nn.ReLU(inplace=True)),
-        ("fc2", nn.Linear(384, 192)),
-        ("relu4", nn.ReLU(inplace=True)),
-        ("fc3", nn.Linear(192, num_labels)),
-    ]
-    return nn.Sequential(OrderedDict(layers))
+    return _convolutional((64, 64), 2, 64 * (input_size // 2 // 2) ** 2, (384, 192, num_labels))
 
 
 @NETWORKS.register("lenet")
@@ -58,18 +62,4 @@ def lenet(num_labels: int, input_size: int) -> nn.Sequential:
     side = ((input_size - 4) // 2 - 4) // 2
     if side < 1:
         raise ValueError(f"input_size is {input_size}, but lenet leaves nothing of that: use at least 16")
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(3, 6, 5)),
-        ("relu1", nn.ReLU(inplace=True)),
-        ("pool1", nn.MaxPool2d(2)),
-        ("conv2", nn.Conv2d(6, 16, 5)),
-        ("relu2", nn.ReLU(inplace=True)),
-        ("pool2", nn.MaxPool2d(2)),
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(16 * side * side, 120)),
-        ("relu3", nn.ReLU(inplace=True)),
-        ("fc2", nn.Linear(120, 84)),
-        ("relu4", nn.ReLU(inplace=True)),
-        ("fc3", nn.Linear(84, num_labels)),
-    ]
-    return nn.Sequential(OrderedDict(layers))
+    return _convolutional((6, 16), 0, 16 * side**2, (120, 84, num_labels))
