@@ -206,10 +206,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
 
 def test_what_dead_processes_left_is_deleted_and_nothing_of_others(tmp_path: Path) -> None:
     path = tmp_path / "f.hdf5"
-    dead, living = (
-        1 << 23,
-        1,
-    )  # the one above the largest number of a process; the one that started the machine
+    dead, living = 1 << 23, 1  # more than the largest number of a process; the first process
     for owner in (dead, living, "copy"):
         path.with_name(f"{path.name}.tmp-{platform.node()}-{owner}").touch()
     write(path, "raw")
