@@ -308,9 +308,14 @@ def test_a_population_that_does_not_fit_is_refused(
 
 
 def test_privacy_json_holds_both_systems_and_no_infinity() -> None:
-    report = small(noise_cohort_size=2000).to_json(10)
+    calibration = small(noise_cohort_size=2000, mechanism="adaptive")
+    report = calibration.to_json(10)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert report["as_executed"]["noise_multiplier"] == report["simulated_system"]["noise_multiplier"] / 40
+    executed, simulated = report["as_executed"], report["simulated_system"]
+    for noise in ("noise_multiplier", "value_noise_multiplier", "indicator_std"):
+        assert executed[noise] == pytest.approx(simulated[noise] / 40, rel=1e-12)
+    assert simulated["value_noise_multiplier"] == calibration.value_noise_multiplier
+    assert simulated["indicator_std"] == calibration.indicator_std
     assert report["simulated_system"]["epsilon_spent"] < report["simulated_system"]["epsilon_at_end"] <= 2
     assert "SIMULATES 2000 users" in report["claim"]
     assert report["accountant_version"].startswith("dp-accounting 0.")
