@@ -13,8 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ("flair-fl", "flair-pfl", "flair-c", "vision-fl", "vision-c")
-HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"}
+HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FAST"}
 USING_DATA = (*TRAINING, "flair-table1", "flair-sweep", "flair-figures", "vision-sweep")
+
+
+def run_make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Without the options and the depth that a make around the tests (``make test FAST=1``) hands down."""
+    outside = {name: value for name, value in os.environ.items() if name not in HANDED_DOWN}
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=outside)
 
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -26,9 +32,7 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     python.write_text(f'#!/bin/sh\necho "$@" >> asked\nPYTHONPATH={ROOT} exec {sys.executable} $RUN "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     (folder / ".venv" / ".ready").touch()
-    # A make around the tests (`make test`) would hand its own options and depth down.
-    outside = {name: value for name, value in os.environ.items() if name not in HANDED_DOWN}
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, env=outside)
+    return run_make(folder, *words)
 
 
 def asked(folder: Path, *words: str) -> str:
@@ -92,10 +96,7 @@ def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
 
 
 def test_fast_leaves_out_what_is_listed_as_slow_and_nothing_else() -> None:
-    all_tests, fast = (
-        subprocess.run(["make", "-n", "test", *given], cwd=ROOT, capture_output=True, text=True).stdout
-        for given in ([], ["FAST=1"])
-    )
+    all_tests, fast = (run_make(ROOT, "-n", "test", *given).stdout for given in ([], ["FAST=1"]))
     assert "-m 'not slow'" in fast
     assert "not slow" not in all_tests
     for listed in (ROOT / "tests" / "slow.txt").read_text().split():
