@@ -210,7 +210,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self._refuse(algorithm, cohort)
         rule = rule_of(algorithm, model, context)
         local = self._local_training(algorithm, rule, model, context)
-        if self.engine is not None and rule is not None and isinstance(local, LocalTraining):
+        if isinstance(local, LocalTraining):
+            assert self.engine is not None
+            assert rule is not None
             if self._only_norms_matter() and (rule.sends_update_alone or not self._is_private):
                 return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:

@@ -211,7 +211,7 @@ def _check_partition(name: str, partition: PartitionIndex, images: int, ids: boo
         raise ValueError("its offsets do not rise from 0 to the number of its images")
     if not within(partition.rows, images):
         raise ValueError(f"a row is out of range (0..{images - 1})")
-    if np.bincount(partition.rows).max(initial=0) > 1:
+    if np.bincount(partition.rows).max() > 1:
         raise ValueError("it deals an image twice")
 
 

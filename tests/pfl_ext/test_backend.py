@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.central import private_mean
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import MultiLabelScores
 from tests.card import card
@@ -276,6 +279,43 @@ def test_the_seeds_that_pfl_noises_with_come_from_the_secret_and_nothing_else_do
     assert users == same
     assert not set(public) & set(secret)
     assert not set(secret) & set(other)
+
+
+PRIVATE = private_mean(PrivacyConfig(epsilon=2.0).calibrate(9, 9, 1), noise_seed=4)
+
+
+@pytest.mark.parametrize(
+    "postprocessors, together",
+    [
+        ([WeightByUser()], True),
+        ([WeightByDatapoints()], True),
+        ([WeightByUser(), PRIVATE], True),
+        ([], False),
+        ([PRIVATE], False),
+        ([WeightByUser(), NormClippingOnly(2, 0.1)], False),
+        ([WeightByUser(), NormClippingOnly(2, 0.1), PRIVATE], False),
+    ],
+)
+def test_users_share_a_pass_where_all_that_is_asked_of_an_update_is_its_norm(
+    postprocessors: Any, together: bool
+) -> None:
+    data = FederatedImageDataset(NumberedStore([3]), WHOLE, seed=1, noise_seed=5)
+    backend = CentrallyEvaluatedBackend(data, seed=1, postprocessors=postprocessors)
+    assert backend._only_norms_matter() == together
+
+
+@pytest.mark.parametrize(
+    "postprocessors, refused",
+    [([WeightByUser()], False), ([NormClippingOnly(2, 0.1)], True), ([WeightByUser(), PRIVATE], True)],
+)
+def test_an_algorithm_that_wants_a_weighting_alone_gets_nothing_else(
+    postprocessors: Any, refused: bool
+) -> None:
+    data = FederatedImageDataset(NumberedStore([3]), WHOLE, seed=1, noise_seed=5)
+    backend = CentrallyEvaluatedBackend(data, seed=1, postprocessors=postprocessors)
+    algorithm = SimpleNamespace(refusals={"postprocessors": "a weighting alone"})
+    with pytest.raises(ValueError, match="a weighting alone") if refused else nullcontext():
+        backend._refuse(algorithm, np.array([0]))
 
 
 def clients(store: NumberedStore) -> Clients:

@@ -41,6 +41,25 @@ def test_ancestors_are_those_of_s2cell(latitude: float, longitude: float, level:
     assert int(ancestors(leaf, level)[0]) == s2cell.cell_id_to_parent_cell_id(int(leaf[0]), level)
 
 
+def test_places_are_on_the_earth_up_to_its_poles_and_its_date_line(tmp_path: Path) -> None:
+    places = [(90.0, 180.0), (-90.0, -180.0)]
+    beyond = [(90.5, 0.0), (-90.5, 0.0), (0.0, 180.5), (0.0, -180.5), (float("nan"), 0.0)]
+    path = tmp_path / "places.csv"
+
+    def listed(*places: tuple[float, float]) -> dict[str, tuple[float, float]]:
+        lines = [f"{number},{latitude},{longitude}" for number, (latitude, longitude) in enumerate(places)]
+        path.write_text("\n".join(["image_id,latitude,longitude", *lines]))
+        return read_coordinates(path)
+
+    assert list(listed(*places).values()) == places
+    assert len(leaf_ids(*zip(*places))) == 2
+    for place in beyond:
+        with pytest.raises(ValueError, match="there is no place at latitude"):
+            listed(place)
+        with pytest.raises(ValueError, match="there is no place at latitude"):
+            leaf_ids(*([each] for each in place))
+
+
 def test_a_cell_is_divided_only_while_it_holds_too_many() -> None:
     """Of a face with 10 + 3 + 2 + 0 images at N_max = 5, the first child is divided once more: 5, 4, 1."""
     grandchildren = [s2cell.cell_id_to_token(_child(CHILDREN[0], number)) for number in range(4)]

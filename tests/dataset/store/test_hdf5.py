@@ -113,6 +113,11 @@ def test_what_is_written_is_read(tmp_path: Path, storage: Storage) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "f.hdf5"]
 
 
+def test_folders_that_lack_are_made(tmp_path: Path) -> None:
+    with DataFile(write(tmp_path / "no" / "such" / "f.hdf5", "raw")) as file:
+        assert file.splits == ("train", "val")
+
+
 @pytest.mark.parametrize("storage", ["jpeg", "raw"])
 def test_partitions_are_read_as_written_and_change_nothing_else(tmp_path: Path, storage: Storage) -> None:
     plain, dealt = write(tmp_path / "p.hdf5", storage), tmp_path / "d.hdf5"

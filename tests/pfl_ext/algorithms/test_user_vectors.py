@@ -100,6 +100,18 @@ def saved(path: Path) -> tuple[UserVectors, Any]:
     return vectors, vectors.tensors()
 
 
+def test_rounds_of_all_users_need_room_for_three_copies(tmp_path: Path) -> None:
+    """For the last checkpoint, for the one before it, and for the round under way."""
+    vectors = UserVectors(USERS, LENGTH, tmp_path / "vectors.f32")
+    for number in range(9):
+        for user in range(USERS):
+            vectors.write(user, values(number))
+        vectors.end_round()
+        vectors.tensors()
+        vectors.saved()
+    assert (tmp_path / "vectors.f32").stat().st_size == 3 * USERS * LENGTH * 4
+
+
 @pytest.mark.parametrize("damage", ["changed", "short", "gone"])
 def test_a_file_that_is_not_the_checkpoints_is_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "vectors.f32"

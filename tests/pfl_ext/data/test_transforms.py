@@ -13,6 +13,7 @@ import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import ResNet18_Weights
 from torchvision.transforms import RandomResizedCrop
 
 from pfl_ext.data.transforms import (
@@ -180,7 +181,9 @@ def test_nothing_waits_for_the_device(exact: bool | None, monkeypatch: pytest.Mo
 
 def test_normalise_equals_torchvision_with_constants_and_with_tensors() -> None:
     x = resize(made_images(3, 16), 16)
-    expected = TF.normalize(x, list(IMAGENET_MEAN), list(IMAGENET_STD))
+    published = ResNet18_Weights.IMAGENET1K_V1.transforms()
+    assert (published.mean, published.std) == (list(IMAGENET_MEAN), list(IMAGENET_STD))
+    expected = TF.normalize(x, published.mean, published.std)
     out = normalise(x, IMAGENET_MEAN, IMAGENET_STD)
     assert_close_as_vector(out, expected, 8)
     assert torch.equal(out, normalise(x, torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)))

@@ -105,6 +105,23 @@ def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     assert not net.backbone[0].weight.any(), "the copy shares the weights"  # type: ignore[index]
 
 
+def test_under_autocast_a_taped_network_computes_what_the_network_does() -> None:
+    """To the bit: its layers are called by themselves, where autocast does not see them."""
+    backbone, autocast = small_backbone(), torch.autocast("cpu", torch.bfloat16)
+    x = torch.rand(2, 3, 10, 10)
+    with autocast:
+        expected = backbone(x)
+    seen = []
+
+    def losses(outputs: torch.Tensor) -> torch.Tensor:
+        seen.append(outputs.detach())
+        return outputs.float().sum(1)
+
+    TapedNetwork(backbone).run(x, losses, Users((0, 2), x.device), torch.ones(2), lambda *_: None, autocast)
+    assert expected.dtype == torch.bfloat16
+    assert torch.equal(seen[0], expected)
+
+
 def weight_gradients(norms: list[float], draw: torch.Generator) -> Weight:
     """Of a linear layer, one image a user, with exactly these norms."""
     directions = [torch.nn.functional.normalize(torch.randn(len(norms), n, generator=draw)) for n in (3, 4)]

@@ -1,0 +1,103 @@
+"""What a config means by a value that is left out: to change one changes every run without it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from pfl_ext.algorithms.fedir import ImportanceOptions
+from pfl_ext.algorithms.fednova import FedNova
+from pfl_ext.algorithms.fedprox import FedProx, ProximalOptions
+from pfl_ext.algorithms.optimizers import ServerConfig
+from pfl_ext.algorithms.scaffold import ScaffoldOptions
+from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.engine.training import LocalSGDConfig
+from pfl_ext.models.config import ModelConfig
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.local import LocalPrivacyConfig
+
+SAMPLING = {
+    "virtual_size": None,
+    "num_epochs": 1,
+    "batch_size": 32,
+    "max_images": None,
+    "cap": "random",
+    "straddle": False,
+    "reshuffle": True,
+    "crop": "crop",
+    "flip": "none",
+    "input_size": 224,
+}
+SGD = {
+    "learning_rate": 0.1,
+    "max_grad_norm": None,
+    "clip_by": "global",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+}
+SERVER = {
+    "optimizer": "sgd",
+    "learning_rate": 1.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+    "momentum": 0.0,
+    "adam_form": "torch",
+    "schedule": "constant",
+    "warmup_rounds": 0,
+    "final_learning_rate": 0.0,
+}
+PRIVACY = {
+    "epsilon": 2.0,
+    "delta": None,
+    "noise_cohort_size": None,
+    "noise_population": None,
+    "mechanism": "gaussian",
+    "clipping": "flat",
+    "clipping_bound": 1.0,
+    "quantile": 0.5,
+    "clip_step": 0.2,
+    "indicator_std_fraction": 0.05,
+    "accountant": "pld",
+    "sampler": "poisson",
+    "band": 1,
+    "noise": "calibrated",
+}
+MODEL = {
+    "arch": "resnet18",
+    "input_size": 224,
+    "pretrained": False,
+    "groups": 32,
+    "bottleneck": None,
+    "trained": "all",
+    "init": "torchvision",
+}
+LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
+
+
+@pytest.mark.parametrize(
+    "config, values",
+    [
+        (LocalSampling(), SAMPLING),
+        (LocalSGDConfig(), SGD),
+        (ServerConfig(), SERVER),
+        (PrivacyConfig(epsilon=2.0), PRIVACY),
+        (LocalPrivacyConfig(), LOCAL_PRIVACY),
+        (ModelConfig(), MODEL),
+        (ImportanceOptions(), {"reweight": "none", "max_importance": None}),
+        (ScaffoldOptions(), {"scaffold_option": None, "scaffold_correction": None, "max_state_gb": 16.0}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_is_left_out_means_what_it_meant(config: Any, values: dict[str, Any]) -> None:
+    assert asdict(config) == values
+
+
+def test_fedprox_has_a_proximal_term_of_its_own_and_fednova_none() -> None:
+    assert FedProx.resolved(ProximalOptions()) == {"mu": 0.01}
+    assert FedNova.resolved(ProximalOptions()) == {"mu": 0.0}
+    assert (
+        FedProx.resolved(ProximalOptions(mu=0.5)) == FedNova.resolved(ProximalOptions(mu=0.5)) == {"mu": 0.5}
+    )
