@@ -27,6 +27,9 @@ from pfl_ext.algorithms.on_pfl import PflLoop
 from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
 from tests.benchmarks.test_train import error_line, lines, results
 
+pytestmark = pytest.mark.xdist_group("faults")
+"""One process runs them all: `whole` and `short` are made once."""
+
 PASSING = ("wall_clock_s",)
 
 

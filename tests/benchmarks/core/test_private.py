@@ -25,6 +25,9 @@ from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import RESNET18, Train
 from tests.benchmarks.test_train import error_line, lines, results
 
+pytestmark = pytest.mark.xdist_group("private runs")
+"""One process runs them all: runs that they share are made once, and calibrations are remembered."""
+
 PRIVATE = (
     "--config=pfl-r-17",
     "--privacy.epsilon=50",

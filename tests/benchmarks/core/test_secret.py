@@ -24,6 +24,9 @@ from tests.benchmarks.core.test_private import PRIVATE
 from tests.benchmarks.test_train import lines, results
 from tests.dataset.drawn import records, write_predecessor
 
+pytestmark = pytest.mark.xdist_group("private runs")
+"""One process runs them all: runs that they share are made once, and calibrations are remembered."""
+
 SHORT = (*PRIVATE, "--runtime.checkpoint_every=2", "--federated.num_rounds=3")
 
 

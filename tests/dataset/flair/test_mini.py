@@ -64,6 +64,7 @@ def dense(split: SplitIndex) -> npt.NDArray[np.uint8]:
 # FLAIR's numbers at full scale
 
 
+@pytest.mark.xdist_group("full mini set")
 def test_images_per_user_are_flairs(full: DatasetIndex) -> None:
     users = [split.num_users for split in full.splits.values()]
     images = [split.num_images for split in full.splits.values()]
@@ -79,6 +80,7 @@ def test_images_per_user_are_flairs(full: DatasetIndex) -> None:
     assert largest / sizes.sum() == pytest.approx(0.5, abs=0.01)  # paper, Section 4.2
 
 
+@pytest.mark.xdist_group("full mini set")
 @pytest.mark.parametrize(
     "split, common, rare",
     [("train", 0.02, 0.06), ("val", 0.12, 0.35), ("test", 0.12, 0.35)],  # one large user weighs more in val
@@ -91,6 +93,7 @@ def test_coarse_frequencies_are_flairs(full: DatasetIndex, split: str, common: f
     assert off.max() < rare
 
 
+@pytest.mark.xdist_group("full mini set")
 def test_labels_per_image_are_flairs(full: DatasetIndex) -> None:
     coarse, fine = (per_image(full.splits["train"], taxonomy) for taxonomy in TAXONOMIES)
     assert [coarse.min(), np.median(coarse), coarse.max()] == [1, 3, 9]
@@ -102,6 +105,7 @@ def test_labels_per_image_are_flairs(full: DatasetIndex) -> None:
     assert fine.std() == pytest.approx(2.73, rel=0.03)
 
 
+@pytest.mark.xdist_group("full mini set")
 def test_labels_per_user_are_flairs(full: DatasetIndex) -> None:
     coarse, fine = (users_with(full.splits["train"], taxonomy) for taxonomy in TAXONOMIES)
     share = dict(zip(COARSE_LABELS, coarse.mean(0)))
@@ -113,6 +117,7 @@ def test_labels_per_user_are_flairs(full: DatasetIndex) -> None:
     assert 500 < fine.sum(1).max() < 1000  # FLAIR: 838
 
 
+@pytest.mark.xdist_group("full mini set")
 def test_fine_labels_have_flairs_long_tail(full: DatasetIndex) -> None:
     train = full.splits["train"]
     counts, users = train.labels["fine_grained_labels"].counts(), users_with(train, "fine_grained_labels")

@@ -13,6 +13,9 @@ from tests.launching import command, run
 from tests.pfl_ext.algorithms.algorithm_worker import cases
 from tests.pfl_ext.engine.setting import distance, rounding_of
 
+pytestmark = pytest.mark.xdist_group("algorithm workers")
+"""One process runs them all: they look at one launch."""
+
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -32,6 +32,9 @@ from tests.launching import run as launch
 from tests.pfl_ext.auditing.audit_worker import COLUMNS, games, uncalibrated
 from tests.pfl_ext.auditing.trained_games import CanaryStore, EngineGame, LoopGame
 
+pytestmark = pytest.mark.xdist_group("audit")
+"""One process runs them all: the profiles of claims are remembered, and there is one launch."""
+
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 SMALL = COLUMNS  # canaries enough for what leaks much
 

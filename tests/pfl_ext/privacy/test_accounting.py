@@ -28,6 +28,9 @@ from pfl_ext.privacy.epsilon import (
 )
 from pfl_ext.privacy.sampling import private_cohort
 
+pytestmark = pytest.mark.xdist_group("accounting")
+"""One process runs them all: calibrations are remembered."""
+
 FLAIR_USERS, ROUNDS = 41_131, 5_000
 ADAPTIVE: dict[str, Any] = {"epsilon": 2.0, "mechanism": "adaptive"}
 REMOVE = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE

@@ -12,6 +12,9 @@ from tests.launching import command
 from tests.launching import run as launch
 from tests.pfl_ext.privacy.private_worker import BOUND, ROUNDS, SIZE, USERS, mechanisms, rounds_of
 
+pytestmark = pytest.mark.xdist_group("private workers")
+"""One process runs them all: they look at one launch."""
+
 Means = np.ndarray[Any, np.dtype[np.float32]]
 NAMES = list(mechanisms())
 
