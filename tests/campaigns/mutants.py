@@ -11,10 +11,11 @@ import ast
 import difflib
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import cosmic_ray.plugins
@@ -59,25 +60,41 @@ class Mutant:
     code: str
 
 
+class Place(NamedTuple):
+    """Where an operator can be applied; ``drawn_by``: the line, and which of the places in such lines."""
+
+    module: str
+    operator: str
+    occurrence: int
+    drawn_by: str
+
+
 class _Places(Visitor):
-    """How often each operator can be applied."""
+    """In which lines each operator can be applied."""
 
     def __init__(self, operators: Mapping[str, Any]) -> None:
         self._operators = operators
-        self.counts = dict.fromkeys(operators, 0)
+        self.lines: dict[str, list[int]] = {name: [] for name in operators}
 
     def visit(self, node: Any) -> Any:
         for name, operator in self._operators.items():
-            self.counts[name] += len(list(operator.mutation_positions(node)))
+            self.lines[name] += [start[0] for start, _ in operator.mutation_positions(node)]
         return node
 
 
 class _Executed(ast.NodeTransformer):
-    """Leaves what decides: no annotations, no assertions, no text of exceptions and docstrings."""
+    """Leaves what decides: no annotations, kinds of arguments, assertions, nor text of exceptions."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
         return node
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        """No matter whether an argument is given by position or by name."""
+        node.defaults += [default for default in node.kw_defaults if default is not None]
+        node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+        node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+        return self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         node.annotation = ast.Constant(None)
@@ -104,30 +121,35 @@ def decides(code: str) -> str:
     return ast.dump(_Executed().visit(ast.parse(code)))
 
 
-def places(sources: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """All (module, operator, occurrence); some turn out to be faults that nobody can see."""
+def places(sources: Mapping[str, str]) -> list[Place]:
+    """All places of modules; some turn out to be faults that nobody can see."""
     found = []
     operators = {name: cosmic_ray.plugins.get_operator(name)() for name in OPERATORS}
     for module, source in sources.items():
-        visitor = _Places(operators)
+        visitor, text = _Places(operators), source.splitlines()
         visitor.walk(get_ast(source))
-        for name, count in visitor.counts.items():
+        for name, lines in visitor.lines.items():
             step = 2 if name == "core/NumberReplacer" else 1  # one more, and not one less as well
-            found += [(module, name, i) for i in range(0, count, step)]
+            same = Counter[str]()
+            for i, line in enumerate(lines):
+                same[text[line - 1].strip()] += 1
+                drawn_by = f"{text[line - 1].strip()} {same[text[line - 1].strip()]}"
+                found += [Place(module, name, i, drawn_by)] if i % step == 0 else []
     return found
 
 
-def mutants(sources: Mapping[str, str], where: Iterable[tuple[str, str, int]], seed: int) -> Iterator[Mutant]:
+def mutants(sources: Mapping[str, str], where: Iterable[Place], seed: int) -> Iterator[Mutant]:
     """The mutants at these `places` of modules in an order drawn with ``seed``.
 
-    A module's mutants keep their order among each other when another module changes.
+    Those of a line keep their order among each other when another line or module changes.
     """
     drawn = {
-        place: hashlib.sha256(f"{seed} {place} {sources[place[0]]}".encode()).digest() for place in where
+        place: hashlib.sha256(f"{seed} {place.module} {place.operator} {place.drawn_by}".encode()).digest()
+        for place in where
     }
     whole = {module: decides(source) for module, source in sources.items()}
     seen = set()
-    for module, operator, occurrence in sorted(drawn, key=drawn.__getitem__):
+    for module, operator, occurrence, _ in sorted(drawn, key=drawn.__getitem__):
         code = mutate_code(sources[module], cosmic_ray.plugins.get_operator(operator)(), occurrence)
         try:
             if code is None or (module, code) in seen or decides(code) == whole[module]:

@@ -1,17 +1,21 @@
-"""One-line faults in the modules that decide numbers or guarantees: do their tests fail?
+"""One-line faults in the modules that decide numbers or guarantees: do the tests fail?
 
-    pip install cosmic-ray==8.7.0
-    python -m tests.campaigns.mutate --sample 200 [--seed 0] [--state mutate.jsonl] [--only checkpoint]
+    pip install cosmic-ray==8.7.0 pytest-cov==7.1.0
+    python -m tests.campaigns.mutate FOLDER --sample 200 [--seed 0] [--only checkpoint]
 
 A sample of all faults (`tests.campaigns.mutants`) is put, one at a time, into a copy of the working tree,
-where the test files of `TESTS` run until the first failure, the quick tests of a file first. A fault is
-caught when a test fails, or takes longer than it may; that test must pass without the fault. Each trial is
-a fork of the campaign, which has torch and the other libraries loaded already. With ``--state`` the same
-command goes on where it was broken off; a fault that lived is tried again once a test file of its module
-has changed.
+where the tests that execute its line (`tests.campaigns.judges`) run until the first failure: those of the
+module's own test file first, then others from the quickest to the slowest, of ``--seconds`` of CPU time
+together. A fault is caught when a test fails, or takes longer than it may; that test must pass without the
+fault. A fault that only a slower test or a new process would see counts as one that lived. Each trial is a
+fork of the campaign, which has torch and the other libraries loaded already.
 
-What lived is printed with the argument that ``mutants.yaml`` has for it. Exit code 1: less than 95 % of the
-faults that anybody could see were caught, or a fault lived for which there is no argument.
+``FOLDER`` holds who executes which line, collected once by a run of the whole suite, and all trials: the same
+command goes on where it was broken off. A fault that lived is tried again once one of its test files has
+changed, unless ``mutants.yaml`` has an argument for it.
+
+What lived is printed with that argument. Exit code 1: less than 95 % of the faults that anybody could see
+were caught, or a fault lived for which there is no argument.
 """
 
 from __future__ import annotations
@@ -34,22 +38,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from tests.campaigns.judges import COVERAGE, Judgement, Judges, collect
 from tests.campaigns.mutants import Mutant, digest, mutants, places
 
 ROOT = Path(__file__).parents[2]
 ARGUED = Path(__file__).with_name("mutants.yaml")
+ANY = "any module"
 ENOUGH = 0.95
-SLOW, HANGS = 150, 300
-"""Seconds after which a test has failed, and after which its process is killed, if a thread runs on."""
+WAITS, SLOWER, HANGS = 40, 5, 300
+"""A test fails after 40 s and five times its CPU time; its process is killed 300 s after its last test."""
+TRIALS = "trials.jsonl"
 MEMORY = 16 << 30  # bytes beyond what a trial starts with
 CAME, LAST = ".came.json", ".last"
-"""What became of the tests; a file that each test touches at its end."""
+"""What failed; a file that each test touches at its end."""
+PASSED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 LOADED = (
     "torch", "torchvision", "pfl.model.pytorch", "pfl.algorithm.scaffold", "pfl.algorithm.fedprox", "h5py",
     "hypothesis", "scipy.stats", "scipy.optimize", "pyarrow.parquet", "sklearn.metrics", "dp_accounting",
@@ -57,75 +64,28 @@ LOADED = (
 )  # fmt: skip
 OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
-_ENGINE = ("engine/test_parts", "engine/test_engine", "privacy/test_engine_privately")
-_PFL_EXT: Mapping[str, Sequence[str]] = {
-    "tasks/single_label": ["tasks/test_single_label", "algorithms/test_fedir"],
-    "backend": ["test_backend", "engine/test_engine", "algorithms/test_scaffold", "workers/test_distributed"],
-    "checkpoint": ["test_checkpoint", "test_small_parts"],
-    "evaluation": ["tasks/test_single_label", "test_backend"],
-    "data/federated_dataset": ["data/test_federated_dataset", "data/test_fedvc", "test_backend"],
-    "algorithms/fedir": ["algorithms/test_fedir"],
-    "algorithms/fednova": ["algorithms/test_fednova"],
-    "tasks/multi_label_scores": ["tasks/test_multi_label_scores", "tasks/test_ranking_device"],
-    "models/weights": ["models/test_models"],
-    "models/classifier": ["models/test_models", "models/test_small_models"],
-    "tasks/multi_label": ["tasks/test_tasks", "tasks/test_single_label", "engine/test_engine"],
-    "algorithms/optimizers": ["algorithms/test_optimizers"],
-    "algorithms/per_user": ["algorithms/test_per_user"],
-    "privacy/central": ["privacy/test_central", "privacy/test_engine_privately", "privacy/test_local"],
-    "privacy/accounting": ["privacy/test_accounting", "privacy/test_central"],
-    "privacy/banded": ["privacy/test_banded"],
-    "privacy/epsilon": ["privacy/test_accounting", "privacy/test_banded"],
-    "privacy/local": ["privacy/test_local"],
-    "privacy/mechanisms": [
-        "privacy/test_mechanisms",
-        "privacy/test_central",
-        "privacy/test_engine_privately",
-    ],
-    "privacy/sampling": ["data/test_federated_dataset", "privacy/test_accounting"],
-    "randomness": ["test_small_parts", "data/test_federated_dataset"],
-    "tasks/ranking": ["tasks/test_multi_label_scores", "tasks/test_ranking_device"],
-    "data/schedule": ["data/test_schedule", "data/test_federated_dataset"],
-    "models/small": ["models/test_small_models"],
-    "data/transforms": ["data/test_transforms"],
-    "workers/transport": ["workers/test_distributed"],
-    "engine/cohort": [*_ENGINE, "algorithms/test_scaffold", "engine/test_on_card"],
-    "engine/gradients": [*_ENGINE, "engine/test_sensitivity"],
-    "engine/lane": [*_ENGINE, "algorithms/test_scaffold", "engine/test_on_card"],
-    "engine/one_step": _ENGINE,
-    "engine/tape": _ENGINE,
-    "engine/training": [*_ENGINE, "algorithms/test_local_sgd", "algorithms/test_optimizers"],
-    "engine/trim": _ENGINE,
+_MODULES = {
+    "pfl_ext": "backend checkpoint evaluation randomness rules",
+    "pfl_ext/algorithms": "algorithm clients fedir fednova fedprox on_pfl optimizers per_user scaffold "
+    "user_vectors",
+    "pfl_ext/auditing": "bounds",
+    "pfl_ext/data": "federated_dataset fedvc joint_crops sampling schedule transforms",
+    "pfl_ext/engine": "cohort gradients lane one_step tape training trim",
+    "pfl_ext/models": "classifier small weights",
+    "pfl_ext/privacy": "accounting banded central epsilon local mechanisms sampling",
+    "pfl_ext/tasks": "multi_label multi_label_scores ranking single_label task",
+    "pfl_ext/workers": "transport",
+    "dataset": "files journal",
+    "dataset/partitions": "assignments dirichlet drawn geo statistics",
+    "dataset/store": "annotations columns images index native validate views writer",
+    "benchmarks/core": "federated ledger privacy_statement recorder run_directory secret",
+    "benchmarks/core/config": "digests effects privacy_rules",
 }
-_DATASET: Mapping[str, Sequence[str]] = {
-    "partitions/dirichlet": ["partitions/test_dirichlet"],
-    "partitions/geo": ["partitions/test_geo"],
-    "partitions/statistics": ["partitions/test_statistics", "partitions/test_dirichlet"],
-    "store/columns": ["store/test_hostile", "fetch/test_sources", "flair/test_download_preprocess"],
-    "store/images": ["store/test_hdf5", "store/test_hostile", "store/test_transcode"],
-    "store/index": ["store/test_hdf5", "store/test_validate", "partitions/test_dirichlet"],
-    "journal": ["test_resume"],
-    "store/native": ["store/test_hdf5", "store/test_validate", "store/test_hostile"],
-    "store/validate": ["store/test_validate", "store/test_hdf5"],
-    "store/writer": [
-        "store/test_hdf5",
-        "store/test_annotations",
-        "test_resume",
-        "flair/test_download_preprocess",
-    ],
-}
-_BENCHMARKS: Mapping[str, Sequence[str]] = {
-    "core/ledger": ["core/test_private"],
-    "core/recorder": ["core/test_recorder", "test_train", "core/test_faults"],
-    "core/run_directory": ["core/test_recorder", "core/test_faults"],
-    "core/secret": ["core/test_secret", "core/test_private"],
-}
-TESTS = {
-    f"{root}/{module}.py": [f"tests/{root}/{name}.py" for name in names]
-    for root, of_root in (("pfl_ext", _PFL_EXT), ("dataset", _DATASET), ("benchmarks", _BENCHMARKS))
-    for module, names in of_root.items()
-}
-"""The test files of each module, the module's own before those that it takes part in."""
+MODULES = [f"{folder}/{name}.py" for folder, names in _MODULES.items() for name in names.split(" ")]
+"""Those that decide numbers or guarantees."""
+
+
+Key = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True)
@@ -139,28 +99,37 @@ class Trial:
     was: str
     now: str
     source: str  # SHA-256 of the module
-    tests: str  # SHA-256 of its test files
+    tests: str  # SHA-256 of the test files
     outcome: str
     by: str
     seconds: float
 
     @property
-    def key(self) -> tuple[str, str, int, str]:
+    def key(self) -> Key:
         """What identifies the mutant."""
         return self.module, self.operator, self.occurrence, self.source
 
 
-class _Quickest:
-    """A plugin of pytest: the tests of each file run from the quickest to the slowest; what came is kept."""
+class _Chosen:
+    """A plugin of pytest: the tests of a judgement run, from a file's quickest; what failed is kept."""
 
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        self._known = seconds
-        self._seconds: dict[str, float] = defaultdict(float)
+    def __init__(self, judgement: Judgement, known: Mapping[str, float]) -> None:
+        self._judgement, self._known = judgement, known
         self._failed: list[str] = []
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        chosen, whole = self._judgement.seconds, self._judgement.whole
+        items[:] = [
+            item
+            for item in items
+            if item.nodeid in chosen
+            or (item.nodeid not in self._known and item.nodeid.partition("::")[0] in whole)
+        ]
         files = list(dict.fromkeys(item.path for item in items))
         items.sort(key=lambda item: (files.index(item.path), self._known.get(item.nodeid, 0.0)))
+        for item in items:
+            item.add_marker(pytest.mark.timeout(WAITS + SLOWER * self._known.get(item.nodeid, 0.0)))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -168,21 +137,23 @@ class _Quickest:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         Path(LAST).touch()
-        self._seconds[report.nodeid] += report.duration
         if report.failed:
             self._failed.append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        Path(CAME).write_text(json.dumps({"seconds": self._seconds, "failed": self._failed}))
+        Path(CAME).write_text(json.dumps(self._failed))
 
 
 class Tree:
-    """A copy of the working tree, without what git ignores, where tests run."""
+    """A copy of the working tree, without what git ignores, where tests run.
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self._seconds: dict[str, float] = {}  # of each test, when it ran last
-        self._passing: set[str] = set()  # tests that pass without a fault
+    ``seconds``: of CPU time that each test uses.
+    """
+
+    def __init__(self, place: Path, seconds: Mapping[str, float]) -> None:
+        self.place, self._seconds = place, seconds
+        self._sound: set[str] = set()  # tests that pass without a fault
+        self._unsound: set[str] = set()  # tests that do not
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
         for name in filter(None, names.split("\0")):
@@ -191,38 +162,52 @@ class Tree:
                 shutil.copy2(ROOT / name, place / name)
         compileall.compile_dir(place, quiet=2)
 
-    def tried(self, mutant: Mutant) -> Trial:
-        """Put a fault in, run the tests of its module, take it out.
-
-        Raises ValueError if the test that failed fails without the fault, too.
-        """
-        path, started = self.place / mutant.module, time.monotonic()
-        sound, of_file = path.read_bytes(), path.stat()
-        path.write_text(mutant.code)
-        code, failed, said = self._tested(TESTS[mutant.module], keep_bytecode=False)
-        path.write_bytes(sound)
-        os.utime(path, ns=(of_file.st_atime_ns, of_file.st_mtime_ns))  # by which Python knows its bytecode
-        seconds = time.monotonic() - started
-        if code != 0:
-            self._must_pass(failed[:1] or TESTS[mutant.module])
+    def tried(self, mutant: Mutant, judgement: Judgement) -> Trial:
+        """Put a fault in, run the tests that judge it, take it out."""
+        started, outcome, by = time.monotonic(), "lived", ""
+        for stage in judgement.stages(mutant.module):
+            outcome, by = self._judged(mutant, stage)
+            if outcome != "lived":
+                break
         return Trial(
             **{name: value for name, value in asdict(mutant).items() if name != "code"},
             source=digest(self.place, [mutant.module]),
-            tests=digest(self.place, TESTS[mutant.module]),
-            outcome="time" if code is None or "Failed: Timeout" in said else "caught" if code else "lived",
-            by=failed[0] if failed else f"exit code {code}",
-            seconds=round(seconds, 1),
+            tests=digest(self.place, judgement.files),
+            outcome=outcome,
+            by=by,
+            seconds=round(time.monotonic() - started, 1),
         )
 
-    def _must_pass(self, tests: Sequence[str]) -> None:
-        for test in tests:
-            if test not in self._passing:
-                code, _, said = self._tested([test])
-                if code != 0:
-                    raise ValueError(f"{test} fails without a fault: repair it first\n{said[-3000:]}")
-                self._passing.add(test)
+    def _judged(self, mutant: Mutant, tests: Judgement) -> tuple[str, str]:
+        """What becomes of a mutant, and by which test; one that fails without the fault does not count."""
+        path = self.place / mutant.module
+        sound, of_file = path.read_bytes(), path.stat()
+        while (tests := tests.without(self._unsound)).files:
+            path.write_text(mutant.code)
+            code, failed, said = self._tested(tests, keep_bytecode=False)
+            path.write_bytes(sound)
+            # Python knows bytecode by its module's time.
+            os.utime(path, ns=(of_file.st_atime_ns, of_file.st_mtime_ns))
+            if code in PASSED:
+                return "lived", ""
+            if self._pass(Judgement({failed[0]: 0.0}) if failed else tests):
+                late = code is None or "Failed: Timeout" in said
+                return "time" if late else "caught", failed[0] if failed else f"exit code {code}"
+            print(f"without a fault, this fails, too: {failed[:1] or tests.files}", file=sys.stderr)
+            if not failed:
+                break
+            self._unsound.add(failed[0])
+        return "lived", ""
 
-    def _tested(self, tests: Sequence[str], keep_bytecode: bool = True) -> tuple[int | None, list[str], str]:
+    def _pass(self, tests: Judgement) -> bool:
+        """Whether tests pass without a fault."""
+        if not tests.seconds.keys() <= self._sound or tests.whole:
+            if self._tested(tests)[0] not in PASSED:
+                return False
+            self._sound |= tests.seconds.keys()
+        return True
+
+    def _tested(self, tests: Judgement, keep_bytecode: bool = True) -> tuple[int | None, list[str], str]:
         """Run tests until the first failure: pytest's exit code (None: it hung), the failure, the output."""
         (self.place / CAME).unlink(missing_ok=True)
         (self.place / LAST).touch()
@@ -240,13 +225,11 @@ class Tree:
             if not ended:
                 os.waitpid(child, 0)
             said.seek(0)
-            came: dict[str, Any] = {"seconds": {}, "failed": []}
-            if (self.place / CAME).exists():  # a child that was killed leaves none
-                came = json.loads((self.place / CAME).read_text())
-            self._seconds |= came["seconds"]
-            return os.waitstatus_to_exitcode(status) if ended else None, came["failed"], said.read()
+            came = self.place / CAME  # a child that was killed leaves none
+            failed = json.loads(came.read_text()) if came.exists() else []
+            return os.waitstatus_to_exitcode(status) if ended else None, failed, said.read()
 
-    def _run(self, tests: Sequence[str], output: int, keep_bytecode: bool) -> None:
+    def _run(self, tests: Judgement, output: int, keep_bytecode: bool) -> None:
         """In the child; does not return."""
         code = 99
         try:
@@ -263,50 +246,54 @@ class Tree:
             for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
                 del sys.modules[name]
             importlib.invalidate_caches()
-            order = _Quickest(self._seconds)
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--durations=0"]
-            options.append(f"--timeout={SLOW}")
-            code = int(pytest.main([*options, *tests], plugins=[order]))
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+            code = int(pytest.main([*options, *tests.files], plugins=[_Chosen(tests, self._seconds)]))
         finally:
             os._exit(code)
 
 
-def known(state: Path | None) -> dict[tuple[str, str, int, str], Trial]:
-    """Trials of earlier lives of the campaign that still count."""
-    if state is None or not state.exists():
-        return {}
-    trials = [Trial(**json.loads(line)) for line in state.read_text().splitlines()]
-    return {
-        t.key: t
-        for t in trials
-        if t.module in TESTS and (t.outcome != "lived" or t.tests == digest(ROOT, TESTS[t.module]))
-    }
-
-
-def campaign(sample: int, seed: int, only: str, state: Path | None) -> tuple[list[Trial], str]:
+def campaign(folder: Path, sample: int, seed: int, only: str, seconds: float) -> tuple[list[Trial], str]:
     """The trials of a sample, and what it is drawn from."""
-    sources = {module: (ROOT / module).read_text() for module in TESTS if only in module}
+    if not (folder / COVERAGE).exists():
+        collect(ROOT, folder)
+    judges = Judges(ROOT, folder)
+    sources = {module: (ROOT / module).read_text() for module in MODULES if only in module}
     where = places(sources)
     chosen = list(islice(mutants(sources, where, seed), sample))
-    old = known(state)
+    judgements = [judges.of(mutant.module, mutant.line, seconds) for mutant in chosen]
     keys = [(m.module, m.operator, m.occurrence, digest(ROOT, [m.module])) for m in chosen]
-    new = [m for m, key in zip(chosen, keys) if key not in old]
+    trials = [Trial(**json.loads(line)) for line in _lines(folder / TRIALS)]
+    old = {trial.key: trial for trial in trials}
+
+    def is_new(key: Key, judgement: Judgement) -> bool:
+        trial = old.get(key)
+        return trial is None or (
+            trial.outcome == "lived"
+            and trial.tests != digest(ROOT, judgement.files)
+            and argument(trial) is None
+        )
+
+    new = [(m, of) for m, key, of in zip(chosen, keys, judgements) if is_new(key, of)]
     with tempfile.TemporaryDirectory() as place:
-        tree = Tree(Path(place))
-        for number, mutant in enumerate(new, 1):
-            trial = tree.tried(mutant)
+        tree = Tree(Path(place), judges.seconds)
+        for number, (mutant, judgement) in enumerate(new, 1):
+            trial = tree.tried(mutant, judgement)
             old[trial.key] = trial
             here = f"{number} of {len(new)}: {mutant.module}:{mutant.line}"
             print(f"{here} {trial.outcome} ({trial.seconds} s) {trial.by}", file=sys.stderr, flush=True)
-            if state is not None:
-                with state.open("a") as file:
-                    file.write(json.dumps(asdict(trial)) + "\n")
+            with (folder / TRIALS).open("a") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
     return [old[key] for key in keys], f"{len(where)} places in {len(sources)} modules"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def argument(trial: Trial) -> str | None:
     """Why nobody can see this fault, in ``mutants.yaml``."""
-    entries = yaml.safe_load(ARGUED.read_text()).get(trial.module, [])
+    argued = yaml.safe_load(ARGUED.read_text())
+    entries = [*argued.get(trial.module, []), *argued[ANY]]
     return next((str(e["why"]) for e in entries if (e["was"], e["now"]) == (trial.was, trial.now)), None)
 
 
@@ -347,15 +334,18 @@ def report(trials: Sequence[Trial], drawn_from: str) -> tuple[str, bool]:
 def main() -> int:
     """Run the campaign and say what was seen."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="what the same command goes on from")
     parser.add_argument("--sample", type=int, default=200, help="so many faults (200)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="modules whose path contains this")
-    parser.add_argument("--state", type=Path, help="a file by which the same command goes on")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="CPU time of a fault's tests together (120)"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in LOADED:
         importlib.import_module(name)
-    text, enough = report(*campaign(given.sample, given.seed, given.only, given.state))
+    text, enough = report(*campaign(given.folder, given.sample, given.seed, given.only, given.seconds))
     print(text)
     return 0 if enough else 1
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -153,3 +155,100 @@ def test_a_fault_is_one_that_can_be_seen() -> None:
     assert drawn({"m.py": SOUND}) == found
     other = {"m.py": SOUND, "n.py": "x = 1\n"}
     assert [m for m in drawn(other) if m.module == "m.py"] == found
+    longer = drawn({"m.py": f"x = 1{SOUND}"})
+    assert [m.now for m in longer if m.was != "x = 1"] == [m.now for m in found]
+
+
+def test_a_fault_is_judged_by_who_executes_its_line_or_what_is_around_it() -> None:
+    pytest.importorskip("coverage")
+    from tests.campaigns.judges import levels
+
+    lines = SOUND.splitlines()
+    line = {text: lines.index(whole) + 1 for whole in lines for text in [whole.strip()]}
+    start, end = line['"""At most 3, and a - b."""'], line["return values[0]"]
+    body = set(range(start, end + 1))
+    tree = ast.parse(SOUND)
+    at_import = line["def capped(values: list[int] | None, most: int = 3) -> int:"]
+    assert list(levels(tree, at_import)) == [body, body]  # of the function, of the module
+    condition = line["if len(values) > most:"]
+    assert list(levels(tree, condition)) == [{condition}, body, body]
+
+
+def test_the_quick_tests_of_the_own_file_come_before_all_others() -> None:
+    pytest.importorskip("coverage")
+    from tests.campaigns.judges import Judgement
+
+    seconds = {
+        "t.py::d": 0.1,
+        "tests/test_m.py::a": 0.2,
+        "tests/test_n.py::b": 7.0,
+        "tests/test_n.py::c": 9.0,
+    }
+    first, second, third = Judgement(seconds, frozenset({"t.py"})).stages("pfl_ext/m.py")
+    assert set(first.seconds) == {"tests/test_m.py::a", "t.py::d"}
+    assert first.files == ["t.py", "tests/test_m.py"]
+    assert (list(second.seconds), list(third.seconds)) == (["tests/test_n.py::b"], ["tests/test_n.py::c"])
+    assert first.without({"t.py"}) == Judgement({"tests/test_m.py::a": 0.2})
+
+
+def test_judges_are_found_where_lines_moved_and_tests_changed(tmp_path: Path) -> None:
+    coverage = pytest.importorskip("coverage")
+    from tests.campaigns.judges import COMMIT, COVERAGE, SECONDS, Judgement, Judges
+
+    root, folder = tmp_path / "tree", tmp_path / "state"
+    folder.mkdir()
+
+    def write(name: str, text: str) -> None:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+    def git(*words: str) -> str:
+        by = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+        return subprocess.run(
+            ["git", *by, *words], cwd=root, check=True, capture_output=True, text=True
+        ).stdout
+
+    write("a/m.py", SOUND)
+    for name in ("kept", "changed", "apart"):
+        write(f"tests/test_{name}.py", "import a.m")
+    write("tests/test_cached.py", "@functools.cache")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "as collected")
+    (folder / COMMIT).write_text(git("rev-parse", "HEAD"))
+    names = {"kept": 0.5, "changed": 0.2, "apart": 0.1, "cached": 3.0, "gone": 0.1}
+    tests = {name: f"tests/test_{name}.py::test[x y]" for name in names}
+    times = "".join(f"{seconds:8.2f} s  {tests[name]}\n" for name, seconds in names.items())
+    (folder / SECONDS).write_text(times + "    9.00 s  tests/test_cached.py::test_other@group\n")
+    data = coverage.CoverageData(str(folder / COVERAGE))
+    start = SOUND.splitlines().index("    if len(values) > most:") + 1
+    for name, lines in {
+        "kept": [2, start],
+        "cached": [start],
+        "changed": [start + 2],
+        "gone": [start],
+    }.items():
+        data.set_context(f"{tests[name]}|run")
+        data.add_lines({"a/m.py": lines})
+    data.write()
+
+    write("a/m.py", f"x = 1\n{SOUND}")
+    write("tests/test_changed.py", "import a.m  # and more")
+    write("tests/test_new.py", "from a import m")
+    write("tests/test_of_another.py", "from a import mm")
+    whole = frozenset({"tests/test_changed.py", "tests/test_new.py"})
+    other = "tests/test_cached.py::test_other"
+    judges = Judges(root, folder)
+    seconds = {tests["kept"]: 0.5, tests["cached"]: 3.0, tests["changed"]: 0.2, other: 9.0}
+    assert judges.of("a/m.py", start + 1, 20) == Judgement(seconds, whole)
+    del seconds[other]
+    assert judges.of("a/m.py", start + 1, 12) == Judgement(seconds, whole)
+    at_import = start + 1 - 3
+    assert set(judges.of("a/m.py", at_import, 99).seconds) == {
+        tests["kept"],
+        tests["cached"],
+        tests["changed"],
+        other,
+    }
+    write("a/unseen.py", "x = 1\n")
+    assert judges.of("a/unseen.py", 1, 99) == Judgement({})
