@@ -20,4 +20,4 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class NoOptions:
-    """The options of what has none."""
+    """For an algorithm or an optimiser without options."""

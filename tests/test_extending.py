@@ -15,7 +15,6 @@ import dataset.partitions.drawn
 import pfl_ext.algorithms
 import pfl_ext.models
 from benchmarks.core.config.digests import digest
-from benchmarks.core.recorder import Recorder
 from benchmarks.flair.config import parse
 from benchmarks.sweep.command import training_words
 from benchmarks.sweep.space import command_words, read_sweep
@@ -26,7 +25,7 @@ from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, server_optimizer
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.registry import Registry
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.conftest import mini_file as mini_file
 from tests.benchmarks.conftest import train as train
 from tests.benchmarks.sweep.test_space import written
@@ -87,20 +86,12 @@ DECAY = "--server.options.weight_decay"
 
 
 def test_a_new_server_optimizer_has_an_option_of_its_own_trains_and_goes_on(
-    dropped: None, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dropped: None, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = (*LION, "--runtime.checkpoint_every=1")
     whole = train(*argv, f"{DECAY}=20", name="whole")
     assert results(train(*argv, name="none"))["model_sha256"] != results(whole)["model_sha256"]
-    real = Recorder.step_done
-
-    def die(self: Any, step: int, *rest: Any) -> None:
-        if step == 2:
-            raise KeyboardInterrupt
-        real(self, step, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "step_done", die)
+    with killed_at(2):
         train(*argv, f"{DECAY}=20", code=130)
     capsys.readouterr()
     train(*argv, f"{DECAY}=10", code=2)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from benchmarks.core.recorder import Recorder
 from benchmarks.flair.train import main
 from dataset.cli import run
 from dataset.flair.mini import MiniSpec, write_mini
@@ -44,6 +48,20 @@ def train_into(directory: Path, mini_file: Path, *argv: str, code: int = 0, draw
     with sparingly(draw):
         assert run(main, words) == code
     return directory
+
+
+@contextlib.contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """Within, a run is broken off before this step is recorded."""
+    real = Recorder.step_done
+
+    def die(self: Any, done: int, *rest: Any) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+        real(self, done, *rest)
+
+    with mock.patch.object(Recorder, "step_done", die):
+        yield
 
 
 @pytest.fixture

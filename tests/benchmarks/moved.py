@@ -106,7 +106,7 @@ def inexact(
 
 
 DRAWS = (1, 2, 3)
-"""Seeds of the errors for `assert_as_near_as_rounding`; it was seen that only one of three crossed a ReLU."""
+"""Seeds of the errors: three, because a ReLU that rounding may cross was crossed by one draw in three."""
 
 
 def assert_as_near_as_rounding(

@@ -75,7 +75,7 @@ class ChoosingSection:
 
     registry: ClassVar[Registry[Any]]
     options: Mapping[str, Any] | None = None
-    """The options, by name, of a choice that has its own; none: of the others."""
+    """Values of the options that the chosen thing declares itself, by name; none: it declares none."""
 
     def __post_init__(self) -> None:
         kind, where = self.chosen.options, f"{self.registry.key.partition('.')[0]}.options"

@@ -25,7 +25,6 @@ from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import FederatedConfig
 from benchmarks.core.config.trees import merge
 from benchmarks.core.federated import training_data
-from benchmarks.core.recorder import Recorder
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
@@ -33,7 +32,7 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm, Means, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from tests.benchmarks.conftest import Train
+from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
 from tests.benchmarks.core.worker_runs import LIGHT, SMALL
@@ -116,18 +115,10 @@ def test_it_trains_as_its_equations_say(
     assert "pfl's own loop" not in capsys.readouterr().err
 
 
-def test_it_is_killed_and_goes_on_bit_for_bit(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_killed_and_goes_on_bit_for_bit(train: Train) -> None:
     argv = (*GOSSIP, "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
     whole = train(*argv, name="whole")
-    real = Recorder.step_done
-
-    def die(self: Any, step: int, *rest: Any) -> None:
-        if step == 2:
-            raise KeyboardInterrupt
-        real(self, step, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "step_done", die)
+    with killed_at(2):
         directory = train(*argv, code=130)
     assert len(lines(directory)) == 2
     train(*argv)
