@@ -25,7 +25,7 @@ LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
 .PHONY: help workers-given dataset-given setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
-  vision-data vision-fl vision-c vision-report vision-sweep vision-bench
+  vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -115,3 +115,11 @@ vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and m
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
+
+ROW  ?=
+SEED ?= 0
+published: $(WORKERS) ## a published number: ROW=niid-fedavg-dirichlet-fn SEED=0, DATA=F; resumable; the result is kept in the repository
+	@$(LAUNCH) -m benchmarks.published.train $(if $(ROW),--row '$(ROW)') --seed '$(SEED)' $(FILE) $(ARGS)
+
+published-verify: $(READY) ## published numbers beside ours; fails where a finished row is outside its band
+	@$(PY) -m benchmarks.published.verify $(ROW)

@@ -7,7 +7,7 @@ and ``main``. Only what has no default here must be written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
+from pfl_ext.data.normalisation import FIXED, scale_of
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
@@ -129,8 +130,21 @@ class Experiment(ABC, Generic[C]):
         print(text_table(self.rows(results)))
 
 
-def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, task: Task) -> ImageClassifier:
+def build_model(
+    config: TrainingConfig,
+    num_labels: int,
+    weights: Path | None,
+    task: Task,
+    split: Callable[[str], ImageStore] | None = None,
+) -> ImageClassifier:
     """The network of a setting: from scratch with GroupNorm, or pretrained with frozen statistics.
+
+    Args:
+        config: of the run.
+        num_labels: K.
+        weights: the file of its first weights.
+        task: what it learns.
+        split: gives the store of ``train``, which the normalisation "data" reads.
 
     Raises:
         ValueError: when a file is asked for and none is given, or a value does not fit the network.
@@ -143,6 +157,17 @@ def build_model(config: TrainingConfig, num_labels: int, weights: Path | None, t
     backbone = build_backbone(
         model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
     )
-    exact = config.augment.crop != "resized"
-    task = weighted_task(config.federated, task)
-    return ImageClassifier(backbone, task=task, input_size=model.input_size, exact_crops=exact)
+    scale = FIXED.get(model.normalisation)
+    if scale is None:
+        if split is None:
+            raise ValueError("model.normalisation is data, and there is none here: choose another")
+        scale = scale_of(split("train"))
+    return ImageClassifier(
+        backbone,
+        task=weighted_task(config.federated, task),
+        input_size=model.input_size,
+        mean=scale.mean,
+        std=scale.std,
+        exact_crops=config.augment.crop != "resized",
+        padding=config.augment.padding,
+    )

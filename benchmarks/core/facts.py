@@ -115,6 +115,11 @@ def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path |
         "weights": weights_facts(config, weights),
         "parameters": sum(p.numel() for p in module.parameters()),
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "input": {
+            "mean": module.mean.tolist(),
+            "std": module.std.tolist(),
+            "padding": module.framing.padding,
+        },
         "norm": ", ".join(f"{count} {kind}" for kind, count in norms.most_common()) or "none",
         "start_probe": probe_checksum(module),
     }

@@ -59,7 +59,7 @@ def evaluate(directory: Path, run: Run) -> Tree:
                 f"{file.path} has other labels than the data of {directory}: give its file with --data_path"
             )
         weights = model_file if config.model.pretrained else None
-        module = build_model(config, len(names), weights, MultiLabel())
+        module = build_model(config, len(names), weights, MultiLabel(), task.split)
         module.load_state_dict(load_file(model_file))
         model = PyTorchModel(
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)

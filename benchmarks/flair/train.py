@@ -71,7 +71,8 @@ class Flair(Experiment[Config]):
 
     def module(self) -> ImageClassifier:
         """A network with an output for each label."""
-        return build_model(self.config, len(self.task.label_names), self.run.weights, MultiLabel())
+        num_labels, weights = len(self.task.label_names), self.run.weights
+        return build_model(self.config, num_labels, weights, MultiLabel(), self.split)
 
     def partition(self) -> Partition | None:
         """The images dealt at random, with ``data.partition: iid``."""

@@ -106,7 +106,7 @@ class Drawn:
 
     def module(self) -> ImageClassifier:
         """The network of the case's config."""
-        return build_model(self.run.config, self.case.classes, None, SingleLabel())
+        return build_model(self.run.config, self.case.classes, None, SingleLabel(), self.split)
 
 
 def _compare(case: Case, rounds: int, opened: Callable[[Run], Trainable]) -> Tree:

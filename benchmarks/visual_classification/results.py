@@ -16,6 +16,9 @@ from dataset.partitions.statistics import distances, mean_emd
 from dataset.store.views import SingleLabelView
 from pfl_ext.evaluation import SCORES
 
+FEW_USERS = 100
+"""Up to so many users, the results hold how many images each one has."""
+
 
 def partition_text(task: SingleLabelView) -> str:
     """The partition, and what its alpha counts if it has one."""
@@ -44,6 +47,7 @@ def partition_facts(task: SingleLabelView) -> Tree:
         "largest_user": int(sizes.max()),
         "mean_classes": float(classes.mean()),
         "mean_emd": mean_emd(distance, sizes),
+        **({"sizes": sizes.tolist()} if len(sizes) <= FEW_USERS else {}),
     }
 
 

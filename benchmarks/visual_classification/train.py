@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
@@ -27,7 +29,9 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
+from dataset.partitions.drawn import read_name
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import PartitionIndex
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
@@ -46,6 +50,23 @@ def protected_unit(task: SingleLabelView) -> ProtectedUnit:
     return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
 
 
+def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> PartitionIndex | None:
+    """The partition with such a name as ``lda-0.5-clients-10-seed-42``, drawn from the training images that
+    have one class; None for any other name, and for one that the file holds.
+
+    Raises:
+        ValueError: when it cannot be drawn of these images.
+    """
+    plain = SingleLabelView(file, taxonomy=taxonomy)
+    recipe = None if name is None or name in plain.partition_names else read_name(name)
+    if recipe is None:
+        return None
+    images = plain.split("train")
+    order = np.argsort(images.file_rows)  # a partition is of images, whoever took them
+    dealt = recipe.draw(images.classes[order])
+    return replace(dealt, rows=images.file_rows[order][dealt.rows])
+
+
 class VisualClassification(Experiment[Config]):
     """This benchmark's side of a run: one class an image, a partition of the file, accuracy."""
 
@@ -57,7 +78,8 @@ class VisualClassification(Experiment[Config]):
         super().__init__(run, file)
         data, cache = run.config.data, int(run.runtime.cache_gb * 1e9)
         share = data.val_share if data.scored == "val" and CARVED not in file.splits else 0.0
-        self.task = SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share)
+        dealt = drawn_partition(file, data.partition, data.taxonomy)
+        self.task = SingleLabelView(file, data.partition, data.taxonomy, data.image_size, cache, share, dealt)
         if data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
 
@@ -84,7 +106,8 @@ class VisualClassification(Experiment[Config]):
 
     def module(self) -> ImageClassifier:
         """A network with an output for each class."""
-        return build_model(self.config, len(self.task.label_names), self.run.weights, SingleLabel())
+        num_labels, weights = len(self.task.label_names), self.run.weights
+        return build_model(self.config, num_labels, weights, SingleLabel(), self.split)
 
     def protected(self) -> ProtectedUnit:
         """See `protected_unit`."""

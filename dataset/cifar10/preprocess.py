@@ -24,7 +24,7 @@ from dataset.cifar10.source import (
 from dataset.cli import SourceError, is_address
 from dataset.fetch.http import below, fetch_checked
 from dataset.fetch.source import delete_downloads
-from dataset.partitions.drawn import Drawing, drawers, parse_kinds, partition_name
+from dataset.partitions.drawn import Recipe, parse_kinds, partition_name, read_name, written_kinds
 from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.index import PartitionIndex, meaning
 
@@ -47,7 +47,7 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--dirichlet_total", default="", help=total)
     each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
     add("--dirichlet_per_class", default="", help=each)
-    kinds = "partitions of our own by any name: " + ",".join(f"{kind}=NUMBER" for kind in drawers())
+    kinds = f"partitions of our own by any name: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
     add("--partition", default="", help=kinds)
     add("--alphas", default="", help="the old name of --dirichlet_total")
     add("--seed", type=int, default=0, help="of our own partitions")
@@ -96,19 +96,18 @@ def main(spec: Cifar, argv: Sequence[str]) -> None:
             check_official(spec, splits, digests)
         provenance["splits_sha256"] = digests
     provenance["splits"] = SPLITS_BASE if asked == OFFICIAL else asked
-    drawing = Drawing(classes, arguments.seed, arguments.clients, arguments.images_per_client)
-    partitions |= {name: drawers()[kind](drawing, number) for name, (kind, number) in kinds.items()}
+    partitions |= {name: recipe.draw(classes) for name, recipe in kinds.items()}
     _print_partitions(spec, partitions)
     if kinds:
         provenance["drawn"] = {
-            name: {"kind": kind, "number": number, "seed": arguments.seed}
-            for name, (kind, number) in kinds.items()
+            name: {"kind": recipe.kind, "number": recipe.number, "seed": recipe.seed}
+            for name, recipe in kinds.items()
         }
-    dirichlet = {name: pair for name, pair in kinds.items() if pair[0].startswith("dirichlet-")}
+    dirichlet = {name: of for name, of in kinds.items() if of.kind.startswith("dirichlet-")}
     if dirichlet:
         provenance["dirichlet"] = {
-            name: {"alpha": alpha, "alpha_is": kind.removeprefix("dirichlet-"), "seed": arguments.seed}
-            for name, (kind, alpha) in dirichlet.items()
+            name: {"alpha": of.number, "alpha_is": of.kind.removeprefix("dirichlet-"), "seed": of.seed}
+            for name, of in dirichlet.items()
         }
     downloaded = [spec.archive] if local is folder else []
     downloaded += [splits.name] if splits is not None and splits.parent == folder else []
@@ -178,18 +177,22 @@ def _place(spec: Cifar, place: Path) -> Path:
     return place
 
 
-def _drawn_kinds(arguments: argparse.Namespace) -> dict[str, tuple[str, float]]:
-    """The kind of each partition that is to be drawn, and its number."""
+def _drawn_kinds(arguments: argparse.Namespace) -> dict[str, Recipe]:
+    """The partitions that are to be drawn."""
     if arguments.alphas:
         print(
             "--alphas is the old name of --dirichlet_total: alpha is the sum over the classes; "
             "--dirichlet_per_class takes that of each class",
             file=sys.stderr,
         )
+    parts = [part.strip() for part in arguments.partition.split(",")]
+    whole = {part: recipe for part in parts if (recipe := read_name(part)) is not None}
     pairs = [
         *parse_kinds("alphas", arguments.alphas, "dirichlet-total"),
         *parse_kinds("dirichlet_total", arguments.dirichlet_total, "dirichlet-total"),
         *parse_kinds("dirichlet_per_class", arguments.dirichlet_per_class, "dirichlet-per-class"),
-        *parse_kinds("partition", arguments.partition),
+        *parse_kinds("partition", ",".join(part for part in parts if part not in whole)),
     ]
-    return {partition_name(kind, number, arguments.seed): (kind, number) for kind, number in pairs}
+    sizes, seed = (arguments.clients, arguments.images_per_client), arguments.seed
+    by_kind = {partition_name(*pair, seed): Recipe(*pair, *sizes, seed) for pair in pairs}
+    return by_kind | whole

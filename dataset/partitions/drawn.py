@@ -2,10 +2,13 @@
 
 A new one is one file in this folder with a function under ``@drawn("name")``: ``--partition name=NUMBER`` of
 a data set's command then makes it, and the file of the data set holds it as ``name-NUMBER-seed-SEED``.
+``name-NUMBER-clients-CLIENTS-seed-SEED`` says by itself all that a partition of given images is drawn from
+(`Recipe`), so that a file need not hold it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -32,18 +35,28 @@ class Drawing:
 
 
 Drawer = Callable[[Drawing, float], PartitionIndex]
-"""The partition, given the one number that its kind has: dirichlet's alpha, or the shards of a client."""
+"""The partition, given the one number that its kind has: dirichlet's alpha, or the shards of a client. A kind
+without a number gets 0."""
 MAX_NUMBER = 1e100
 """Far beyond any use; its products with a number of classes stay finite."""
 _DRAWERS: dict[str, Drawer] = {}
+_WITHOUT_NUMBER: set[str] = set()
+_WHOLE_NAME = re.compile(r"([a-z-]+?)(?:-([0-9][0-9.e+-]*))?-clients-([0-9]{1,9})-seed-([0-9]{1,19})")
 
 
-def drawn(name: str) -> Callable[[Drawer], Drawer]:
-    """Decorator of a function that draws a partition: ``--partition`` chooses it by this name."""
+def drawn(name: str, *, numbered: bool = True) -> Callable[[Drawer], Drawer]:
+    """Decorator of a function that draws a partition: ``--partition`` chooses it by this name.
+
+    Args:
+        name: of the kind.
+        numbered: whether the kind has a number.
+    """
 
     def decorate(drawer: Drawer) -> Drawer:
         if _DRAWERS.setdefault(name, drawer) is not drawer:
             raise ValueError(f"there are two --partition {name}")
+        if not numbered:
+            _WITHOUT_NUMBER.add(name)
         return drawer
 
     return decorate
@@ -55,8 +68,55 @@ def drawers() -> Mapping[str, Drawer]:
     return dict(sorted(_DRAWERS.items()))
 
 
+def written_kinds() -> str:
+    """How each kind is asked for: ``classes=NUMBER, iid, ...``."""
+    return ", ".join(kind if kind in _WITHOUT_NUMBER else f"{kind}=NUMBER" for kind in drawers())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a partition of given images is drawn from."""
+
+    kind: str
+    number: float
+    num_clients: int
+    images_per_client: int | None
+    """None: as many as there are for each."""
+    seed: int
+
+    def draw(self, classes: IntArray) -> PartitionIndex:
+        """The partition of images with these classes, ``[N]``; ValueError where they do not allow it."""
+        each = self.images_per_client or len(classes) // self.num_clients
+        return drawers()[self.kind](Drawing(classes, self.seed, self.num_clients, each), self.number)
+
+    @property
+    def name(self) -> str:
+        """``lda-0.5-clients-10-seed-42``; `read_name` reads it."""
+        return partition_name(self.kind, self.number, self.seed, self.num_clients)
+
+
+def read_name(name: str) -> Recipe | None:
+    """The recipe in a `Recipe.name`; None for any other text.
+
+    Raises:
+        ValueError: for a name that is almost one: another form of the number, no client, a seed too large.
+    """
+    found = _WHOLE_NAME.fullmatch(name)
+    if found is None or found[1] not in drawers() or (found[2] is None) != (found[1] in _WITHOUT_NUMBER):
+        return None
+    try:
+        recipe = Recipe(found[1], float(found[2] or 0), int(found[3]), None, int(found[4]))
+    except ValueError:
+        return None
+    if recipe.num_clients < 1 or not 0 <= recipe.number <= MAX_NUMBER or recipe.seed >= 2**63:
+        raise ValueError(f"partition {name}: give at least 1 client, and a seed below 2^63")
+    if recipe.name != name:
+        raise ValueError(f"the partition {name} is called {recipe.name}: write it so")
+    return recipe
+
+
 def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tuple[str, float]]:
-    """The kinds and numbers in ``shards=2,shards=4``, or with a ``kind`` in ``0.3,1``.
+    """The kinds and numbers in ``shards=2,iid``, or with a ``kind`` in ``0.3,1``; 0 for a kind without one.
 
     Raises:
         ValueError: in one line that names the option, for an unknown kind, for no number from 0 on, and for
@@ -66,12 +126,12 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
     if text and not parts:
         raise ValueError(f"--{option} is {text!r}, which names none: leave it out")
     for part in parts:
-        name, _, written = (kind, "", part) if kind else part.partition("=")
-        if name not in drawers():
-            known = ", ".join(f"{known}=NUMBER" for known in drawers())
-            raise ValueError(f"--{option} is {text!r}: give any of {known}, with commas between them")
+        name, equals, written = (kind, "=", part) if kind else part.partition("=")
+        if name not in drawers() or (name in _WITHOUT_NUMBER and equals):
+            known = f"any of {written_kinds()}, with commas between them"
+            raise ValueError(f"--{option} is {text!r}: give {known}")
         try:
-            number = float(written)
+            number = 0.0 if name in _WITHOUT_NUMBER else float(written)
         except ValueError:
             number = -1.0
         if not 0 <= number <= MAX_NUMBER:
@@ -83,6 +143,15 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
         yield name, abs(number)  # -0 is 0
 
 
-def partition_name(kind: str, number: float, seed: int) -> str:
+def whole(number: float, kind: str) -> int:
+    """The number of a kind whose number counts something; ValueError for any that is not 1, 2, ..."""
+    if number < 1 or number != int(number):
+        raise ValueError(f"{kind} is {number:g}: give a whole number of at least 1")
+    return int(number)
+
+
+def partition_name(kind: str, number: float, seed: int, num_clients: int | None = None) -> str:
     """``dirichlet-total-0.3-seed-0``: different values have different names."""
-    return f"{kind}-{repr(float(number)).removesuffix('.0')}-seed-{seed}"
+    value = "" if kind in _WITHOUT_NUMBER else "-" + repr(float(number)).removesuffix(".0")
+    clients = "" if num_clients is None else f"-clients-{num_clients}"
+    return f"{kind}{value}{clients}-seed-{seed}"

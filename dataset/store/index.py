@@ -33,7 +33,10 @@ TAXONOMIES = ("labels", "fine_grained_labels")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,79}")
 BAD_NAME = "its name has other characters than letters, digits and ._+-"
 """What is wrong with the name of an annotation or partition that is no `NAME`."""
-_ALPHA = re.compile(r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-seed-[0-9]+)?")
+_ALPHA = re.compile(
+    r"(?:alpha|dirichlet)(?:-(total|per-class))?-([0-9.eE+-]+?)(?:-clients-[0-9]+)?(?:-seed-[0-9]+)?"
+)
+_OF_CLIENTS = re.compile(r"lda(?:-legacy)?-([0-9.e+-]+?)(?:-clients-[0-9]+)?-seed-[0-9]+")
 _OLD_NAME = re.compile(r"dirichlet-(?=[0-9.])")
 
 
@@ -244,6 +247,11 @@ def meaning(partition: str | None, num_classes: int) -> str:
             Google's splits, which are totals; or ``dirichlet-per-class-0.3-seed-0``.
         num_classes: K.
     """
+    if found := _OF_CLIENTS.fullmatch(partition or ""):
+        return (
+            f"each class is dealt by a Dirichlet distribution with {found[1]} for each client (as in FedML, "
+            "NIID-Bench)"
+        )
     found = _ALPHA.fullmatch(partition or "")
     if found is None:
         return ""

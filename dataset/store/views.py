@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dataset.store.annotations import IntArray, LabelMatrix, offsets_of, positions
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import known_as, meaning
+from dataset.store.index import PartitionIndex, known_as, meaning
 
 PARTITIONED = "train"
 """The split that has partitions; the others keep the file's own users."""
@@ -216,6 +216,8 @@ class SingleLabelView(_View):
         image_size: S in pixels.
         cache_bytes: decoded images stay in memory as long as those of all splits together fit into this.
         val_share: share of the training images that become val, from 0 (none) to below 1.
+        dealt: the partition called ``partition``, of rows of the file's training images, where it is none of
+            the file's.
 
     Raises:
         ValueError: when the file has no such partition or taxonomy, is not grouped by user, or has a val
@@ -228,12 +230,13 @@ class SingleLabelView(_View):
     image_size: int = 32
     cache_bytes: int = 0
     val_share: float = 0.0
+    dealt: PartitionIndex | None = None
 
     def __post_init__(self) -> None:
         self._refuse_ungrouped()
         self.file.label_mapping(self.taxonomy)
         names = self.partition_names
-        if self.partition is not None and known_as(self.partition, names) not in names:
+        if self.dealt is None and self.partition is not None and known_as(self.partition, names) not in names:
             known = ", ".join(self.partition_names) or "none, only users of its own"
             raise ValueError(f"{self.file.path} has no partition {self.partition!r}; there are {known}")
         if not 0 <= self.val_share < 1:
@@ -302,7 +305,7 @@ class SingleLabelView(_View):
             user_ids, rows = index.user_ids, np.arange(index.num_images)
             owner = index.user_index.astype(np.int64)
         else:
-            dealt = index.partitions[known_as(self.partition, index.partitions)]
+            dealt = self.dealt or index.partitions[known_as(self.partition, index.partitions)]
             user_ids, rows = dealt.user_ids, dealt.rows
             owner = np.repeat(np.arange(len(user_ids)), np.diff(dealt.offsets))
         usable = (np.diff(index.labels[self.taxonomy].indptr) == 1)[rows]

@@ -15,11 +15,18 @@ from typing import Any
 import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
-from torchvision.tv_tensors import Mask, TVTensor
+from torchvision.tv_tensors import BoundingBoxes, Mask, TVTensor
+
+from pfl_ext.data.transforms import Padding
 
 
 def cropped_together(
-    parts: Sequence[TVTensor], crop: Sequence[float] | Tensor, input_size: int, *, outside: int = 0
+    parts: Sequence[TVTensor],
+    crop: Sequence[float] | Tensor,
+    input_size: int,
+    *,
+    outside: int = 0,
+    padding: Padding = "zero",
 ) -> list[Any]:
     """Cut one crop out of each part of an image, scale it to ``input_size`` and flip it.
 
@@ -31,16 +38,24 @@ def cropped_together(
         crop: one row of `pfl_ext.data.transforms.draw_crops`, on the CPU: reading it must wait for nothing.
         input_size: S in pixels.
         outside: the mask's class where a padded crop reaches outside the image, which itself is black there.
+        padding: "reflect" mirrors image and mask there; boxes have no mirrored form.
 
     Returns:
         The same parts, of height and width S.
+
+    Raises:
+        ValueError: for boxes with reflected padding.
     """
     top, left, height, width, flip_h, flip_v = (int(value) for value in crop)
     moved = []
     for part in parts:
         rows, columns = TF.get_size(part)
         border = max(0, -top, -left, top + height - rows, left + width - columns)
-        if border:
+        if border and padding == "reflect":
+            if isinstance(part, BoundingBoxes):
+                raise ValueError("boxes cannot be mirrored at an image's border: set augment.padding to zero")
+            part = TF.pad(part, [border], padding_mode="reflect")
+        elif border:
             part = TF.pad(part, [border], fill=outside if isinstance(part, Mask) else 0)
         size = [input_size, input_size]
         part = TF.resized_crop(part, top + border, left + border, height, width, size, antialias=True)
@@ -49,13 +64,16 @@ def cropped_together(
     return moved
 
 
-def masks_cropped(masks: Tensor, crops: Tensor, input_size: int, *, outside: int = 0) -> Tensor:
+def masks_cropped(
+    masks: Tensor, crops: Tensor, input_size: int, *, outside: int = 0, padding: Padding = "zero"
+) -> Tensor:
     """`cropped_together` for a batch of masks ``[B, H, W]``: ``[B, S, S]`` of the same type.
 
     ``crops`` ``[B, 6]``. torchvision's functions take one crop for a whole batch, so this is a loop.
     """
     rows = crops.cpu().tolist()
     parts = [
-        cropped_together([Mask(mask)], row, input_size, outside=outside) for mask, row in zip(masks, rows)
+        cropped_together([Mask(mask)], row, input_size, outside=outside, padding=padding)
+        for mask, row in zip(masks, rows)
     ]
     return torch.stack([part.as_subclass(Tensor) for (part,) in parts])

@@ -24,6 +24,7 @@ from pfl_ext.configs import STRICT
 
 Crop = Literal["crop", "padded", "resized"]
 Flip = Literal["none", "horizontal", "both"]
+Padding = Literal["zero", "reflect"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -44,6 +45,21 @@ class AugmentConfig:
     """A square of model.input_size; padded: of the image with a border; resized: any part, scaled to it."""
     flip: Flip = "none"
     """Mirrored left to right with probability 1/2; both: and upside down with probability 1/2."""
+    padding: Padding = "zero"
+    """Border of a padded crop's image: zero, black; reflect, the image mirrored at its outermost pixels."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Framing:
+    """How images become the network's input.
+
+    ``exact`` says that every crop is ``input_size`` pixels high and wide, see `cropped`; ``padding``: what
+    crops meet outside an image.
+    """
+
+    input_size: int
+    exact: bool | None = None
+    padding: Padding = "zero"
 
 
 def draw_crops(
@@ -52,7 +68,7 @@ def draw_crops(
     """Draw one crop and two flips for each of ``n`` square images, independently.
 
     ``crop="crop"``: a random square of ``input_size`` pixels (the FLAIR paper; Keras RandomCrop).
-    ``crop="padded"``: such a square of the image with a black border of an eighth of its side, as is usual
+    ``crop="padded"``: such a square of the image with a border of an eighth of its side, as is usual
     for CIFAR (He et al. 2016, Section 4.2; torchvision's RandomCrop with padding 4); crops reach outside.
     ``crop="resized"``: area 0.08-1 of the image and ratio 3/4-4/3, the distribution of torchvision's
     RandomResizedCrop with its ten tries and its fallback, the whole image (pfl-research's benchmark).
@@ -100,7 +116,14 @@ def _resized_shapes(
     return (np.where(found, height[rows, first], image_size), np.where(found, width[rows, first], image_size))
 
 
-def cropped(images: Tensor, crops: Tensor, input_size: int, *, exact: bool | None = None) -> Tensor:
+def cropped(
+    images: Tensor,
+    crops: Tensor,
+    input_size: int,
+    *,
+    exact: bool | None = None,
+    padding: Padding = "zero",
+) -> Tensor:
     """Cut each image's crop out, scale it to ``input_size`` and flip it.
 
     torchvision's functions take one crop for a whole batch; here each image has a crop of its own, in one
@@ -111,14 +134,17 @@ def cropped(images: Tensor, crops: Tensor, input_size: int, *, exact: bool | Non
     ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise crops are resized
     bilinearly with antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at
     None, crops are looked at on the CPU, while on other devices, where a look would wait for them, everything
-    goes the general way, whose result for exact crops is the same.
+    goes the general way, whose result for exact crops is the same. With the ``padding`` "reflect", which is
+    for padded crops, all are exact.
     """
     _check(images)
     assert crops.shape == (len(images), 6), "one crop per image"
     crops = crops.to(torch.float32)
+    if padding == "reflect":
+        return _gather(images, crops, input_size, padding)
     if exact is None:
         exact = crops.device.type == "cpu" and bool((crops[:, 2:4] == input_size).all())
-    return _gather(images, crops, input_size) if exact else _resample(images, crops, input_size)
+    return _gather(images, crops, input_size, padding) if exact else _resample(images, crops, input_size)
 
 
 def _check(images: Tensor) -> None:
@@ -127,7 +153,7 @@ def _check(images: Tensor) -> None:
     assert images.shape[3] == 3, "images are [B, H, W, 3]"
 
 
-def _gather(images: Tensor, crops: Tensor, input_size: int) -> Tensor:
+def _gather(images: Tensor, crops: Tensor, input_size: int, padding: Padding) -> Tensor:
     """`cropped` for crops of exactly the input's size: an index gather on uint8, then one conversion."""
     top, left, _, _, flip_h, flip_v = crops.to(torch.int64)[:, :, None].unbind(1)  # each [B, 1]
     steps = torch.arange(input_size, device=images.device)
@@ -135,6 +161,11 @@ def _gather(images: Tensor, crops: Tensor, input_size: int) -> Tensor:
     columns = left + torch.where(flip_h > 0, input_size - 1 - steps, steps)
     batch = torch.arange(len(images), device=images.device)[:, None, None]
     height, width = images.shape[1:3]
+    if padding == "reflect":  # -1 is 1, and the height is the height - 2
+        rows, columns = (
+            (size - 1) - ((size - 1) - places.abs()).abs()
+            for places, size in ((rows, height), (columns, width))
+        )
     near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     pixels = images[batch, near_rows[:, :, None], near_columns[:, None, :]]  # [B, S, S, 3]
     inside = (near_rows == rows)[:, :, None] & (near_columns == columns)[:, None, :]

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchvision.ops import StochasticDepth
 
-from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, normalise
+from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.weights import load_weights, read_weights
@@ -228,8 +228,11 @@ class ImageClassifier(nn.Module):
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         exact_crops: bool | None = None,
+        padding: Padding = "zero",
     ):
         """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.cropped`; True where crop is "crop".
+
+        ``padding``: see there; a network's input is ``(pixels - mean) / std`` of pixels in 0..1.
 
         ``task``: what the outputs mean, and which loss and score follow.
         """
@@ -237,11 +240,16 @@ class ImageClassifier(nn.Module):
         assert_no_live_batchnorm(backbone)
         self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
-        self.input_size = input_size
-        self.exact_crops = exact_crops
+        self.framing = Framing(input_size, exact_crops, padding)
         self.task = task
+        self._is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
+
+    @property
+    def input_size(self) -> int:
+        """S."""
+        return self.framing.input_size
 
     @torch.no_grad()
     def prepare(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -252,14 +260,16 @@ class ImageClassifier(nn.Module):
             targets: of these images.
             crops: ``[B, 6]``; None takes the whole images.
         """
-        pixels, targets = self.task.augment(images, targets, crops, self.input_size, self.exact_crops)
+        pixels, targets = self.task.augment(images, targets, crops, self.framing)
         return self._normalised(pixels), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:
         """In the memory format of the backbone's weights: another costs a copy in every layer, which is a
         third of a step on a CPU.
         """
-        return normalise(pixels, self.mean, self.std).contiguous(memory_format=self.memory_format)
+        if not self._is_plain:
+            pixels = normalise(pixels, self.mean, self.std)
+        return pixels.contiguous(memory_format=self.memory_format)
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -270,7 +280,7 @@ class ImageClassifier(nn.Module):
     def forward(self, images: Tensor, crops: Tensor | None = None) -> Tensor:
         """Outputs of uint8 images ``[B, H, W, 3]``; without ``crops``, the evaluation transform."""
         with torch.no_grad():
-            x = self._normalised(self.task.pixels(images, crops, self.input_size, self.exact_crops))
+            x = self._normalised(self.task.pixels(images, crops, self.framing))
         return cast(Tensor, self.backbone(x))
 
     def outputs(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
+from pfl_ext.data.normalisation import Normalisation
 
 Init = Literal["keras", "torchvision"]
 
@@ -20,6 +21,8 @@ class ModelConfig:
     """Name of one of torchvision's classifiers, or of a network registered in `pfl_ext.models`."""
     input_size: PositiveInt = 224
     """Side of the square that the network sees, cut from the image, in pixels."""
+    normalisation: Normalisation = "imagenet"
+    """Mean and deviation that scale its input: ImageNet's; none; half: 0.5 and 0.5; the training data's."""
     pretrained: bool = False
     """True: ImageNet weights and frozen BatchNorm statistics. False: from scratch, with GroupNorm."""
     groups: PositiveInt = 32

@@ -21,7 +21,7 @@ import torch
 from pfl.metrics import MetricValue
 from torch import Tensor
 
-from pfl_ext.data.transforms import cropped, resize
+from pfl_ext.data.transforms import Framing, cropped, resize
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -41,28 +41,27 @@ class Task(ABC):
         """The targets of a batch, on the CPU, from annotations as a store holds them."""
         return torch.from_numpy(annotations)
 
-    def pixels(self, images: Tensor, crops: Tensor | None, input_size: int, exact: bool | None) -> Tensor:
+    def pixels(self, images: Tensor, crops: Tensor | None, framing: Framing) -> Tensor:
         """The network's input before normalisation, float32 ``[B, 3, S, S]`` in 0..1. Nothing is drawn here.
 
         Args:
             images: uint8 ``[B, H, W, 3]``.
             crops: ``[B, 6]`` as `pfl_ext.data.transforms.draw_crops` draws them, or None for the whole image.
-            input_size: S in pixels.
-            exact: see `pfl_ext.data.transforms.cropped`.
+            framing: S, and what crops may be.
         """
         if crops is None:
-            return resize(images, input_size)
-        return cropped(images, crops, input_size, exact=exact)
+            return resize(images, framing.input_size)
+        return cropped(images, crops, framing.input_size, exact=framing.exact, padding=framing.padding)
 
     def augment(
-        self, images: Tensor, targets: Tensor, crops: Tensor | None, input_size: int, exact: bool | None
+        self, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Framing
     ) -> tuple[Tensor, Tensor]:
         """`pixels`, and the targets that belong to them; in training the targets are settled already.
 
         Here targets have no place in the image and stay as they are. A task whose targets have one applies
         the same crops and flips to them, with `pfl_ext.data.joint_crops`.
         """
-        return self.pixels(images, crops, input_size, exact), targets
+        return self.pixels(images, crops, framing), targets
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets as `image_losses` wants them, and each image's share of the batch's loss, ``[B]``.

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.core.config.sections import OLD_WORDS, REPETITION, TrainingConfig
+from benchmarks.core.config.sections import OLD_WORDS, REPETITION, YOUNGER, TrainingConfig
 from benchmarks.core.config.trees import Tree, dotted, leaves, put
 
 
@@ -24,6 +24,10 @@ def config_tree(config: TrainingConfig) -> Tree:
     for section in ("federated", "server"):
         if tree[section]["options"] is None:
             del tree[section]["options"]
+    for key, neutral in YOUNGER.items():
+        if dotted(tree).get(key) == neutral:
+            section, _, name = key.partition(".")
+            del tree[section][name]
     for key, (old, new) in OLD_WORDS.items():
         if dotted(tree).get(key) == new:
             put(tree, key, old)

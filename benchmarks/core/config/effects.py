@@ -58,6 +58,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     """The rules that every benchmark shares."""
     yield idle_by_mode(config.mode)
     yield from (_idle_in_centralised if config.mode == "centralised" else _idle_in_federated)(config)
+    if config.augment.crop != "padded":
+        because = f"augment.crop is {config.augment.crop}"
+        yield Idle("augment.padding", because, "set augment.crop to padded")
     if config.model.pretrained:
         yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
     else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from benchmarks.core.config.privacy_rules import (
     NOT_OF_TRAINING_USERS,
@@ -31,6 +32,7 @@ from benchmarks.reporting.tables import markdown_table
 from dataset.cli import run as run_command
 from dataset.files import imported
 from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.data.normalisation import Normalisation
 
 OF_THE_NETWORK = "fixed before training, and looks at no training image"
 BEFORE_CLIPPING = "acts on one user's images and update, before that update is clipped"
@@ -63,7 +65,11 @@ TABLE: Mapping[str, Rule] = {
     **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck trained init"),
     "model.weights_sha256": Rule("names the file that model.pretrained is about"),
     "model.pretrained": Rule("the weights' own training data is not covered, and privacy.json says so"),
-    **each(BEFORE_CLIPPING, "augment", "crop flip"),
+    "model.normalisation": only(
+        "the mean and deviation of all training images are no sum that is clipped and noised",
+        *(name for name in get_args(Normalisation) if name != "data"),
+    ),
+    **each(BEFORE_CLIPPING, "augment", "crop flip padding"),
     **each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle reshuffle max_grad_norm clip_by"),
     **each(BEFORE_CLIPPING, "local", "momentum weight_decay virtual_size"),

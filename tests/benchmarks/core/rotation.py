@@ -24,6 +24,7 @@ from dataset.cli import run as run_command
 from dataset.store.views import LabelSetView, SplitImages
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Annotations, ByteArray, IntArray
+from pfl_ext.data.transforms import Framing
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.task import Task
@@ -35,10 +36,10 @@ class Turn(Task):
     headline = ("within a tenth",)
 
     def augment(
-        self, images: Tensor, targets: Tensor, crops: Tensor | None, input_size: int, exact: bool | None
+        self, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Framing
     ) -> tuple[Tensor, Tensor]:
         mirrored = 1 if crops is None else (1 - 2 * crops[:, 4:]).prod(1, keepdim=True)
-        return self.pixels(images, crops, input_size, exact), targets * mirrored
+        return self.pixels(images, crops, framing), targets * mirrored
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs.float() - targets).square().sum(1)
@@ -98,7 +99,7 @@ class Rotation(Experiment[Config]):
         return TurnedImages(images, name, self.config.data.most_degrees)
 
     def module(self) -> ImageClassifier:
-        return build_model(self.config, 1, self.run.weights, Turn())
+        return build_model(self.config, 1, self.run.weights, Turn(), self.split)
 
 
 def main(argv: Sequence[str]) -> None:

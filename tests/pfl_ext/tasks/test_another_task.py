@@ -14,6 +14,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from pfl_ext.data.joint_crops import masks_cropped
+from pfl_ext.data.transforms import Framing
 from pfl_ext.evaluation import LOSS, SCORES, CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import IntArray, Task
@@ -29,11 +30,12 @@ class Pixels(Task):
     headline = ("pixel accuracy",)
 
     def augment(
-        self, images: Tensor, targets: Tensor, crops: Tensor | None, input_size: int, exact: bool | None
+        self, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Framing
     ) -> tuple[Tensor, Tensor]:
         height, width = images.shape[1:3]
         moves = torch.tensor([[0, 0, height, width, 0, 0]]).repeat(len(images), 1) if crops is None else crops
-        return self.pixels(images, crops, input_size, exact), masks_cropped(targets, moves, input_size)
+        masks = masks_cropped(targets, moves, framing.input_size, padding=framing.padding)
+        return self.pixels(images, crops, framing), masks
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.float(), targets.long(), reduction="none").mean((1, 2))

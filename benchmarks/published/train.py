@@ -1,0 +1,114 @@
+"""Make one run of a published row, or go on with it, and keep its result in the repository.
+
+    python -m benchmarks.published.train --row niid-fedavg-dirichlet-fn --seed 0 [--data_path F]
+
+It is `benchmarks.visual_classification.train` with the row's YAML, into ``runs/published/ROW-seedN``. When it
+has ended, ``benchmarks/published/results/ROW-seedN.json`` holds the accuracy after every round, the clients'
+sizes, the command, the commit and the hardware. A signal ends it after its round with exit code 75; the same
+command goes on. Of the config's keys only ``--runtime.*`` can be given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.published.rows import RESULTS, Row, names, read_row
+from benchmarks.visual_classification import train as vision
+from benchmarks.visual_classification.config import VISION
+from dataset.cli import run as run_command
+from dataset.files import write_json
+from pfl_ext.workers.distributed import is_main
+
+RUNS = Path("runs") / "published"
+
+
+def run_name(row: Row, seed: int) -> str:
+    """Of a run's directory, and of the file with its result."""
+    return f"{row.name}-seed{seed}"
+
+
+def result_of(row: Row, seed: int, directory: Path, words: Sequence[str]) -> Tree:
+    """What is kept of a run that has ended.
+
+    Args:
+        row: that was run.
+        seed: of the run.
+        directory: of the run.
+        words: of the command that made it.
+    """
+    results: dict[str, Any] = json.loads((directory / "results.json").read_text())
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    curve = {int(line["round"]): float(line["tracked"]["accuracy"]) for line in lines if "tracked" in line}
+    rounds = sorted(number for number in curve if number)
+    best = max(rounds, key=lambda number: (curve[number], -number))
+    return {
+        "row": row.name,
+        "seed": seed,
+        "command": f"python -m benchmarks.published.train {' '.join(words)}",
+        "commit": results["commit"],
+        "hardware": results["hardware"],
+        "arithmetic": results["arithmetic"],
+        "seconds": results["wall_clock_s"],
+        "data_sha256": results["data_sha256"],
+        "config_sha256": results["config_sha256"],
+        "partition": results["partition"],
+        "rounds": results["rounds"],
+        "best_round": best,
+        "best": curve[best],
+        "last": curve[rounds[-1]],
+        "curve": [curve[number] for number in rounds],
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train, and keep the result.
+
+    Raises:
+        ValueError: for an unknown row, a key that would make it another, and a missing data file.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(f"{__doc__}\nThe rows: {', '.join(names())}.")
+        return
+    row, seed, rest = _asked(argv)
+    directory = RUNS / run_name(row, seed)
+    command = [*row.words(seed), "--run_dir", str(directory), *rest]
+    run = VISION.parse(command)
+    source = vision.VisualClassification.source(run.config)
+    if run.data_path is None and not (source.path and source.path.is_file()):
+        raise ValueError(f"{source.missing}: a published row has no stand-in; give --data_path FILE")
+    vision.main(command)
+    if is_main():
+        kept = RESULTS / f"{run_name(row, seed)}.json"
+        write_json(kept, result_of(row, seed, directory, argv))
+        print(f"kept {kept}")
+
+
+def _asked(argv: Sequence[str]) -> tuple[Row, int, list[str]]:
+    """The row, the seed and the words for training among a command's words."""
+    own = {"row": "", "seed": "0"}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key in own:
+            own[key] = value if equals else next(words, "")
+        elif word.startswith(("--runtime.", "--data_path")):
+            rest += [word] if equals else [word, next(words, "")]
+        else:
+            raise ValueError(
+                f"{word} would make another row: only --row, --seed, --data_path and --runtime.* can be given"
+            )
+    if not own["row"]:
+        raise ValueError(f"give --row, one of {', '.join(names())}")
+    if not (own["seed"].isascii() and own["seed"].isdigit()):
+        raise ValueError(f"--seed is {own['seed']!r}: give a whole number from 0 on")
+    return read_row(own["row"]), int(own["seed"]), rest
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

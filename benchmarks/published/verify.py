@@ -1,0 +1,102 @@
+"""The published numbers beside ours: every row, how far its runs are, and whether it is in its band.
+
+    python -m benchmarks.published.verify [ROW...]
+
+Exit code 0: every row with a finished run is within its band. 1: one is not. 2: bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.published.rows import RESULTS, Row, names, read_row
+from benchmarks.published.train import RUNS
+from benchmarks.reporting.tables import markdown_table
+from dataset.cli import run as run_command
+
+HEAD = ["row", "scored", "published", "accepted", "ours", "n", "difference", "verdict"]
+
+
+def scores(row: Row, folder: Path = RESULTS) -> dict[int, float]:
+    """The accuracy of each finished run of a row, by seed, in the round that the source scores.
+
+    Raises:
+        ValueError: for a file that is damaged or of another row.
+    """
+    key = row.scored.partition(" ")[0]
+    found: dict[int, float] = {}
+    for path in sorted(folder.glob(f"{row.name}-seed*.json")):
+        if not path.stem.removeprefix(f"{row.name}-seed").isdigit():
+            continue
+        try:
+            kept: dict[str, Any] = json.loads(path.read_text())
+            of, seed, score = kept["row"], int(kept["seed"]), float(kept[key])
+        except (ValueError, LookupError, TypeError) as fault:
+            raise ValueError(f"{path} is no result of a published row ({fault}): make it again") from None
+        if (of, path.stem) != (row.name, f"{row.name}-seed{seed}") or not 0 <= score <= 100:
+            raise ValueError(f"{path} holds the result of another run: make it again")
+        found[seed] = score
+    return found
+
+
+def under_way(row: Row, finished: Sequence[int], runs: Path = RUNS) -> str:
+    """How far the runs are that have not ended: ``seed 2 at round 17 of 50``."""
+    parts = []
+    for path in sorted(runs.glob(f"{row.name}-seed*/metrics.jsonl")):
+        seed = path.parent.name.removeprefix(f"{row.name}-seed")
+        if seed.isdigit() and int(seed) not in finished:
+            parts.append(f"seed {seed} has done {len(path.read_text().splitlines())} rounds")
+    return ", ".join(parts)
+
+
+def verdict(row: Row, values: Sequence[float]) -> str:
+    """Of the mean of our runs."""
+    if not values:
+        return "no run"
+    low, high = row.band
+    return "within" if low <= fmean(values) <= high else "OUTSIDE"
+
+
+def cells(row: Row, found: dict[int, float], more: str) -> list[str]:
+    """The table's line of a row."""
+    values = list(found.values())
+    published = f"{row.published:g}" + ("" if row.deviation is None else f" ± {row.deviation:g}")
+    ours = difference = "–"
+    if values:
+        spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        ours, off = f"{fmean(values):.2f}{spread}", fmean(values) - row.published
+        difference = f"{off:+.2f}" + (f" = {off / row.deviation:+.1f} sd" if row.deviation else "")
+    n = str(len(values)) + (f" ({more})" if more else "")
+    band = f"{row.band[0]:g} to {row.band[1]:g}"
+    return [row.name, row.scored, published, band, ours, n, difference, verdict(row, values)]
+
+
+def table(rows: Sequence[Row], folder: Path = RESULTS, runs: Path = RUNS) -> tuple[str, list[str]]:
+    """The table of some rows, and the names of those outside their band."""
+    lines, outside = [], []
+    for row in rows:
+        found = scores(row, folder)
+        lines.append(cells(row, found, under_way(row, list(found), runs)))
+        outside += [row.name] if lines[-1][-1] == "OUTSIDE" else []
+    return markdown_table(HEAD, lines), outside
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the table; end with exit code 1 where a finished row is outside its band."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__)
+        return
+    text, outside = table([read_row(name) for name in argv or names()])
+    print(text)
+    if outside:
+        print(f"outside the band: {', '.join(outside)}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

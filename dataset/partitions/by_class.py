@@ -1,0 +1,154 @@
+"""Partitions in which each class is divided among the clients, so that clients' sizes differ too.
+
+Li, Diao, Chen and He, "Federated Learning on Non-IID Data Silos: An Experimental Study" (NIID-Bench, arXiv
+2102.02079), Section IV-A. Shape letters: N images, K classes, U clients.
+
+* ``lda`` (Dirichlet over clients): for each class in turn, its images are shuffled, p ~ Dir(beta, ..., beta)
+  over the clients is drawn, clients that already have N / U images or more get 0, and the class is cut at
+  ``floor(cumsum(p) N_k)``. All is drawn again while a client has fewer than ten images.
+* ``classes`` (``#C=c``): client i owns class ``i mod K`` and c - 1 other classes at random; each class is
+  divided evenly among its owners.
+
+The same protocol gives other partitions with other generators. ``lda`` and ``classes`` draw from numpy's
+``default_rng(seed)``, as Flower's baseline of NIID-Bench does (whose seed is always 42). ``lda-legacy`` and
+``classes-legacy`` draw from numpy's and Python's global generators of a seed, as NIID-Bench's own code does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.partitions.drawn import Drawing, drawn, whole
+from dataset.store.annotations import IntArray
+from dataset.store.index import PartitionIndex
+
+Generator = np.random.Generator | np.random.RandomState
+LEAST_IMAGES = 10
+MAX_TRIES = 1000
+
+
+def clients_by_dirichlet(
+    drawing: Drawing, beta: float, rng: Generator, least: int = LEAST_IMAGES
+) -> PartitionIndex:
+    """Deal each class by a Dirichlet distribution over the clients.
+
+    Args:
+        drawing: the images' classes and the number of clients.
+        beta: the parameter of each client.
+        rng: what is drawn from.
+        least: images that each client gets at least.
+
+    Raises:
+        ValueError: for a beta that is not above 0, and where no try gives each client enough images.
+    """
+    clients, num_images = drawing.num_clients, len(drawing.classes)
+    if not beta > 0:
+        raise ValueError(f"the parameter of a Dirichlet distribution is {beta:g}; give a number above 0")
+    if clients * least > num_images:
+        raise ValueError(f"{clients} clients of {least} images cannot be had of {num_images:,} images")
+    for _ in range(MAX_TRIES):
+        owner = np.empty(num_images, np.int64)
+        sizes = np.zeros(clients, np.int64)
+        for rows in _rows_by_class(drawing.classes):
+            rng.shuffle(rows)
+            p = rng.dirichlet(np.repeat(beta, clients)) * (sizes < num_images / clients)
+            if not p.sum() > 0:  # all mass lies on clients that have enough, or is too small for float64
+                break
+            ends = (np.cumsum(p / p.sum()) * len(rows)).astype(np.int64)
+            ends[-1] = len(rows)
+            owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
+            sizes = sizes + np.diff(ends, prepend=0)
+        else:
+            if sizes.min() >= least:
+                return _of_owners(owner, clients)
+    raise ValueError(
+        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {least} images: ask for fewer "
+        "clients or a larger parameter"
+    )
+
+
+def clients_by_classes(
+    drawing: Drawing, number: int, pick: Callable[[], int], rng: Generator
+) -> PartitionIndex:
+    """Give each client some classes, and divide each class evenly among its owners.
+
+    Where there are fewer clients than classes, the images of a class that no client owns are left out.
+
+    Args:
+        drawing: the images' classes and the number of clients.
+        number: classes of a client.
+        pick: draws a class.
+        rng: shuffles the images of a class.
+
+    Raises:
+        ValueError: for a number that is not from 1 to K, and where an owner of a class gets none of it.
+    """
+    by_class = _rows_by_class(drawing.classes)
+    if not 1 <= number <= len(by_class):
+        raise ValueError(f"{number} classes of a client cannot be had of {len(by_class)} classes")
+    owned: list[list[int]] = []
+    for client in range(drawing.num_clients):
+        mine = [client % len(by_class)]
+        while len(mine) < number:
+            picked = int(pick())
+            if picked not in mine:
+                mine.append(picked)
+        owned.append(mine)
+    owner = np.full(len(drawing.classes), -1)
+    for k, rows in enumerate(by_class):
+        owners = [client for client, mine in enumerate(owned) if k in mine]
+        if len(owners) > len(rows):
+            raise ValueError(f"class {k} has {len(rows)} images for {len(owners)} clients: ask for fewer")
+        rng.shuffle(rows)
+        for client, part in zip(owners, np.array_split(rows, max(len(owners), 1))):
+            owner[part] = client
+    return _of_owners(owner, drawing.num_clients)
+
+
+@drawn("lda")
+def _lda(drawing: Drawing, beta: float) -> PartitionIndex:
+    """``beta``: the parameter of each client."""
+    return clients_by_dirichlet(drawing, beta, np.random.default_rng(drawing.seed))
+
+
+@drawn("lda-legacy")
+def _lda_legacy(drawing: Drawing, beta: float) -> PartitionIndex:
+    """``beta``: the parameter of each client."""
+    return clients_by_dirichlet(drawing, beta, _legacy(drawing.seed))
+
+
+@drawn("classes")
+def _classes(drawing: Drawing, number: float) -> PartitionIndex:
+    """``number``: the classes of each client."""
+    rng, num_classes = np.random.default_rng(drawing.seed), int(drawing.classes.max()) + 1
+    return clients_by_classes(drawing, whole(number, "classes"), lambda: int(rng.integers(num_classes)), rng)
+
+
+@drawn("classes-legacy")
+def _classes_legacy(drawing: Drawing, number: float) -> PartitionIndex:
+    """``number``: the classes of each client."""
+    picked, last = random.Random(drawing.seed), int(drawing.classes.max())
+    each = whole(number, "classes-legacy")
+    return clients_by_classes(drawing, each, lambda: picked.randint(0, last), _legacy(drawing.seed))
+
+
+def _legacy(seed: int) -> np.random.RandomState:
+    if seed >= 2**32:
+        raise ValueError(f"the seed is {seed}; numpy's legacy generator takes one below {2**32}")
+    return np.random.RandomState(seed)
+
+
+def _rows_by_class(classes: IntArray) -> list[npt.NDArray[np.int64]]:
+    return [np.flatnonzero(classes == k) for k in range(int(classes.max()) + 1)]
+
+
+def _of_owners(owner: IntArray, clients: int) -> PartitionIndex:
+    """The partition in which image i belongs to client ``owner[i]``, ``[N]``; -1: to nobody."""
+    rows = np.argsort(owner, kind="stable")[np.count_nonzero(owner < 0) :]
+    sizes = np.bincount(owner[rows], minlength=clients)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return PartitionIndex([str(client) for client in range(clients)], rows, offsets)
