@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,9 +154,8 @@ def test_the_same_number_gives_each_generator_its_own_partition() -> None:
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_one_line(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match="^[^\n]*$") as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         drawn(name, MADE)
-    assert message in str(caught.value)
 
 
 def test_iid_clients_have_equal_parts_of_everything() -> None:
@@ -181,7 +181,7 @@ def test_a_whole_name_says_all_and_is_written_in_one_way() -> None:
     for other in ("alpha-0.50", "lda-0.5-seed-0", "lda-clients-5-seed-0", "iid-2-clients-5-seed-0", "users"):
         assert read_name(other) is None
     for wrong in ("lda-0.50-clients-10-seed-42", "lda-0.5-clients-010-seed-42"):
-        with pytest.raises(ValueError, match="is called lda-0.5-clients-10-seed-42: write it so"):
+        with pytest.raises(ValueError, match=r"is called lda-0\.5-clients-10-seed-42: write it so"):
             read_name(wrong)
     for wrong in ("lda-0.5-clients-0-seed-42", f"lda-0.5-clients-1-seed-{2**63}"):
         with pytest.raises(ValueError, match="at least 1 client, and a seed below"):
@@ -190,7 +190,7 @@ def test_a_whole_name_says_all_and_is_written_in_one_way() -> None:
 
 def test_kinds_without_a_number_are_asked_for_by_their_name_alone() -> None:
     assert list(parse_kinds("partition", "iid, classes=2")) == [("iid", 0.0), ("classes", 2.0)]
-    with pytest.raises(ValueError, match="give any of classes=NUMBER, .*iid, lda=NUMBER"):
+    with pytest.raises(ValueError, match=r"give any of classes=NUMBER, .*iid, lda=NUMBER"):
         list(parse_kinds("partition", "iid=3"))
     assert {"iid", "lda", "lda-legacy", "classes", "classes-legacy"} <= set(drawers())
 
