@@ -119,12 +119,22 @@ LANDMARKS: Tree = {
     "centralised": {"weight_decay": 4e-5, "batch_size": 32},
     "federated": {"num_rounds": 5000},
 }
+NIID_BENCH: Tree = {
+    "data": {"dataset": "cifar10"},
+    "model": {"arch": "lenet", "init": "torchvision", "normalisation": "none"},
+    "augment": {"crop": "padded", "padding": "reflect", "flip": "horizontal"},
+    "local": {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 1e-5, "num_epochs": 10},
+    "federated": {"num_rounds": 50, "cohort_size": 10},
+    "evaluation": {"every_rounds": 1},
+}
+"""CIFAR-10 in NIID-Bench (Li et al. 2022, arXiv 2102.02079), by its code and by Flower's baseline of it."""
 RECIPES: Mapping[str, Tree] = {
     "cifar10": {"data": {"dataset": "cifar10"}, "federated": {"num_rounds": 10_000}},
     "cifar100": {"data": {"dataset": "cifar100"}, "federated": {"num_rounds": 20_000}},
     "inat-user-120k": merge(INATURALIST, {"data": {"partition": "user-120k"}}),
     "inat-geo-3k": merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
     "landmarks": LANDMARKS,
+    "niid-bench": NIID_BENCH,
     "two-layers": {"model": {"trained": "two_layers"}},
     "scratch": {"model": {"pretrained": False}, "federated": {"num_rounds": 50_000}},
     "centralised": {"mode": "centralised"},

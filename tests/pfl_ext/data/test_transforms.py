@@ -137,6 +137,18 @@ def test_a_padded_crop_is_that_of_the_image_with_a_black_border(exact: bool | No
         assert set(corner.tolist()) == set(range(-4, 5)), "every position, edges included"
 
 
+@pytest.mark.parametrize("exact", [True, False, None])
+def test_a_reflected_border_is_the_image_mirrored_at_its_outermost_pixels(exact: bool | None) -> None:
+    images, crops = made_images(60, 32), drawn(60, 32, 32, "padded", 2)
+    bordered = torch.nn.functional.pad(images.permute(0, 3, 1, 2).float(), (4, 4, 4, 4), "reflect")
+    out = cropped(images, crops, 32, exact=exact, padding="reflect")
+    for image, row, result in zip(bordered, crops.long().tolist(), out):
+        part = image[:, row[0] + 4 : row[0] + 36, row[1] + 4 : row[1] + 36]
+        flips = [axis for axis, flipped in ((1, row[5]), (2, row[4])) if flipped]
+        assert torch.equal(result, part.flip(flips) / 255)
+    assert not torch.equal(out, cropped(images, crops, 32, exact=exact))
+
+
 def test_images_stay_uint8_until_the_transform_and_leave_it_as_channels_last_float32() -> None:
     images, crops, resized = made_images(4, 40), drawn(4, 40, 32, "crop"), drawn(4, 40, 32, "resized")
     ways = [cropped(images, crops, 32), cropped(images, resized, 32), resize(images, 32), resize(images, 40)]

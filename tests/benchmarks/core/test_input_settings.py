@@ -1,0 +1,70 @@
+"""Padding and normalisation as keys of the config: what they may be, and what they leave as it was."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.core.config.digests import config_tree
+from benchmarks.core.config.effects import check_training
+from benchmarks.core.experiment import build_model
+from benchmarks.flair.config import FLAIR
+from benchmarks.flair.config import parse as parse_flair
+from benchmarks.visual_classification.config import VISION, parse
+from pfl_ext.data.normalisation import scale_of
+from pfl_ext.tasks.single_label import SingleLabel
+from tests.pfl_ext.data.test_normalisation import Pixels
+
+PADDED = "--augment.crop=padded"
+
+
+@pytest.mark.parametrize("benchmark", [FLAIR, VISION])
+def test_a_config_with_the_defaults_says_nothing_of_them(benchmark: Any) -> None:
+    plain = benchmark.parse([]).config
+    assert (plain.augment.padding, plain.model.normalisation) == ("zero", "imagenet")
+    tree = config_tree(plain)
+    assert "padding" not in tree["augment"]
+    assert "normalisation" not in tree["model"]
+    assert benchmark.read(tree, "config.yaml") == plain
+
+
+@pytest.mark.parametrize(
+    "word, key", [("--augment.padding=reflect", "augment"), ("--model.normalisation=none", "model")]
+)
+def test_another_value_is_part_of_the_config_and_comes_back(word: str, key: str) -> None:
+    plain, other = parse([PADDED]).config, parse([PADDED, word]).config
+    tree = config_tree(other)
+    assert tree != config_tree(plain)
+    assert tree[key][word.split("=")[0].split(".")[1]] == word.split("=")[1]
+    assert VISION.read(tree, "config.yaml") == other
+
+
+def test_padding_is_refused_where_no_crop_is_padded() -> None:
+    with pytest.raises(ValueError, match=r"--augment\.padding has no effect where augment\.crop is crop"):
+        parse(["--augment.padding=reflect"])
+
+
+@pytest.mark.parametrize("privacy", [["--privacy.epsilon=2"], ["--local_privacy.epsilon=2"]])
+def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: list[str]) -> None:
+    words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
+    for name in ("imagenet", "none", "half"):
+        parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect"])
+    with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
+        parse([*words, "--model.normalisation=data"])
+    with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data"):
+        parse_flair(["--config=pfl-r-17", "--model.normalisation=data"])
+
+
+def test_a_model_has_the_scale_of_its_config() -> None:
+    words = ["--model.arch=lenet", "--model.input_size=16", "--data.image_size=16", PADDED]
+    store = Pixels()
+    for name, scale in (("half", ((0.5,) * 3, (0.5,) * 3)), ("data", scale_of(store))):
+        config = parse([*words, f"--model.normalisation={name}", "--augment.padding=reflect"]).config
+        check_training(config)
+        module = build_model(config, 2, None, SingleLabel(), lambda split: {"train": store}[split])
+        np.testing.assert_allclose(module.mean.numpy(), scale[0], rtol=1e-6)
+        np.testing.assert_allclose(module.std.numpy(), scale[1], rtol=1e-6)
+        assert asdict(module.framing) == {"input_size": 16, "exact": True, "padding": "reflect"}
