@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.published.rows import RESULTS, Row, names, read_row
-from benchmarks.published.train import RUNS
+from benchmarks.published import rows, train
+from benchmarks.published.rows import Row, names, read_row
 from benchmarks.reporting.tables import markdown_table
 from dataset.cli import run as run_command
 
 HEAD = ["row", "scored", "published", "accepted", "ours", "n", "difference", "verdict"]
 
 
-def scores(row: Row, folder: Path = RESULTS) -> dict[int, float]:
+def scores(row: Row) -> dict[int, float]:
     """The accuracy of each finished run of a row, by seed, in the round that the source scores.
 
     Raises:
@@ -30,7 +29,7 @@ def scores(row: Row, folder: Path = RESULTS) -> dict[int, float]:
     """
     key = row.scored.partition(" ")[0]
     found: dict[int, float] = {}
-    for path in sorted(folder.glob(f"{row.name}-seed*.json")):
+    for path in sorted(rows.RESULTS.glob(f"{row.name}-seed*.json")):
         if not path.stem.removeprefix(f"{row.name}-seed").isdigit():
             continue
         try:
@@ -44,10 +43,10 @@ def scores(row: Row, folder: Path = RESULTS) -> dict[int, float]:
     return found
 
 
-def under_way(row: Row, finished: Sequence[int], runs: Path = RUNS) -> str:
+def under_way(row: Row, finished: Sequence[int]) -> str:
     """How far the runs are that have not ended: ``seed 2 at round 17 of 50``."""
     parts = []
-    for path in sorted(runs.glob(f"{row.name}-seed*/metrics.jsonl")):
+    for path in sorted(train.RUNS.glob(f"{row.name}-seed*/metrics.jsonl")):
         seed = path.parent.name.removeprefix(f"{row.name}-seed")
         if seed.isdigit() and int(seed) not in finished:
             parts.append(f"seed {seed} has done {len(path.read_text().splitlines())} rounds")
@@ -76,12 +75,12 @@ def cells(row: Row, found: dict[int, float], more: str) -> list[str]:
     return [row.name, row.scored, published, band, ours, n, difference, verdict(row, values)]
 
 
-def table(rows: Sequence[Row], folder: Path = RESULTS, runs: Path = RUNS) -> tuple[str, list[str]]:
+def table(asked: Sequence[Row]) -> tuple[str, list[str]]:
     """The table of some rows, and the names of those outside their band."""
     lines, outside = [], []
-    for row in rows:
-        found = scores(row, folder)
-        lines.append(cells(row, found, under_way(row, list(found), runs)))
+    for row in asked:
+        found = scores(row)
+        lines.append(cells(row, found, under_way(row, list(found))))
         outside += [row.name] if lines[-1][-1] == "OUTSIDE" else []
     return markdown_table(HEAD, lines), outside
 

@@ -1,0 +1,258 @@
+"""The rows, a run of one on a tiny file, what is kept of it, and the table with its exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.core.config.digests import experiment_digest
+from benchmarks.core.config.trees import Tree
+from benchmarks.published import rows, train, verify
+from benchmarks.published.rows import names, read_row
+from benchmarks.visual_classification.config import VISION, Config
+from dataset.cifar10 import preprocess
+from dataset.cli import run
+from dataset.partitions.drawn import read_name
+from tests.benchmarks.sparing import sparingly
+from tests.dataset.cifar10.made_cifar import CIFAR10, write_parquet
+
+HEAD = """# {name}: a row.
+# Command:   make published ROW={name}
+# Source:    {source}
+# Published: {published}
+# Scored:    {scored}
+# Accepted:  {accepted}
+# Time:      seconds
+# Deviates:  in all,
+#            as it is made up.
+"""
+BODY = """setting: {name}
+recipe: niid-bench+fedavg
+data:
+  partition: iid-clients-3-seed-{{seed}}
+local:
+  num_epochs: 1
+federated:
+  num_rounds: 2
+  cohort_size: 3
+"""
+MADE = {
+    "source": "nobody",
+    "published": "50.0 ± 2.5",
+    "scored": "best round",
+    "accepted": "40 to 60",
+}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Puts a row into a folder of its own; results and runs are kept beside it."""
+    for module, name in ((rows, "CONFIGS"), (rows, "RESULTS"), (train, "RESULTS"), (train, "RUNS")):
+        monkeypatch.setattr(module, name, tmp_path / name.lower())
+    for name in ("configs", "results", "runs"):
+        (tmp_path / name).mkdir()
+
+    def call(name: str = "made", body: str = BODY, without: str = "", **values: str) -> Path:
+        text = (HEAD + body).format(**{"name": name, **MADE, **values})
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.write_text(
+            "".join(line for line in text.splitlines(True) if not line.startswith(f"# {without}:"))
+        )
+        return path
+
+    return call
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_row_says_what_was_published_and_can_be_run(name: str) -> None:
+    row = read_row(name)
+    assert row.name == name
+    low, high = row.band
+    assert low < high
+    if row.published > 10:  # that of a defect
+        assert low < row.published < high
+    config = VISION.parse(row.words(1)).config
+    assert (config.setting, config.seed) == (name, 1)
+    partition = config.data.partition
+    assert partition is not None
+    recipe = read_name(partition)
+    assert recipe is not None, "drawn from any file of these images"
+    assert recipe.seed == (1 if row.by_seed else 42)
+    assert config.federated.cohort_size == 10
+    assert recipe.num_clients in (10, 100)
+    text = row.path.read_text()
+    assert f"make published ROW={name} " in text
+
+
+def test_rows_of_different_names_are_different_runs() -> None:
+    configs = [VISION.parse(read_row(name).words(0)).config for name in names()]
+    kept = {experiment_digest(vars_of(config), Config) for config in configs}
+    assert len(kept) == len(configs)
+
+
+def vars_of(config: Config) -> Tree:
+    return {**asdict(config), "setting": ""}
+
+
+def test_the_protocol_of_niid_bench() -> None:
+    config = VISION.parse(read_row("niid-fedavg-dirichlet-fn").words(0)).config
+    local, federated, model, augment = config.local, config.federated, config.model, config.augment
+    assert (local.learning_rate, local.momentum, local.weight_decay) == (0.01, 0.9, 1e-5)
+    assert (local.num_epochs, local.batch_size, local.reshuffle) == (10, 64, True)
+    assert (local.straddle, local.max_images, local.max_grad_norm) == (False, None, None)
+    assert (federated.num_rounds, federated.cohort_size, federated.weighting) == (50, 10, "images")
+    assert (config.server.optimizer, config.server.learning_rate, config.server.momentum) == ("sgd", 1, 0)
+    assert (model.arch, model.init, model.normalisation) == ("lenet", "torchvision", "none")
+    assert (augment.crop, augment.padding, augment.flip) == ("padded", "reflect", "horizontal")
+    assert (config.data.scored, config.evaluation.every_rounds) == ("test", 1)
+    scaffold = VISION.parse(read_row("niid-scaffold-dirichlet-nb").words(2)).config
+    assert (scaffold.federated.scaffold_option, scaffold.federated.scaffold_correction) == ("II", "step")
+    assert scaffold.data.partition == "lda-legacy-0.5-clients-10-seed-2"
+    for name, mu in (("niid-fedprox-dirichlet-fn", 0.01), ("niid-fedprox-dirichlet-nb", 0.001)):
+        assert VISION.parse(read_row(name).words(0)).config.federated.mu == mu
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"without": "Accepted"}, "its opening comment has no line '# Accepted: ...'"),
+        ({"without": "made"}, "its opening comment has no line '# made: ...'"),
+        ({"published": "about 50"}, "write Published as"),
+        ({"accepted": "50"}, "Accepted as '60.5 to 64.5'"),
+        ({"scored": "any round"}, "Scored as best round or last round"),
+    ],
+)
+def test_a_row_that_is_not_written_as_one_is_refused(write: Write, values: Any, message: str) -> None:
+    path = write(**values)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*{re.escape(message)}"):
+        read_row("made")
+
+
+def test_a_row_is_run_kept_and_shown_once(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write()
+    write_parquet(CIFAR10, tmp_path / "in")
+    data = tmp_path / "cifar.hdf5"
+    words = ["--output_file", str(data), "--source", str(tmp_path / "in"), "--splits", "none"]
+    assert run(lambda argv: preprocess.main(CIFAR10, argv), words) == 0
+    argv = ["--row", "made", "--seed=4", "--data_path", str(data), "--runtime.progress=false"]
+    with sparingly(False):
+        assert run(train.main, argv) == 0
+    kept = tmp_path / "results" / "made-seed4.json"
+    first = kept.read_bytes()
+    result = json.loads(first)
+    directory = tmp_path / "runs" / "made-seed4"
+    lines = [json.loads(line)["tracked"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert result["curve"] == [line["accuracy"] for line in lines[1:]], (
+        "after each round, not before the first"
+    )
+    assert (result["last"], result["best"]) == (result["curve"][-1], max(result["curve"]))
+    assert result["curve"][result["best_round"] - 1] == result["best"]
+    assert result["partition"]["sizes"] == [20, 20, 20]
+    assert result["partition"]["name"] == "iid-clients-3-seed-4"
+    assert result["command"] == f"python -m benchmarks.published.train {' '.join(argv)}"
+    assert json.loads((directory / "results.json").read_text())["input"]["std"] == [1, 1, 1]
+    with sparingly(False):
+        assert run(train.main, argv) == 0
+    assert kept.read_bytes() == first
+    assert "had ended before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "give --row, one of made"),
+        (["--row", "other"], "there is no published row 'other': choose one of made"),
+        (["--row=made", "--seed=x"], "--seed is 'x': give a whole number from 0 on"),
+        (["--row=made", "--local.num_epochs=2"], "--local.num_epochs=2 would make another row: only --row"),
+        (["--row=made", "--run_dir=x"], "--run_dir=x would make another row"),
+        (["--row=made"], "a published row has no stand-in; give --data_path FILE"),
+        (["--row=made", "--data_path=missing"], "--data_path missing: no such file"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    argv: list[str],
+    message: str,
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write()
+    monkeypatch.chdir(tmp_path)
+    assert run(train.main, argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def put(folder: Path, seed: int, **scores: object) -> Path:
+    path = folder / f"made-seed{seed}.json"
+    path.write_text(json.dumps({"row": "made", "seed": seed, **scores}))
+    return path
+
+
+def test_the_table_has_our_mean_its_distance_and_the_verdict(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write()
+    write("made-again", scored="last round", published="10")
+    under_way = tmp_path / "runs" / "made-again-seed1"
+    under_way.mkdir()
+    (under_way / "metrics.jsonl").write_text("{}\n" * 17)
+    put(tmp_path / "results", 0, best=50.0, last=10.0)
+    put(tmp_path / "results", 2, best=60.0, last=20.0)
+    assert run(verify.main, []) == 0
+    made, again = capsys.readouterr().out.splitlines()[2:]
+    cells = ["made", "best round", "50 ± 2.5", "40 to 60", "55.00 ± 7.07", "2", "+5.00 = +2.0 sd", "within"]
+    assert made == f"| {' | '.join(cells)} |"
+    cells = [
+        "made-again",
+        "last round",
+        "10",
+        "40 to 60",
+        "–",
+        "0 (seed 1 has done 17 rounds)",
+        "–",
+        "no run",
+    ]
+    assert again == f"| {' | '.join(cells)} |"
+
+
+def test_a_finished_row_outside_its_band_ends_in_exit_code_1(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write()
+    put(tmp_path / "results", 0, best=39.9, last=50.0)
+    with pytest.raises(SystemExit) as ended:
+        run(verify.main, ["made"])
+    assert ended.value.code == 1
+    assert "outside the band: made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        ({"last": 1}, "is no result of a published row"),
+        ({"best": "x"}, "is no result of a published row"),
+        ({"best": 101}, "holds the result of another run"),
+        ({"best": 50, "row": "other"}, "holds the result of another run"),
+        ({"best": 50, "seed": 1}, "holds the result of another run"),
+    ],
+)
+def test_a_damaged_result_is_bad_input(
+    scores: Any, message: str, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write()
+    path = put(tmp_path / "results", 0, **scores)
+    assert run(verify.main, []) == 2
+    assert f"error: {path} {message}" in capsys.readouterr().err
+    assert run(verify.main, ["nothing"]) == 2
