@@ -47,8 +47,8 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     add("--dirichlet_total", default="", help=total)
     each = "the same, alpha being that of each class (Flower, FedML, pfl): 0.03,0.1,..."
     add("--dirichlet_per_class", default="", help=each)
-    kinds = f"partitions of our own by any name: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
-    add("--partition", default="", help=kinds)
+    written = f"partitions of our own by any name: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
+    add("--partition", default="", help=written)
     add("--alphas", default="", help="the old name of --dirichlet_total")
     add("--seed", type=int, default=0, help="of our own partitions")
     add("--clients", type=int, default=100, help="of our own partitions")
@@ -59,9 +59,8 @@ def _arguments(spec: Cifar, argv: Sequence[str]) -> argparse.Namespace:
     for name in ("clients", "images_per_client"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} is {getattr(arguments, name)}; give at least 1")
-    draws = any(
-        (arguments.dirichlet_total, arguments.dirichlet_per_class, arguments.partition, arguments.alphas)
-    )
+    kinds = [part for part in arguments.partition.split(",") if read_name(part.strip()) is None]
+    draws = any((arguments.dirichlet_total, arguments.dirichlet_per_class, "".join(kinds), arguments.alphas))
     for name in () if draws else ("seed", "clients", "images_per_client"):
         if getattr(arguments, name) != parser.get_default(name):
             raise ValueError(f"--{name} is of our own partitions, and none is asked for: leave it out")

@@ -17,6 +17,8 @@ from benchmarks.core.config import privacy_matrix
 from benchmarks.flair import bench as flair_bench
 from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
 from benchmarks.flair import train as flair
+from benchmarks.published import train as published
+from benchmarks.published import verify as published_verify
 from benchmarks.sweep import command as sweep
 from benchmarks.visual_classification import bench as vision_bench
 from benchmarks.visual_classification import train as vision
@@ -42,6 +44,8 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "bench_workers": bench_workers.main,
     "bench_preprocess": bench_preprocess.main,
     "privacy_matrix": privacy_matrix.main,
+    "published": published.main,
+    "published_verify": published_verify.main,
 }
 SMALL = "--run_dir=run --data.image_size=20 --model.input_size=16 --model.arch=lenet"
 FLAIR = f"--data_path=good.hdf5 {SMALL} --federated.cohort_size=4 --federated.num_rounds=1"
@@ -51,6 +55,11 @@ VISION = f"--data_path=classes.hdf5 {SMALL} --federated.cohort_size=4 --federate
 FINE = "--config=fl-f-17 --data_path=good.hdf5 --run_dir=run"
 
 BAD = [
+    ("published", "", "give --row, one of niid-"),
+    ("published", "--row=niid --seed=0", "there is no published row 'niid': choose one of niid-"),
+    ("published", "stray", "stray would make another row"),
+    ("published", "--row=niid-fedavg-dirichlet-fn", "a published row has no stand-in; give --data_path FILE"),
+    ("published_verify", "stray", "there is no published row 'stray': choose one of niid-"),
     ("flair", "stray", "cannot read the argument 'stray'"),
     ("flair", f"{FLAIR} --seed", "--seed needs a value"),
     ("flair", f"{FLAIR} --seed=-1", "seed is '-1'"),

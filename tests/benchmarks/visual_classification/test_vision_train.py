@@ -15,11 +15,12 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
-from benchmarks.visual_classification.train import VisualClassification, main
+from benchmarks.visual_classification.train import VisualClassification, drawn_partition, main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex
+from dataset.store.views import SingleLabelView
 from dataset.store.writer import DataWriter
 from tests.benchmarks.conftest import TINY, train_into
 from tests.benchmarks.moved import LUCK, inexact
@@ -263,3 +264,26 @@ def test_a_public_private_run_tells_no_facts_of_its_partition(
     assert results(directory)["per_class_accuracy"]
     assert "Training was differentially private" in capsys.readouterr().out
     assert read_finished(directory).experiment[1].endswith("classes.hdf5")  # no checksum of the data
+
+
+def test_a_partition_that_the_file_does_not_hold_is_drawn_from_its_images(
+    classes_file: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "lda-1-clients-4-seed-0"
+    with DataFile(classes_file) as file:
+        plain = SingleLabelView(file).split("train")
+        dealt = drawn_partition(file, name, "labels")
+        assert dealt is not None
+        mine = SingleLabelView(file, name, dealt=dealt).split("train")
+        assert sorted(mine.file_rows.tolist()) == sorted(plain.file_rows.tolist())
+        assert len(mine.user_ids) == 4
+        by_row = dict(zip(plain.file_rows.tolist(), plain.classes.tolist()))
+        assert [by_row[row] for row in mine.file_rows.tolist()] == mine.classes.tolist()
+        assert drawn_partition(file, None, "labels") is drawn_partition(file, "alpha-0.10", "labels") is None
+    directory = train(f"--data.partition={name}")
+    facts = json.loads((directory / "results.json").read_text())["partition"]
+    assert (facts["name"], facts["users"], sum(facts["sizes"])) == (name, 4, plain.num_images)
+    assert "with 1 for each client" in facts["convention"]
+    train("--data.partition=lda-0-clients-4-seed-0", name="wrong", code=2)
+    assert "give a number above 0" in capsys.readouterr().err
+    assert not (directory.parent / "wrong").exists()
