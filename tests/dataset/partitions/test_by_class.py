@@ -104,11 +104,12 @@ def test_every_image_is_dealt_once_and_every_client_has_enough(
 
 
 def test_who_has_its_share_gets_nothing_of_the_classes_that_follow() -> None:
-    """Ten classes of 100 images: before a client's last class it had fewer than a tenth of all."""
+    """Ten classes of 100 images: before a client's last class it had fewer than a tenth of all. The last
+    client is left out: it gets the image that is left where the others' shares were rounded down."""
     classes = np.repeat(np.arange(10), 100)
     for seed in range(20):
         dealt = drawn(f"lda-0.5-clients-10-seed-{seed}", classes)
-        for rows in np.split(classes[dealt.rows], dealt.offsets[1:-1]):
+        for rows in np.split(classes[dealt.rows], dealt.offsets[1:-1])[:-1]:
             assert np.count_nonzero(rows < rows.max()) < len(classes) / 10
 
 
