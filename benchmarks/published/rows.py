@@ -65,7 +65,7 @@ def read_row(name: str) -> Row:
         raise ValueError(f"there is no published row {name!r}: choose one of {', '.join(names())}")
     path = CONFIGS / f"{name}.yaml"
     said = _opening(path)
-    lacking = [word for word in WORDS if word not in said]
+    lacking = [word for word in (name, *WORDS) if word not in said]
     if lacking:
         raise ValueError(f"{path}: its opening comment has no line '# {lacking[0]}: ...'")
     published, accepted = _PUBLISHED.fullmatch(said["Published"]), _ACCEPTED.fullmatch(said["Accepted"])

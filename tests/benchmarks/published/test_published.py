@@ -194,7 +194,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(
     assert not list((tmp_path / "runs").iterdir())
 
 
-def put(folder: Path, seed: int, **scores: object) -> Path:
+def put(folder: Path, seed: int, /, **scores: object) -> Path:
     path = folder / f"made-seed{seed}.json"
     path.write_text(json.dumps({"row": "made", "seed": seed, **scores}))
     return path
