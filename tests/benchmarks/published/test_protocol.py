@@ -157,7 +157,7 @@ def test_rounds_are_those_of_a_plain_loop(algorithm: str, engine: str) -> None:
         allowed = 2 * gap(exact, moved) + 2 * math.sqrt(number * steps) * UNIT * gap(exact, zero)
         assert gap(mine, exact) <= allowed
         before = start if number == 1 else theirs[number - 2]
-        assert allowed < 0.01 * gap(exact, before), "what the test allows is small beside a round"
+        assert allowed < 0.02 * gap(exact, before), "what the test allows is small beside a round"
 
 
 def test_the_algorithms_differ_in_this_test() -> None:
