@@ -63,7 +63,7 @@ def trained(run: Run[Config]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]
     users = training_data(run, Store(), task)
     start = {name: p.detach().clone() for name, p in module.backbone.named_parameters()}
     algorithm = run.config.federated.chosen.start(
-        means(run, setup(run.config, module, users), lambda model: None)  # type: ignore[arg-type, return-value]
+        means(run, setup(run.config, module, users), lambda model: None)
     )
     state, after = algorithm.init(run.config.seed), []
     for number in range(ROUNDS):
@@ -112,13 +112,13 @@ def plain(
                         away = sum((p - at[name]).square().sum() for name, p in net.named_parameters())
                         loss = loss + MU / 2 * away
                     optimizer.zero_grad()
-                    loss.backward()
+                    torch.autograd.backward([loss])
                     optimizer.step()
                     steps += 1
                     if algorithm == "scaffold":
                         with torch.no_grad():
                             for name, p in net.named_parameters():
-                                p -= RATE * (c[name] - own[user][name])
+                                p.sub_(RATE * (c[name] - own[user][name]))
             assert steps == 2 * math.ceil(SIZES[user] / 64), "the last smaller batch is kept"
             moves.append({name: at[name] - p.detach() for name, p in net.named_parameters()})
             changes.append({name: moves[-1][name] / (steps * RATE) - c[name] for name in at})
@@ -156,14 +156,5 @@ def test_rounds_are_those_of_a_plain_loop(algorithm: str, engine: str) -> None:
     for number, (mine, exact, moved) in enumerate(zip(ours, theirs, wrong), 1):
         allowed = 2 * gap(exact, moved) + 2 * math.sqrt(number * steps) * UNIT * gap(exact, zero)
         assert gap(mine, exact) <= allowed
-        before = start if number == 1 else theirs[number - 2]
-        assert allowed < 0.02 * gap(exact, before), "what the test allows is small beside a round"
-
-
-def test_the_algorithms_differ_in_this_test() -> None:
-    run = VISION.parse([*read_row(ROWS["fedavg"]).words(0), *SMALL])
-    users = training_data(run, Store(), SingleLabel())
-    start = {name: p.detach() for name, p in lenet(10, 32).named_parameters()}
-    last = {algorithm: plain(start, users, algorithm)[-1] for algorithm in ROWS}
-    moved = gap(last["fedavg"], start)
-    assert all(gap(last[one], last["fedavg"]) > 1e-3 * moved for one in ROWS if one != "fedavg")
+    other = plain(start, users, "fedprox" if algorithm == "fedavg" else "fedavg")[-1]
+    assert gap(other, theirs[-1]) > allowed, "another algorithm would be seen"

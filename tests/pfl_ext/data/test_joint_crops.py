@@ -92,6 +92,6 @@ def test_a_mask_is_mirrored_with_its_image_and_boxes_are_refused() -> None:
     pixels = (cropped(images, crops, 32, padding="reflect")[:, 0] * 255).round().long()
     masks = masks_cropped(images[..., 0], crops, 32, outside=300, padding="reflect")
     assert torch.equal(masks.long(), pixels)
-    boxes = BoundingBoxes(torch.tensor([[1, 1, 5, 5]]), format="XYXY", canvas_size=(32, 32))  # type: ignore[call-arg]
+    boxes = BoundingBoxes(torch.tensor([[1, 1, 5, 5]]), format="XYXY", canvas_size=(32, 32))
     with pytest.raises(ValueError, match=r"boxes cannot be mirrored .*: set augment\.padding to zero"):
         cropped_together([boxes], [-1, 0, 32, 32, 0, 0], 32, padding="reflect")
