@@ -1,6 +1,6 @@
-"""How fast the compiled layers are beside torch's, on one core: a ResNet-18's layers, and a whole step.
+"""How fast the compiled layers are beside torch's, on one core: a network's layers, and a whole step.
 
-    python -m benchmarks.bench.cpu_kernels [--pixels 224 64 32] [--images 16 3] [--repeats 7]
+    python -m benchmarks.bench.cpu_kernels [--arch lenet] [--pixels 224 64 32] [--images 16 3] [--repeats 7]
 
 torch's layers have contiguous memory, in which they are fastest, and float32; ours both types, where the
 processor has arithmetic with half floats. All run in turn, and the least time of all repeats counts, so that
@@ -117,6 +117,7 @@ def step(
 def main(argv: Sequence[str]) -> None:
     """Measure and print."""
     parser = OneLineParser(prog="python -m benchmarks.bench.cpu_kernels", description=__doc__)
+    parser.add_argument("--arch", default="resnet18")
     parser.add_argument("--pixels", type=int, nargs="+", default=[224, 64, 32])
     parser.add_argument("--images", type=int, nargs="+", default=[16, 3])
     parser.add_argument("--repeats", type=int, default=7)
@@ -128,15 +129,16 @@ def main(argv: Sequence[str]) -> None:
         kernels = checked()
     except Unavailable as reason:
         raise ValueError(f"there is nothing to measure: {reason}") from reason
-    draw = torch.Generator().manual_seed(0)
-    theirs = build_backbone(ModelConfig("resnet18", init="keras"), LABELS, draw)
     row = BY_PROCESSOR["AVX512-FP16"] if kernels.has_halves else FLOAT32
-    ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
+    taken: dict[int, nn.Module] = {}
     print(f"{hardware()}; torch {torch.__version__}; commit {commit()}\n")
     names = ["ours", "ours in bf16"][: len(types(kernels))]
     print_row("pixels, images", "step by torch, ms", *(f"{name}, ms | ratio" for name in names))
     print_row(*["---"] * (2 + 2 * len(names)))
     for pixels in options.pixels:
+        config = ModelConfig(options.arch, pixels, init="keras")
+        theirs = build_backbone(config, LABELS, torch.Generator().manual_seed(0))
+        taken[pixels] = ours = CpuLayers(kernels, row).replaced(copy.deepcopy(theirs))
         for images in options.images:
             works = [step(theirs, images, pixels)]
             works += [step(ours, images, pixels, dtype) for dtype in types(kernels)]
@@ -149,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
     print_row(*["---"] * (5 + len(names)))
     for pixels in options.pixels:
         for images in options.images:
-            for key, (layer, count) in layers(ours, images, pixels).items():
+            for key, (layer, count) in layers(taken[pixels], images, pixels).items():
                 side = key[2]
                 times = layer_times(layer, images, side, options.repeats)
                 way = "Winograd" if layer.form.pays(images, side, side) else "direct"

@@ -183,12 +183,17 @@ class TapedNetwork:
                 layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
 
     def _forward(
-        self, layer: nn.Module, x: Tensor, relu: bool = False, added: Tensor | None = None
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        relu: bool = False,
+        added: Tensor | None = None,
+        pool: bool = False,
     ) -> Tensor:
         if joins(layer, x, added):
             out: Tensor = _Layer.apply(self._token, x, layer, self, relu, added)
             return out
-        return followed(_Layer.apply(self._token, x, layer, self, False, None), relu, added)
+        return followed(_Layer.apply(self._token, x, layer, self, False, None), relu, added, pool)
 
     def run(
         self,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.engine.cpu.build import Unavailable
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 """Of a compiled layer beside torch's, on float32 and on bfloat16 images; relative, in the norm."""
@@ -47,6 +47,19 @@ def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
             leaves = [t.float().clone().requires_grad_() for t in (x, weight)]
             y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
             expected += [y, *torch.autograd.grad(y, leaves, error.float())]
+    if dtype == torch.float32:
+        small, kernel = x[:, :3, :13], weight[:5, :3]
+        for after in (After(), After(relu=True), After(relu=True, pool=True)):
+            y, laid = kernels.few_channels(small, kernel, scale[:5], (1, 0), after)
+            error = e[:, :5, : y.shape[2], : y.shape[3]]
+            gradients = kernels.few_channels_backward(error, kernel, (1, 0), after, laid, (True, True))
+            found += [y, *(g for g in gradients if g is not None)]
+            with torch.enable_grad():
+                leaves = [t.clone().requires_grad_() for t in (small, kernel, scale[:5])]
+                y = F.conv2d(leaves[0], leaves[1], leaves[2], padding=(1, 0))
+                y = y.relu() if after.relu else y
+                y = F.max_pool2d(y, 2) if after.pool else y
+                expected += [y, *torch.autograd.grad(y, leaves, error)]
     for relu, added in ((False, None), (True, None), (True, torch.cos(x))):
         out, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5, relu, added)
         kept = None if added is None else out

@@ -1,4 +1,6 @@
-"""Sums and ReLUs that follow a compiled GroupNorm, done by it in the same pass.
+"""What follows a compiled layer, done by it in the same pass.
+
+After a GroupNorm these are sums and ReLUs, after a convolution of few channels ReLU and pooling.
 
 They are found in the network's graph, as torch.fx writes it down.
 """
@@ -37,13 +39,22 @@ class Joined(nn.Module):
         return self._run(self, *args, **kwargs)
 
 
+class Pooled(nn.MaxPool2d):
+    """A max-pooling of 2 x 2 positions that the convolution before it does."""
+
+    multiplied = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not list(m.children())
 
 
-def joined(network: nn.Module, norms: type[nn.Module]) -> nn.Module:
-    """The network with such norms doing the sums and ReLUs after them that nothing else sees.
+def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Module]) -> nn.Module:
+    """The network with such layers doing what comes after them, and nothing else sees, themselves.
 
     The network itself where there are none, or where its forward cannot be written down as a graph.
     """
@@ -69,7 +80,40 @@ def joined(network: nn.Module, norms: type[nn.Module]) -> nn.Module:
             for node in (*after[::-1], norm):
                 graph.erase_node(node)
             found = True
+    for convolution in [node for node in graph.nodes if kind(node) is convolutions]:
+        nodes = [convolution]
+        does: dict[str, Any] = {"relu": False, "pool": False}
+        while len(nodes[-1].users) == 1:
+            (following,) = nodes[-1].users
+            name = "relu" if kind(following) in RELUS else "pool" if _pools(following, layers) else None
+            if name is None or does[name]:
+                break
+            does[name] = True
+            nodes.append(following)
+        if len(nodes) > 1:
+            with graph.inserting_before(nodes[-1]):
+                call = graph.call_module(str(convolution.target), convolution.args, does)
+            nodes[-1].replace_all_uses_with(call)
+            for node in nodes[::-1]:
+                if kind(node) is nn.MaxPool2d:
+                    network.set_submodule(str(node.target), Pooled())
+                graph.erase_node(node)
+            found = True
     return Joined(network, graph) if found else network
+
+
+def _pools(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
+    """Whether this is a max-pooling of 2 x 2 positions."""
+    layer = layers[str(node.target)] if node.op == "call_module" else None
+    if type(layer) is not nn.MaxPool2d or layer.ceil_mode or layer.return_indices:
+        return False
+    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    return [2 * (size,) if isinstance(size, int) else tuple(size) for size in sizes] == [
+        (2, 2),
+        (2, 2),
+        (0, 0),
+        (1, 1),
+    ]
 
 
 def _plain_sum(node: fx.Node) -> bool:

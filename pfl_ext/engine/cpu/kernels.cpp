@@ -2,6 +2,7 @@
 // where `half` says so, bfloat16. Each function works over the n images on so many threads; torch has loaded the OpenMP
 // library, whose threads are shared with its own. All return 0, or 1 where there was no memory, but `has_halves`.
 
+#include "across.h"
 #include "direct.h"
 #include "group_norm.h"
 #include "winograd.h"
@@ -127,6 +128,34 @@ long group_norm_backward(const void* x, const void* y, const void* e, const floa
       one(at<I>(x, first, size), at<I>(y, first, size), at<I>(e, first, size), scale, shift, mean + first * g,
           rstd + first * g, at<I>(dx, first, size), at<I>(dz, first, size), dshift + first * c, dscale + first * c,
           last - first, positions, c, g);
+    });
+  });
+}
+long lanes() { return L; }
+long lay_images(const float* x, float* y, long, long, long count, long n, long rows, long size, long apart) {
+  lay_out(x, y, count, n, rows, size, apart);
+  return 0;
+}
+long few_channels(const float* x, const float* w, const float* bias, float* y, unsigned char* places, long threads,
+                  long, long n, long count, long c, long h, long width, long k, long high, long wide, long relu,
+                  long pool, long channel, long row, long column) {
+  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, pool != 0, {channel, row, column}};
+  return choose(0, 0, 0, [&](int) {
+    split(n / L, threads, [&](long first, long end, long) {
+      few_forward(x, w, bias, y, places, o, first * L, end * L);
+    });
+  });
+}
+long few_channels_backward(const float* x, const float* e, const float* y, const unsigned char* places, const float* w,
+                           float* dx, float* dw, long threads, long, long n, long count, long c, long h, long width,
+                           long k, long high, long wide, long relu, long pool, long channel, long row, long column,
+                           long e_channel, long e_row, long e_column) {
+  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, pool != 0, {channel, row, column}};
+  const Steps of_e = {e_channel, e_row, e_column};
+  const long size = k * high * wide * c;  // after dw stands db
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n / L, threads, dw, size + k, [&](long first, long end, float* own) {
+      few_backward(x, e, of_e, y, places, w, dx, own, own ? own + size : nullptr, o, first * L, end * L);
     });
   });
 }

@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "convolve_backward": (5, 12, 0),
     "group_norm": (7, 7, 1),
     "group_norm_backward": (11, 7, 0),
+    "lanes": (0, 0, 0),
+    "lay_images": (2, 7, 0),
+    "few_channels": (5, 15, 0),
+    "few_channels_backward": (7, 18, 0),
 }
 
 
@@ -67,6 +71,25 @@ class Form:
             (height + 2 * self.top - self.high) // self.stride + 1,
             (width + 2 * self.left - self.wide) // self.stride + 1,
         )
+
+
+class Laid(NamedTuple):
+    """What `CpuKernels.few_channels` leaves for its gradients."""
+
+    images: Tensor
+    """``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of whole vectors."""
+    out: Tensor | None = None
+    """``[K, H', W', N']``; not needed without ReLU."""
+    places: Tensor | None = None
+    """Of each output which of the four it is that were pooled, uint8; None where nothing was."""
+
+
+@dataclass(frozen=True)
+class After:
+    """What follows a convolution: ReLU, and the largest of each 2 x 2 positions."""
+
+    relu: bool = False
+    pool: bool = False
 
 
 class CpuKernels:
@@ -101,6 +124,7 @@ class CpuKernels:
             self._functions[name] = function
         self.has_halves = bool(self._functions["has_halves"]())
         """Whether the processor does arithmetic with half floats (AVX512-FP16), as the compiler knows it."""
+        self._lanes = int(self._functions["lanes"]())
 
     @cached_property
     def feature(self) -> Feature:
@@ -154,6 +178,71 @@ class CpuKernels:
             self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
         return dx, dw
 
+    def few_channels(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], after: After
+    ) -> tuple[Tensor, Laid]:
+        """``[N, C, H, W]`` by ``[K, C, high, wide]`` with stride 1 -> ``[N, K, H', W']``, and what follows.
+
+        Vectors go across images, so that no channels are needed to fill them. Float32.
+        """
+        images, weight = self.laid(x, *padding), _last(weight)
+        c, h, w, n = images.shape
+        k, _, high, wide = weight.shape
+        shape = [k, h - high + 1, w - wide + 1, n]
+        if after.pool:
+            shape[1:3] = [side // 2 for side in shape[1:3]]
+        out = torch.empty(shape)
+        places = torch.empty(shape, dtype=torch.uint8) if after.pool else None
+        sizes = (n, len(x), c, h, w, k, high, wide, after.relu, after.pool, *images.stride()[:3])
+        self._call("few_channels", (images, weight, bias, out, places), *sizes)
+        return out.permute(3, 0, 1, 2)[: len(x)], Laid(images, out, places)
+
+    def few_channels_backward(
+        self,
+        e: Tensor,
+        weight: Tensor,
+        padding: tuple[int, int],
+        after: After,
+        laid: Laid,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K, H', W']``, the output's: the gradients of ``x``, of weights and of bias.
+
+        ``wanted``: whether that of ``x``, and whether the others.
+        """
+        images, weight, e_laid = laid.images, _last(weight), self.laid(e)
+        c, h, w, n = images.shape
+        k, _, high, wide = weight.shape
+        both = torch.zeros(weight.numel() + k) if wanted[1] else None
+        dx = torch.empty_strided(images.shape, images.stride()) if wanted[0] else None
+        tensors = (images, e_laid, laid.out, laid.places, weight, dx, both)
+        sizes = (n, len(e), c, h, w, k, high, wide, after.relu, after.pool)
+        steps = (*images.stride()[:3], *e_laid.stride()[:3])
+        self._call("few_channels_backward", tensors, *sizes, *steps)
+        dw = None if both is None else both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2)
+        if dx is not None:
+            (top, left), dx = padding, dx.permute(3, 0, 1, 2)[: len(e)]
+            dx = dx[:, :, top : h - top, left : w - left]
+        return dx, dw, None if both is None else both[-k:]
+
+    def laid(self, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
+        """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`, as it is where it is laid so."""
+        x = x.detach()
+        n, c, h, w = x.shape
+        most = -(-n // self._lanes) * self._lanes
+        if not (top or left):
+            room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+            if x.stride() == (1, h * w * most, w * most, most) and room >= c * h * w * most:
+                return x.as_strided((c, h, w, most), (h * w * most, w * most, most, 1))
+            if x.is_contiguous():
+                out = torch.empty(c, h, w, most)
+                self._call("lay_images", (x, out), n, most, 1, c * h * w, 0)
+                return out
+        x, wide = _last(x), w + 2 * left
+        out = (torch.zeros if top or left else torch.empty)(h + 2 * top, wide, c, most)
+        self._call("lay_images", (x, out[top:, left:]), n, most, h, w * c, wide * c)
+        return out.permute(2, 0, 1, 3)
+
     def group_norm(
         self,
         x: Tensor,
@@ -173,7 +262,7 @@ class CpuKernels:
         (n, c, h, w), out = x.shape, torch.empty_like(x)
         mean, rstd = torch.empty(n, groups), torch.empty(n, groups)
         tensors = (x, added, weight, bias, out, mean, rstd)
-        self._call("group_norm", tensors, n, h * w, c, groups, _after(relu, added), eps)
+        self._call("group_norm", tensors, n, h * w, c, groups, _following(relu, added), eps)
         return out, mean, rstd
 
     def group_norm_backward(
@@ -197,11 +286,11 @@ class CpuKernels:
         scale, shift = torch.empty(n, c), torch.empty(n, c)
         dz = None if out is None else torch.empty_like(x)
         tensors = (x, out, e, weight, bias, mean, rstd, dx, dz, shift, scale)
-        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1], _after(relu, out))
+        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1], _following(relu, out))
         return dx, scale, shift, dz
 
 
-def _after(relu: bool, added: Tensor | None) -> int:
+def _following(relu: bool, added: Tensor | None) -> int:
     assert relu or added is None
     return 0 if not relu else 1 if added is None else 2
 

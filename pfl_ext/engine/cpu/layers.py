@@ -6,17 +6,22 @@ Shape letters: N images, C channels in, K channels out, H and W positions.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
 from pfl_ext.engine.cpu.joining import joined
-from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
-from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form, Laid
+from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
+
+FEW, LARGEST_SIDE = 16, 64
+"""Channels, in or out, below which a convolution is `FewChannels`; a side beyond which images, whose places a
+vector holds side by side, would not stay in the cache."""
 
 
 class Convolution(nn.Conv2d):
@@ -64,6 +69,52 @@ class Convolution(nn.Conv2d):
         return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
 
 
+class FewChannels(nn.Conv2d):
+    """A convolution of few channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
+
+    Its weights are another's. Where torch's autocast is on, torch computes it.
+    """
+
+    multiplied = torch.float32
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
+        super().__init__(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            padding=layer.padding,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
+        plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
+        return plain and max(x.shape[2:]) <= LARGEST_SIDE and not torch.is_autocast_enabled("cpu")
+
+    def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
+        if not self.takes(x):
+            return followed(super().forward(x), relu, None, pool)
+        out: Tensor = _Few.apply(x, self.weight, self.bias, self, After(relu, pool))
+        return out
+
+    def gradients(
+        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K, H', W']``, the convolution's gradient: those of ``x`` and the weights."""
+        laid = Laid(self.kernels.laid(x, *self.sides))
+        return self.kernels.few_channels_backward(e, self.weight, self.sides, After(), laid, wanted)[:2]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The padding above and to the left."""
+        assert not isinstance(self.padding, str)
+        top, left = self.padding
+        return top, left
+
+
 class GroupNorm(nn.GroupNorm):
     """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU.
 
@@ -104,10 +155,11 @@ class GroupNorm(nn.GroupNorm):
         return self.kernels.group_norm_backward(x, e, self.weight, self.bias, mean, rstd, ctx.relu, *out)
 
 
-def followed(x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
-    """What comes after a norm, by torch."""
+def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
+    """What comes after a norm or a convolution, by torch."""
     x = x if added is None else x + added
-    return x.relu() if relu else x
+    x = x.relu() if relu else x
+    return F.max_pool2d(x, 2) if pool else x
 
 
 def taken(x: Tensor) -> bool:
@@ -132,6 +184,26 @@ class _Convolve(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
+
+
+class _Few(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
+    ) -> Tensor:
+        out, laid = layer.kernels.few_channels(x, weight, bias, layer.sides, after)
+        ctx.save_for_backward(weight, *laid)
+        ctx.layer, ctx.after = layer, after
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *laid = ctx.saved_tensors
+        layer, wanted = ctx.layer, ctx.needs_input_grad
+        dx, dw, db = layer.kernels.few_channels_backward(
+            e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
+        )
+        return dx, dw, db if wanted[2] else None, None, None
 
 
 class _Normalise(torch.autograd.Function):
@@ -172,30 +244,37 @@ class CpuLayers(NamedTuple):
         It shares parameters and all other layers with ``network``, which is of no further use.
         """
         network.to(memory_format=torch.channels_last)
+        normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
         for name, layer in list(network.named_modules()):
             kind = kind_of(layer)
             if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
                 continue
+            if few(layer) and normed:  # a norm would have the images in channels-last memory again
+                continue
             multiplied = self.row.way(kind).format
-            assert isinstance(layer, nn.Conv2d | nn.GroupNorm)
-            make = Convolution if isinstance(layer, nn.Conv2d) else GroupNorm
-            made = make(layer, self.kernels, multiplied)  # type: ignore[arg-type]
+            made: nn.Module
+            if isinstance(layer, nn.GroupNorm):
+                made = GroupNorm(layer, self.kernels, multiplied)
+            elif few(layer):  # by torch in bfloat16
+                made = FewChannels(layer, self.kernels)
+            else:
+                made = Convolution(layer, self.kernels, multiplied)
             if layer is network:
                 return made
             network.set_submodule(name, made)
-        return joined(network, GroupNorm)
+        return joined(network, GroupNorm, FewChannels)
 
 
 def gains(network: nn.Module) -> bool:
     """Whether `CpuLayers.replaced` makes a network faster: by a compiled layer, or by channels-last memory.
 
     In that memory torch's convolutions and pooling are faster (by a tenth of a step of `cifar_cnn`), but its
-    GroupNorm is slower.
+    GroupNorm is slower: where nothing but convolutions of few channels is compiled, the norms decide.
     """
     layers = list(network.modules())
     norms = any(isinstance(layer, nn.GroupNorm) for layer in layers)
     convolutions = any(isinstance(layer, nn.Conv2d) for layer in layers)
-    return any(map(compilable, layers)) or (convolutions and not norms)
+    return any(compilable(layer) and not few(layer) for layer in layers) or (convolutions and not norms)
 
 
 def layers_for(kernels: CpuKernels | None, precision: torch.dtype | None) -> CpuLayers | None:
@@ -207,8 +286,22 @@ def compilable(layer: nn.Module) -> bool:
     """Whether there is a module of here that does what this layer of torch's does."""
     if type(layer) is nn.GroupNorm:
         return layer.affine and layer.num_channels % CHANNELS == 0
+    if few(layer):
+        return True
+    if not _plain(layer):
+        return False
+    small = max(layer.kernel_size) <= 3  # torch is faster with larger ones
+    return small and layer.in_channels % CHANNELS == 0 and layer.out_channels % CHANNELS == 0
+
+
+def few(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a convolution has so few channels that vectors are better filled with images."""
+    if not _plain(layer) or layer.stride != (1, 1) or layer.kernel_size == (1, 1):
+        return False
+    return min(layer.in_channels, layer.out_channels) < FEW
+
+
+def _plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
-    plain = layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]
-    small = max(layer.kernel_size) <= 3  # torch is faster with larger ones, and with few channels
-    return plain and small and layer.in_channels % CHANNELS == 0 and layer.out_channels % CHANNELS == 0
+    return layer.groups == 1 and layer.dilation == (1, 1) and layer.stride[0] == layer.stride[1]

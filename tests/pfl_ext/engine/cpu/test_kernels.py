@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pfl_ext.engine.cpu import kernels as cpu_kernels
-from pfl_ext.engine.cpu.kernels import Form
+from pfl_ext.engine.cpu.kernels import After, Form
 from tests.pfl_ext.engine.cpu.roundings import (
     ALIKE,
     BFLOAT16,
@@ -90,6 +91,87 @@ def test_a_convolution_and_its_gradients_are_torchs(
     assert torch.equal(only_x[0], ours[0])  # type: ignore[arg-type]
     assert only_w[1] is not None
     assert torch.equal(only_w[1], ours[1])  # type: ignore[arg-type]
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 35),
+    size=st.tuples(*[st.integers(1, 11)] * 2),
+    channels=st.tuples(st.integers(1, 9), st.integers(1, 14)),
+    kernel=st.tuples(*[st.integers(1, 6)] * 2),
+    padding=st.tuples(*[st.integers(0, 2)] * 2),
+    after=st.builds(After, st.booleans(), st.booleans()),
+    bias=st.booleans(),
+    laid=st.booleans(),
+    count=st.sampled_from([1, 2]),
+)
+def test_a_convolution_of_few_channels_and_what_follows_it_are_torchs(
+    n: int,
+    size: tuple[int, int],
+    channels: tuple[int, int],
+    kernel: tuple[int, int],
+    padding: tuple[int, int],
+    after: After,
+    bias: bool,
+    laid: bool,
+    count: int,
+) -> None:
+    assert KERNELS is not None
+    size = tuple(max(a, b - 2 * p + after.pool) for a, b, p in zip(size, kernel, padding))  # type: ignore[assignment]
+    draw = torch.Generator().manual_seed(n)
+
+    def whole(*shape: int) -> Tensor:  # whole numbers, whose sums nothing rounds, and some of which are alike
+        return torch.randint(-4, 5, shape, generator=draw).float()
+
+    x, weight = whole(n, channels[0], *size), whole(channels[1], channels[0], *kernel)
+    shift = whole(channels[1]) if bias else None
+    with torch.enable_grad():
+        leaves = [t.double().requires_grad_() for t in (x, weight, *([] if shift is None else [shift]))]
+        theirs = F.conv2d(leaves[0], leaves[1], leaves[2] if bias else None, padding=padding)
+        theirs = theirs.relu() if after.relu else theirs
+        theirs = F.max_pool2d(theirs, 2) if after.pool else theirs
+        e = whole(*theirs.shape)
+        gradients = torch.autograd.grad(theirs, leaves, e.double())
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        images = KERNELS.laid(x).permute(3, 0, 1, 2)[:n] if laid else x
+        ours, kept = KERNELS.few_channels(images, weight, shift, padding, after)
+        signals = KERNELS.laid(e).permute(3, 0, 1, 2)[:n] if laid else e
+        found = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (True, True))
+        only_x = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (True, False))
+        only_w = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (False, True))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(ours.double(), theirs)
+    for mine, right in zip(found, gradients):
+        assert mine is not None
+        assert torch.equal(mine.double(), right)
+    assert only_x[1] is only_x[2] is only_w[0] is None
+    assert torch.equal(only_x[0], found[0])  # type: ignore[arg-type]
+    assert torch.equal(only_w[1], found[1])  # type: ignore[arg-type]
+
+
+@compiled
+def test_what_stands_beside_the_images_of_a_vector_is_of_no_effect() -> None:
+    assert KERNELS is not None
+    draw = torch.Generator().manual_seed(1)
+    weight, after = torch.randn(4, 3, 3, 3, generator=draw), After(relu=True, pool=True)
+    most = torch.full((3, 8, 8, 64), torch.nan)
+    most[..., :5] = torch.randn(3, 8, 8, 5, generator=draw)
+    outcomes = []
+    for x in (most.permute(3, 0, 1, 2)[:5], most[..., :5].permute(3, 0, 1, 2).contiguous()):
+        out, laid = KERNELS.few_channels(x, weight, None, (0, 0), after)
+        e = torch.full((4, 3, 3, 64), torch.nan)
+        e[..., :5] = torch.cos(torch.arange(180.0)).view(4, 3, 3, 5)
+        signals = e.permute(3, 0, 1, 2)[:5]
+        outcomes.append(
+            (out, *KERNELS.few_channels_backward(signals, weight, (0, 0), after, laid, (True, True)))
+        )
+    for with_more, alone in zip(*outcomes):
+        assert torch.equal(with_more, alone)
+        assert with_more.isfinite().all()
 
 
 @with_halves

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu import kernels as cpu_kernels
-from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
+from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32, described
 from pfl_ext.engine.cpu.kernels import CpuKernels
-from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, GroupNorm, kernels_for
+from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, FewChannels, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.tasks.multi_label import MultiLabel
@@ -57,7 +57,7 @@ def test_in_bfloat16_a_networks_gradients_err_as_much_as_torchs(norm: str) -> No
 
 
 @compiled
-@pytest.mark.parametrize("channels", [(3, 64), (31, 32), (32, 33)])
+@pytest.mark.parametrize("channels", [(16, 64), (31, 32), (32, 33)])
 def test_a_convolution_of_other_channels_is_torchs(channels: tuple[int, int]) -> None:
     assert KERNELS is not None
     theirs = nn.Conv2d(*channels, 3)
@@ -120,6 +120,62 @@ def test_a_network_taken_over_computes_the_same(norm: str) -> None:
     assert diverged.isnan().all(), "what has diverged must show"
 
 
+@compiled
+@pytest.mark.parametrize("arch", ["lenet", "cifar_cnn"])
+def test_a_network_of_few_channels_taken_over_computes_the_same(arch: str) -> None:
+    theirs = build_backbone(ModelConfig(arch, 32), 10, torch.Generator().manual_seed(5))
+    assert KERNELS is not None
+    ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    taken = [name for name, layer in ours.named_modules() if isinstance(layer, FewChannels)]
+    assert taken == (["conv1", "conv2"] if arch == "lenet" else ["conv1"])
+    seen: list[nn.Module] = []
+    for layer in ours.modules():
+        if isinstance(layer, nn.ReLU | nn.MaxPool2d):
+            layer.register_forward_hook(lambda layer, *_: seen.append(layer))
+    x = torch.randn(19, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert_same(ours, theirs, x)
+    seen.clear()
+    with torch.no_grad():
+        ours(x)
+        assert len(seen) == (2 if arch == "lenet" else 4), "what follows a taken convolution is done by it"
+        diverged = ours(torch.full_like(x, torch.nan))
+    assert diverged.isnan().all(), "what has diverged must show"
+    said = "compiled float32" if arch == "lenet" else "compiled float32 (1) and torch (1)"
+    assert (
+        described(ours, None) == f"float32: other convolutions by {said}, pooling by {said}, linear by torch"
+    )
+
+
+class OddlyFollowed(nn.Module):
+    """ReLUs and poolings that may not be joined to the convolutions before them, or only in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.third, self.fourth, self.fifth = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.overlapping, self.rounded = nn.MaxPool2d(2, 1), nn.MaxPool2d(2, ceil_mode=True)
+        self.wide, self.plain = nn.MaxPool2d(3), nn.MaxPool2d((2, 2), padding=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.overlapping(self.first(x).relu())
+        b = self.second(a)
+        c = b.relu() + b
+        d = self.rounded(self.third(c)).relu()
+        e = self.plain(self.plain(self.fourth(d)))
+        return torch.tanh(self.wide(F.relu(self.fifth(e).relu())))
+
+
+@compiled
+def test_what_must_not_be_joined_to_a_convolution_is_not() -> None:
+    assert KERNELS is not None
+    theirs = OddlyFollowed()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, 0.1, 0.5, generator=torch.Generator().manual_seed(3))
+    ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
+    assert_same(ours, theirs, torch.randn(2, 3, 27, 27, generator=torch.Generator().manual_seed(1)))
+
+
 class Odd(nn.Module):
     """Sums and ReLUs after norms that may not be joined to them, or only with care."""
 
@@ -176,7 +232,8 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
         nn.Conv2d(32, 32, 3, stride=(1, 2)),
         nn.Conv2d(32, 32, 5),
         nn.Conv2d(48, 32, 3),
-        nn.Conv2d(3, 24, 3),
+        nn.Conv2d(3, 24, 3, stride=2),
+        nn.Conv2d(3, 24, 1),
         nn.GroupNorm(2, 24),
     )
     before = [type(layer) for layer in odd]
@@ -211,6 +268,47 @@ def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
     assert "convolve_backward" in calls
     assert "group_norm_backward" in calls
     without = setting.run(True, lanes=lanes, cpu_kernels=False)[0]
+    assert 0 < distance(without, theirs) <= allowed
+
+
+def narrow_backbone() -> nn.Module:
+    """With convolutions of few channels, taped, trimmed and not."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 20, 3, padding=1, bias=False),
+        nn.MaxPool2d(2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(20, 7, (3, 1), padding=(1, 0)),
+        nn.Flatten(),
+        nn.Linear(28, 5),
+    )
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    return net
+
+
+@compiled
+@pytest.mark.parametrize("clipping", ["none", "global", "variable"])
+def test_a_cohort_trained_by_convolutions_of_few_channels_is_that_of_pfls_loop(
+    clipping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    call = CpuKernels._call
+
+    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
+        calls.append(name)
+        call(self, name, *rest)
+
+    monkeypatch.setattr(CpuKernels, "_call", counted)
+    setting = Setting([1, 2, 9, 5, 20], learning_rate=0.1, backbone=narrow_backbone, momentum=0.6)
+    setting.clipping, setting.max_norm = clipping, 0.3
+    theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]
+    assert calls.count("few_channels_backward") > 0
+    allowed = rounding_of(setting)
+    assert distance(ours, theirs) <= allowed
+    without = setting.run(True, lanes=2, cpu_kernels=False)[0]
     assert 0 < distance(without, theirs) <= allowed
 
 
