@@ -150,6 +150,7 @@ class CpuKernels:
     def convolution(self, x: Tensor, weight: Tensor, form: Form) -> Tensor:
         """``[N, C, H, W]`` by ``[K, C, high, wide]`` -> ``[N, K, H', W']``."""
         (n, c, h, w), k = x.shape, len(weight)
+        assert c % CHANNELS == k % CHANNELS == 0, "other channels would be read beyond their end"
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             return self.convolution(x.float(), weight, form).to(x.dtype)
         x, weight = _last(x), _last(weight)
@@ -166,6 +167,7 @@ class CpuKernels:
         """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
         (n, c, h, w), k = x.shape, len(weight)
         assert x.dtype == e.dtype
+        assert c % CHANNELS == k % CHANNELS == 0, "other channels would be read beyond their end"
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             dx, dw = self.convolution_backward(x.float(), e.float(), weight, form, wanted)
             return None if dx is None else dx.to(x.dtype), dw
