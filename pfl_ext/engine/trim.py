@@ -63,7 +63,7 @@ class Trimmed:
             self._sides[f"{name}.weight"] = sides
             self.model.set_submodule(name, _cut(layer, sides))
         if layers is not None:
-            self.model.backbone = layers.replaced(self.model.backbone)
+            self.model.backbone = layers.replaced(self.model.backbone, central.input_size)
         elif on_gpu:
             self.model.to(memory_format=torch.channels_last)
 

@@ -238,10 +238,11 @@ class CpuLayers(NamedTuple):
     kernels: CpuKernels
     row: Row
 
-    def replaced(self, network: nn.Module) -> nn.Module:
+    def replaced(self, network: nn.Module, side: int = 0) -> nn.Module:
         """The network in channels-last memory, with modules of here for the layers that the row has compiled.
 
-        It shares parameters and all other layers with ``network``, which is of no further use.
+        It shares parameters and all other layers with ``network``, which is of no further use. ``side``: of
+        its images, in pixels.
         """
         network.to(memory_format=torch.channels_last)
         normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
@@ -249,7 +250,8 @@ class CpuLayers(NamedTuple):
             kind = kind_of(layer)
             if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
                 continue
-            if few(layer) and normed:  # a norm would have the images in channels-last memory again
+            # a norm would have the images in channels-last memory again
+            if few(layer) and (normed or side > LARGEST_SIDE):
                 continue
             multiplied = self.row.way(kind).format
             made: nn.Module

@@ -147,6 +147,14 @@ def test_a_network_of_few_channels_taken_over_computes_the_same(arch: str) -> No
     )
 
 
+@compiled
+def test_large_images_are_not_said_to_go_by_convolutions_of_few_channels() -> None:
+    assert KERNELS is not None
+    layers = CpuLayers(KERNELS, FLOAT32)
+    assert type(layers.replaced(nn.Conv2d(3, 64, 3), 64)) is FewChannels
+    assert type(layers.replaced(nn.Conv2d(3, 64, 3), 65)) is nn.Conv2d
+
+
 class OddlyFollowed(nn.Module):
     """ReLUs and poolings that may not be joined to the convolutions before them, or only in part."""
 
