@@ -161,16 +161,16 @@ def test_a_new_partition_is_drawn_by_its_name_and_trained_on(
     write_parquet(CIFAR10, tmp_path / "in")
     path, source = tmp_path / "cifar.hdf5", ["--source", str(tmp_path / "in"), "--splits", "none"]
     size = ["--clients", "5", "--images_per_client", "12"]
-    assert make(CIFAR10, path, *source, *size, "--partition", "shards=2, dirichlet-total=0.3") == 0
-    assert "partition shards-2-seed-0: 5 users" in capsys.readouterr().err
+    assert make(CIFAR10, path, *source, *size, "--partition", "power=2, dirichlet-total=0.3") == 0
+    assert "partition power-2-seed-0: 5 users" in capsys.readouterr().err
     with DataFile(path) as file:
-        split = SingleLabelView(file, "shards-2-seed-0").split("train")
-        by_user = np.split(split.classes, split.user_offsets[1:-1])
-        assert np.mean([len(np.unique(classes)) for classes in by_user]) < 5
+        split = SingleLabelView(file, "power-2-seed-0").split("train")
+        shares = np.diff(split.user_offsets) / split.num_images
+        np.testing.assert_allclose(shares, np.array([1, 4, 9, 16, 25]) / 55, atol=1 / split.num_images)
         assert sorted(split.file_rows.tolist()) == list(range(split.num_images))
-        drawn = file.provenance["drawn"]["shards-2-seed-0"]
-        assert drawn == {"kind": "shards", "number": 2, "seed": 0}
-    for asked, message in (("shard=2", "give any of dirichlet-per-class=NUMBER, "), ("shards=x", "shards=1")):
+        drawn = file.provenance["drawn"]["power-2-seed-0"]
+        assert drawn == {"kind": "power", "number": 2, "seed": 0}
+    for asked, message in (("powers=2", "lda-legacy=NUMBER, power=NUMBER, "), ("power=x", "power=1")):
         assert make(CIFAR10, tmp_path / "other.hdf5", *source, "--partition", asked) == 2
         assert message in error_line(capsys)
 

@@ -9,8 +9,10 @@ a data set's command then makes it, and the file of the data set holds it as ``n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dataset.files import import_all
 from dataset.store.annotations import IntArray
@@ -141,6 +143,13 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
                 limit = f"up to {MAX_NUMBER:g}"
             raise ValueError(f"--{option} is {text!r}; give numbers {limit}")
         yield name, abs(number)  # -0 is 0
+
+
+def of_parts(parts: Sequence[IntArray]) -> PartitionIndex:
+    """The partition whose client i has the rows ``parts[i]``, in order."""
+    offsets = np.cumsum([0, *map(len, parts)]).astype(np.int64)
+    rows = np.concatenate([np.sort(part) for part in parts])
+    return PartitionIndex([str(client) for client in range(len(parts))], rows, offsets)
 
 
 def whole(number: float, kind: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dataset.partitions.drawn import Drawing, drawn
+from dataset.partitions.drawn import Drawing, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 
@@ -19,6 +19,4 @@ def iid(drawing: Drawing, _: float) -> PartitionIndex:
     if clients > num_images:
         raise ValueError(f"{clients} clients cannot be had of {num_images:,} images")
     order = np.random.default_rng(drawing.seed).permutation(num_images)
-    parts = [np.sort(part) for part in np.array_split(order, clients)]
-    offsets = np.cumsum([0, *map(len, parts)]).astype(np.int64)
-    return PartitionIndex([str(client) for client in range(clients)], np.concatenate(parts), offsets)
+    return of_parts(np.array_split(order, clients))

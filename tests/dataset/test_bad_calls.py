@@ -19,7 +19,7 @@ from dataset.cli import run
 from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
-from dataset.partitions import statistics as partition_statistics
+from dataset.partitions import __main__ as partitions
 from dataset.store import probe, validate
 from tests.bad_calls import check_refused
 from tests.dataset.cifar10.made_cifar import CIFAR10
@@ -29,7 +29,7 @@ from tests.dataset.store.test_hdf5 import write
 
 MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "hdf5": validate.main,
-    "statistics": partition_statistics.main,
+    "partitions": partitions.main,
     "mini": mini.main,
     "flair": download_preprocess.main,
     "cifar10": cifar10.main,
@@ -52,16 +52,16 @@ BAD = [
     ("hdf5", "cut.hdf5", "cut.hdf5 is truncated"),
     ("hdf5", "good.hdf5 another", "unrecognized arguments: another"),
     ("hdf5", "good.hdf5 --fast", "unrecognized arguments: --fast"),
-    ("statistics", "", "required: file"),
-    ("statistics", "nowhere", "no file nowhere"),
-    ("statistics", "folder", "no file folder"),
-    ("statistics", "text", "text is not an HDF5 file"),
-    ("statistics", "cut.hdf5", "cut.hdf5 is truncated"),
-    ("statistics", "good.hdf5 --taxonomy=colours", "'colours' is not an annotation"),
-    ("statistics", "good.hdf5 --output_dir=text", "--output_dir text: text is a file, not a folder"),
-    ("statistics", "good.hdf5 --output_dir=text/below", "--output_dir text/below: text is a file"),
-    ("statistics", "good.hdf5 --output_dir=/proc/below", "--output_dir /proc/below cannot be written"),
-    ("statistics", "good.hdf5 --output_dir=", "--output_dir is empty"),
+    ("partitions", "", "required: file"),
+    ("partitions", "nowhere", "no file nowhere"),
+    ("partitions", "folder", "no file folder"),
+    ("partitions", "text", "text is not an HDF5 file"),
+    ("partitions", "cut.hdf5", "cut.hdf5 is truncated"),
+    ("partitions", "good.hdf5 --taxonomy=colours", "'colours' is not an annotation"),
+    ("partitions", "good.hdf5 --output_dir=text", "--output_dir text: text is a file, not a folder"),
+    ("partitions", "good.hdf5 --output_dir=text/below", "--output_dir text/below: text is a file"),
+    ("partitions", "good.hdf5 --output_dir=/proc/below", "--output_dir /proc/below cannot be written"),
+    ("partitions", "good.hdf5 --output_dir=", "--output_dir is empty"),
     ("mini", "", "required: --output_file"),
     ("mini", f"{OUT} --train_users=0", "train_users is 0; give 1 to"),
     ("mini", f"{OUT} --train_users=-3", "train_users is -3"),
@@ -139,8 +139,8 @@ BAD = [
     ("cifar10", f"{CIFAR} --dirichlet_total=,", "--dirichlet_total is ',', which names none: leave it out"),
     (
         "cifar10",
-        f"{CIFAR} --partition=shards=2",
-        "--partition is 'shards=2': give any of dirichlet-per-class=",
+        f"{CIFAR} --partition=power=2",
+        "--partition is 'power=2': give any of classes=NUMBER, ",
     ),
     (
         "cifar10",
@@ -160,7 +160,7 @@ BAD = [
     (
         "cifar10",
         f"{CIFAR} --partition=dirichlet-total=1,dirichlet=2",
-        "give any of dirichlet-per-class=NUMBER",
+        "give any of classes=NUMBER",
     ),
     ("cifar10", f"{CIFAR} --partition=0.3", "--partition is '0.3': give any of"),
     ("cifar10", f"{CIFAR} --partition=,", "--partition is ',', which names none: leave it out"),
@@ -244,7 +244,7 @@ def test_the_corrected_calls_work(place: Path) -> None:
         ("flair", f"{FLAIR} --overwrite"),
         ("cifar10", f"{CIFAR} --overwrite"),
         ("hdf5", "out.hdf5"),
-        ("statistics", "good.hdf5"),
+        ("partitions", "good.hdf5"),
     ]
     for command, words in corrected:
         assert run(MAIN[command], words.split()) == 0

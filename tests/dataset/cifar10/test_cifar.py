@@ -25,7 +25,7 @@ from dataset.cifar10.source import Cifar
 from dataset.cli import run
 from dataset.fetch import http
 from dataset.fetch.http import Patience
-from dataset.partitions import statistics as partition_statistics
+from dataset.partitions import __main__ as partitions
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import main as describe
 from dataset.store.validate import validate
@@ -143,7 +143,7 @@ def test_our_own_partitions_say_what_alpha_counts(tmp_path: Path, capsys: pytest
         assert file.provenance["dirichlet"][names[0]] == {"alpha": 0.3, "alpha_is": "per-class", "seed": 7}
     assert run(describe, [str(path)]) == 0
     described = capsys.readouterr().out
-    assert run(partition_statistics.main, [str(path)]) == 0
+    assert run(partitions.main, [str(path)]) == 0
     compared = capsys.readouterr().out
     for text in (made, described, compared):
         assert "alpha 0.3 is per class (as in Flower, FedML, pfl); the total over the 10 classes" in text

@@ -12,7 +12,7 @@ import pytest
 from dataset.cifar10 import preprocess
 from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.cli import run
-from dataset.partitions.statistics import main as statistics
+from dataset.partitions.__main__ import main as statistics
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import main as describe
 from dataset.store.views import LabelSetView, SingleLabelView

@@ -1,0 +1,68 @@
+"""Clients of different sizes whose images are all drawn alike (quantity skew).
+
+``quantity-dirichlet``: the shares of the images are drawn from Dir(beta, ..., beta), again while a client has
+fewer than ten images (Li, Diao, Chen and He, NIID-Bench, arXiv 2102.02079, Section IV-C). ``quantity-linear``
+and ``quantity-exponential``: client i has images in proportion to i + 1, or to exp(rate i), as by Flower's
+LinearPartitioner and ExponentialPartitioner (rate 1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES
+from dataset.partitions.drawn import Drawing, drawn, of_parts
+from dataset.store.index import PartitionIndex
+
+
+@drawn("quantity-dirichlet")
+def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
+    """``beta``: the parameter of each client; the smaller it is, the more sizes differ.
+
+    Raises:
+        ValueError: for a beta that is not above 0, and where no try gives each client enough images.
+    """
+    clients, num_images = drawing.num_clients, len(drawing.classes)
+    if not beta > 0:
+        raise ValueError(f"the parameter of a Dirichlet distribution is {beta:g}; give a number above 0")
+    if clients * LEAST_IMAGES > num_images:
+        raise ValueError(f"{clients} clients of {LEAST_IMAGES} images cannot be had of {num_images:,} images")
+    rng = np.random.default_rng(drawing.seed)
+    order = rng.permutation(num_images)
+    for _ in range(MAX_TRIES):
+        parts = _cut(order, rng.dirichlet(np.repeat(beta, clients)))
+        if min(map(len, parts)) >= LEAST_IMAGES:
+            return of_parts(parts)
+    raise ValueError(
+        f"in {MAX_TRIES} tries no Dir({beta:g}) gave each of {clients} clients {LEAST_IMAGES} images: ask "
+        "for fewer clients or a larger parameter"
+    )
+
+
+@drawn("quantity-linear", numbered=False)
+def linear(drawing: Drawing, _: float) -> PartitionIndex:
+    """Raises ValueError where a client would have no image."""
+    return _in_proportion(drawing, np.arange(1.0, drawing.num_clients + 1))
+
+
+@drawn("quantity-exponential")
+def exponential(drawing: Drawing, rate: float) -> PartitionIndex:
+    """``rate``: the logarithm of a client's size over that of the one before; ValueError as `linear`."""
+    return _in_proportion(drawing, np.exp(rate * np.arange(1 - drawing.num_clients, 1.0)))
+
+
+def _in_proportion(drawing: Drawing, sizes: npt.NDArray[np.float64]) -> PartitionIndex:
+    order = np.random.default_rng(drawing.seed).permutation(len(drawing.classes))
+    parts = _cut(order, sizes / sizes.sum())
+    if not all(map(len, parts)):
+        few = min(range(len(parts)), key=lambda client: len(parts[client]))
+        raise ValueError(
+            f"client {few} of {len(parts)} would have no image of the {len(order):,}: ask for fewer "
+            "clients or for sizes that differ less"
+        )
+    return of_parts(parts)
+
+
+def _cut(order: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> list[npt.NDArray[np.int64]]:
+    return np.split(order, (np.cumsum(shares)[:-1] * len(order)).astype(np.int64))
