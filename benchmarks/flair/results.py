@@ -83,7 +83,8 @@ def _personalisation(config: Config) -> Personalisation:
         field.name: getattr(config.personal, field.name) for field in dataclasses.fields(config.personal)
     }
     batches = BatchConfig(num_epochs=fields.pop("num_epochs"), batch_size=fields.pop("batch_size"))
-    return Personalisation(LocalSampling.of(batches, config.augment, config.model.input_size), **fields)
+    sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.model.dropout)
+    return Personalisation(sampling, **fields)
 
 
 def _personal_tree(config: Config, scores: PersonalScores) -> tuple[Tree, Tree]:

@@ -1,30 +1,24 @@
 """How unequal the users of a single-label data set are, for each way of dealing its images to users.
 
-    python -m dataset.partitions.statistics F [--output_dir D] [--taxonomy labels]
-
-Prints a line for each; with --output_dir also writes ``statistics.json`` and the figures of
-`dataset.partitions.figures`. The distance of a client's class distribution q_k to the population's p is the
-L1 norm, in [0, 2], which Hsu, Qi and Brown (Section 6.1) call the earth mover's distance (EMD).
+The distance of a client's class distribution q_k to the population's p is the L1 norm, in [0, 2], which Hsu,
+Qi and Brown (Section 6.1) call the earth mover's distance (EMD). ``python -m dataset.partitions`` prints and
+draws what is measured here.
 
 Shape letters: U clients, N images, K classes.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from tabulate import tabulate
 
-from dataset.cli import OneLineParser, output_folder, run
-from dataset.files import write_json
-from dataset.store import probe
 from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
+from dataset.store.index import PartitionIndex
 from dataset.store.views import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"
@@ -108,16 +102,27 @@ def mean_emd(distance: Floats, sizes: IntArray) -> float:
     return float((distance * sizes).sum() / sizes.sum())
 
 
-def measure(file: DataFile, taxonomy: str = "labels") -> list[tuple[Statistics, Dealt]]:
-    """For each partition of the training images, and the users of each split that has more than one."""
-    plain = SingleLabelView(file, taxonomy=taxonomy)
-    ways: list[tuple[str, str | None]] = [(PARTITIONED, name) for name in plain.partition_names]
-    ways += [(split, None) for split in file.splits if file.split(split).num_users > 1]
+def measure(
+    file: DataFile, taxonomy: str = "labels", new: Mapping[str, PartitionIndex] | None = None
+) -> list[tuple[Statistics, Dealt]]:
+    """For each partition of the training images, and the users of each split that has more than one.
+
+    Args:
+        file: whose images they are.
+        taxonomy: whose labels are the classes.
+        new: partitions of the training images that the file does not hold, or in place of its own.
+    """
+    plain, new = SingleLabelView(file, taxonomy=taxonomy), new or {}
+    views = [SingleLabelView(file, n, taxonomy) for n in plain.partition_names if n not in new]
+    views += [SingleLabelView(file, name, taxonomy, dealt=dealt) for name, dealt in new.items()]
+    ways = [(view, PARTITIONED) for view in views]
+    ways += [(plain, split) for split in file.splits if file.split(split).num_users > 1]
     if not ways:
         raise ValueError(
-            f"{file.path} has no partition, and one user in each split: there is nothing to compare"
+            f"{file.path} has no partition, and one user in each split: there is nothing to compare; "
+            "--partition draws one"
         )
-    return [_measured(SingleLabelView(file, name, taxonomy), split) for split, name in ways]
+    return [_measured(*way) for way in ways]
 
 
 def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
@@ -178,30 +183,3 @@ def as_text(rows: Sequence[Statistics]) -> str:
         if row.images_left_out
     ]
     return "\n".join(lines)
-
-
-def main(argv: Sequence[str]) -> None:
-    """The command line."""
-    parser = OneLineParser(prog="python -m dataset.partitions.statistics", description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--output_dir", type=Path, help="for statistics.json and the figures")
-    parser.add_argument("--taxonomy", default="labels", help="labels (default) or fine_grained_labels")
-    arguments = parser.read(argv)
-    if arguments.output_dir is not None:
-        output_folder("--output_dir", arguments.output_dir)
-    probe.probe(arguments.file)
-    with DataFile(arguments.file) as file:
-        measured = measure(file, arguments.taxonomy)
-        print(as_text([statistics for statistics, _ in measured]))
-        if arguments.output_dir is None:
-            return
-        from dataset.partitions.figures import draw  # matplotlib takes a second
-
-        content = [asdict(statistics) for statistics, _ in measured]
-        write_json(arguments.output_dir / "statistics.json", content)
-        for path in draw(file, [dealt for _, dealt in measured], arguments.taxonomy, arguments.output_dir):
-            print(f"wrote {path}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

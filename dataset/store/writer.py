@@ -27,7 +27,7 @@ import numpy.typing as npt
 from dataset.files import sync
 from dataset.journal import Journal
 from dataset.store.annotations import IntArray, offsets_of, stored
-from dataset.store.index import DatasetIndex, IdColumn, SplitIndex, check_index
+from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex, check_index
 from dataset.store.native import (
     FORMATS,
     MAPPINGS,
@@ -284,7 +284,28 @@ def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.ND
         columns |= {leaf_name(name, leaf, version): data for leaf, data in stored(annotation).items()}
     if split.image_sizes is not None:
         columns["image_sizes"] = split.image_sizes.astype(np.int32)
-    for name, partition in split.partitions.items():
+    return columns | _partition_columns(split.partitions)
+
+
+def put_partitions(
+    file: h5py.File, split: str, partitions: Mapping[str, PartitionIndex], provenance: str
+) -> None:
+    """Write these partitions of a split, and another provenance, into a complete file."""
+    version = max(2, int(file.attrs["schema_version"]))
+    file.attrs.update(format=FORMATS[version], schema_version=version)
+    for name in (f"{split}/{PARTITIONS}/{part}" for part in partitions):
+        if name in file:
+            del file[name]
+    for name, column in _partition_columns(partitions).items():
+        _put(file, f"{split}/{name}", column)
+    del file["metadata/provenance"]
+    _put(file, "metadata/provenance", np.frombuffer(provenance.encode(), np.uint8))
+    file.attrs["content_sha256"] = content_checksum(file)
+
+
+def _partition_columns(partitions: Mapping[str, PartitionIndex]) -> dict[str, npt.NDArray[Any]]:
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name, partition in partitions.items():
         columns[f"{PARTITIONS}/{name}/user_ids"] = IdColumn.of(partition.user_ids).raw
         columns[f"{PARTITIONS}/{name}/rows"] = partition.rows.astype(np.int64)
         columns[f"{PARTITIONS}/{name}/offsets"] = partition.offsets.astype(np.int64)

@@ -14,7 +14,8 @@ from dataset.cifar10.download_preprocess import CIFAR10
 from dataset.cifar10.source import csv_partitions
 from dataset.cli import run
 from dataset.flair.download_preprocess import main as preprocess
-from dataset.partitions.statistics import distances, main, mean_emd, measure
+from dataset.partitions.__main__ import main
+from dataset.partitions.statistics import distances, mean_emd, measure
 from dataset.store.hdf5 import DataFile
 from tests.dataset.drawn import records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, split_index, write

@@ -1,0 +1,104 @@
+"""Deal the training images of a file to clients, see how unequal they are, and keep that in a file.
+
+    python -m dataset.partitions F                                        what the file holds
+    python -m dataset.partitions F --partition lda=0.5,iid --clients 10   and what would be drawn
+    python -m dataset.partitions F --csv users.csv --output_file G        a copy of F with that, as "users"
+
+Prints a line for each way of dealing; with --output_dir also writes ``statistics.json`` and the figures of
+`dataset.partitions.figures`. Training takes a partition of the file by its name (``--data.partition``), and a
+drawn one by a name that says all, such as lda-0.5-clients-10-seed-0, without a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dataset.cli import OneLineParser, input_file, output_file, output_folder, run
+from dataset.files import write_json
+from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
+from dataset.partitions.of_file import drawn_of, read_csv, write_with
+from dataset.partitions.statistics import as_text, measure
+from dataset.store import probe
+from dataset.store.hdf5 import DataFile
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="python -m dataset.partitions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("file", type=Path)
+    written = f"draw these, with commas between them: {written_kinds()}; or KIND-NUMBER-clients-C-seed-S"
+    add("--partition", default="", help=written)
+    add("--clients", type=int, help="of the partitions that are drawn (100)")
+    add("--seed", type=int, help="of the partitions that are drawn (0)")
+    add("--csv", type=Path, help="a partition by the columns image_id,user_id; its name is the file's")
+    add("--taxonomy", default="labels", help="the annotation that holds the classes: labels (default), ...")
+    add("--output_dir", type=Path, help="for statistics.json and the figures")
+    add("--output_file", type=Path, help="a copy of the file that holds the new partitions too")
+    add("--overwrite", action="store_true", help="replace an existing output file; it may be the file itself")
+    arguments = parser.read(argv)
+    if not 0 <= (arguments.seed or 0) < 2**63:
+        raise ValueError(f"--seed is {arguments.seed}; give a number from 0 to {2**63 - 1}")
+    if arguments.clients is not None and arguments.clients < 1:
+        raise ValueError(f"--clients is {arguments.clients}; give at least 1")
+    if arguments.output_file is not None and not (arguments.partition or arguments.csv):
+        raise ValueError("--output_file is for new partitions: give --partition or --csv")
+    return arguments
+
+
+def _recipes(arguments: argparse.Namespace) -> list[Recipe]:
+    """What ``--partition`` asks for."""
+    parts = [part.strip() for part in arguments.partition.split(",")]
+    whole = {part: recipe for part in parts if (recipe := read_name(part)) is not None}
+    clients, seed = arguments.clients or 100, arguments.seed or 0
+    pairs = [*parse_kinds("partition", ",".join(part for part in parts if part not in whole))]
+    for name in () if pairs else ("clients", "seed"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(
+                f"--{name} is for a --partition without its own, and there is none: leave it out"
+            )
+    return [*whole.values(), *(Recipe(kind, number, clients, None, seed) for kind, number in pairs)]
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    arguments = _arguments(argv)
+    recipes = _recipes(arguments)
+    if arguments.output_dir is not None:
+        output_folder("--output_dir", arguments.output_dir)
+    if arguments.output_file is not None:
+        output_file("--output_file", arguments.output_file, arguments.overwrite)
+    probe.probe(arguments.file)
+    with DataFile(arguments.file) as file:
+        new = {recipe.name: drawn_of(file, recipe, arguments.taxonomy) for recipe in recipes}
+        if arguments.csv is not None:
+            new[arguments.csv.stem] = read_csv(file, input_file("--csv", arguments.csv))
+        measured = measure(file, arguments.taxonomy, new)
+        print(as_text([statistics for statistics, _ in measured]))
+        if arguments.output_dir is not None:
+            from dataset.partitions.figures import draw  # matplotlib takes a second
+
+            content = [asdict(statistics) for statistics, _ in measured]
+            write_json(arguments.output_dir / "statistics.json", content)
+            for path in draw(
+                file, [dealt for _, dealt in measured], arguments.taxonomy, arguments.output_dir
+            ):
+                print(f"wrote {path}", file=sys.stderr)
+        if arguments.output_file is not None:
+            drawn = {
+                recipe.name: {"kind": recipe.kind, "number": recipe.number, "seed": recipe.seed}
+                for recipe in recipes
+            }
+            write_with(file, arguments.output_file, new, drawn)
+            print(f"wrote {arguments.output_file}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,110 @@
+"""Partitions of a file: drawn from its training images, read from a CSV, and written into a copy of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from tqdm import tqdm
+
+from dataset.files import replacing
+from dataset.journal import free
+from dataset.partitions.assignments import NOBODY, csv_rows, deal
+from dataset.partitions.drawn import Recipe
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import BAD_NAME, NAME, PartitionIndex, check_index
+from dataset.store.views import PARTITIONED, SingleLabelView
+from dataset.store.writer import put_partitions
+
+COPIED = 1 << 26
+"""Bytes that are copied at once."""
+
+
+def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> PartitionIndex:
+    """The partition of the training images that have one class in ``taxonomy``, as rows of the file.
+
+    Raises:
+        ValueError: when it cannot be drawn of these images.
+    """
+    images = SingleLabelView(file, taxonomy=taxonomy).split(PARTITIONED)
+    order = np.argsort(images.file_rows)  # a partition is of images, whoever took them
+    dealt = recipe.draw(images.classes[order])
+    return replace(dealt, rows=images.file_rows[order][dealt.rows])
+
+
+def read_csv(file: DataFile, path: Path) -> PartitionIndex:
+    """The partition in a CSV with the columns ``image_id,user_id``; images that it does not list, or whose
+    user is ``NA``, belong to nobody.
+
+    Raises:
+        ValueError: that names file and line, for a CSV that cannot be read, and for an image that is none of
+            the training images.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    ids = file.split(PARTITIONED).image_ids
+    row_of = {image: row for row, image in enumerate(ids)}
+    users, rows = [], []
+    for where, line in csv_rows(text, str(path), ("image_id", "user_id")):
+        if line["image_id"] not in row_of:
+            raise ValueError(f"{where}: {file.path} has no training image {line['image_id']!r}")
+        if not line["user_id"]:
+            raise ValueError(f"{where} has an empty user_id; write {NOBODY} for nobody")
+        if line["user_id"] != NOBODY:
+            users.append(line["user_id"])
+            rows.append(row_of[line["image_id"]])
+    if not users:
+        raise ValueError(f"{path} gives nobody an image")
+    return deal(users, np.array(rows, np.int64))
+
+
+def write_with(
+    file: DataFile, output: Path, partitions: Mapping[str, PartitionIndex], drawn: Mapping[str, Any]
+) -> None:
+    """Write a copy of a file that holds these partitions too, or in the place of those of the same names.
+
+    Args:
+        file: one of our own.
+        output: the path of the copy; it may be that of the file.
+        partitions: by name.
+        drawn: what each drawn one was drawn from, for the provenance.
+
+    Raises:
+        ValueError: for a file of another make, a name that cannot be a partition's, and a partition that is
+            none of these images.
+        OSError: if the disk is full.
+    """
+    if file.reader.content_sha256 is None:
+        raise ValueError(f"{file.path} is no file of ours: make one with download_preprocess first")
+    for name in partitions:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"a partition cannot be called {name!r}: {BAD_NAME}")
+    index = file.index()
+    index = index.with_partitions({**index.splits[PARTITIONED].partitions, **partitions})
+    check_index(index)
+    provenance = {**index.provenance, "drawn": {**index.provenance.get("drawn", {}), **drawn}}
+    size = file.path.stat().st_size
+    if size > free(output.parent):
+        raise OSError(f"{size / 1e9:.2f} GB for {output} are needed: free some or choose another disk")
+    with replacing(output) as temporary:
+        with (
+            file.path.open("rb") as original,
+            temporary.open("wb") as copy,
+            tqdm(
+                total=size, desc=f"copying {file.path.name}", unit="B", unit_scale=True, disable=None
+            ) as bar,
+        ):
+            while block := original.read(COPIED):
+                copy.write(block)
+                bar.update(len(block))
+        with h5py.File(temporary, "r+", libver=("v108", "v108")) as stored:
+            text = json.dumps(provenance, sort_keys=True, ensure_ascii=False)
+            put_partitions(stored, PARTITIONED, partitions, text)
+        DataFile(temporary).split(PARTITIONED)
