@@ -15,7 +15,7 @@ from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import AdamOptions
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.data.transforms import draw_crops
+from pfl_ext.data.transforms import draw_crops, draw_keys
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
@@ -50,7 +50,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
 def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int) -> float:
     """One pass over all images in a new order; the mean training loss."""
     config, device = run.config, get_default_device()
-    rng = stream(config.seed, "centralised epoch", epoch)
+    rng, keys = (stream(config.seed, purpose, epoch) for purpose in ("centralised epoch", "dropout keys"))
     order = rng.permutation(int(store.user_offsets[-1]))
     size = config.centralised.batch_size
     batches = [order[i : i + size] for i in range(0, len(order), size)]
@@ -60,6 +60,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     for images, targets in read:
         side, crop, flip = images.shape[1], config.augment.crop, config.augment.flip
         crops = draw_crops(rng, len(images), side, config.model.input_size, crop, flip)
+        crops = draw_keys(keys, crops) if config.model.dropout else crops
         optimizer.zero_grad()
         with model.amp_context or contextlib.nullcontext():
             loss = module.loss(

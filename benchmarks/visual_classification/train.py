@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
@@ -30,6 +28,7 @@ from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
 from dataset.partitions.drawn import read_name
+from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import PartitionIndex
 from dataset.store.views import CARVED, SingleLabelView
@@ -51,20 +50,15 @@ def protected_unit(task: SingleLabelView) -> ProtectedUnit:
 
 
 def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> PartitionIndex | None:
-    """The partition with such a name as ``lda-0.5-clients-10-seed-42``, drawn from the training images that
-    have one class; None for any other name, and for one that the file holds.
+    """The partition with such a name as ``lda-0.5-clients-10-seed-42``; None for any other name, and for one
+    that the file holds.
 
     Raises:
         ValueError: when it cannot be drawn of these images.
     """
-    plain = SingleLabelView(file, taxonomy=taxonomy)
-    recipe = None if name is None or name in plain.partition_names else read_name(name)
-    if recipe is None:
-        return None
-    images = plain.split("train")
-    order = np.argsort(images.file_rows)  # a partition is of images, whoever took them
-    dealt = recipe.draw(images.classes[order])
-    return replace(dealt, rows=images.file_rows[order][dealt.rows])
+    held = SingleLabelView(file, taxonomy=taxonomy).partition_names
+    recipe = None if name is None or name in held else read_name(name)
+    return None if recipe is None else drawn_of(file, recipe, taxonomy)
 
 
 class VisualClassification(Experiment[Config]):

@@ -22,7 +22,7 @@ from dataset.files import prefetched
 from pfl_ext.data import fedvc
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
-from pfl_ext.data.transforms import draw_crops
+from pfl_ext.data.transforms import draw_crops, draw_keys
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -108,7 +108,8 @@ class UserImages(Dataset):
     """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
 
     pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
-    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it.
+    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. With
+    ``sampling.keys`` it is ``[B, 8]``, and the last columns say which units are dropped for an image.
     """
 
     def __init__(
@@ -124,7 +125,8 @@ class UserImages(Dataset):
         super().__init__(raw_data=(images, targets), user_id=user_id)
         self._epochs = iter(sampling.epochs(len(images), rng))
         self._sampling, self._rng, self._collate = sampling, rng, collate
-        self._aside = rng.bit_generator.jumped()  # type: ignore[attr-defined]
+        source: np.random.Philox = rng.bit_generator  # type: ignore[assignment]
+        self._aside, self._keys = source.jumped(1), np.random.Generator(source.jumped(2))
 
     def __len__(self) -> int:
         return len(self.raw_data[0])
@@ -133,15 +135,16 @@ class UserImages(Dataset):
         """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
         assert batch_size == self._sampling.batch_size
         for positions in next(self._epochs):
-            yield self._batch(positions, self._rng)
+            yield self._batch(positions, self._rng, self._keys)
 
     def once(self) -> Iterator[Batch]:
         """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
-        rng, size = np.random.Generator(self._aside), self._sampling.batch_size
+        rng, keys = np.random.Generator(self._aside), np.random.Generator(self._aside.jumped(2))
+        size = self._sampling.batch_size
         for first in range(0, len(self), size):
-            yield self._batch(np.arange(first, min(first + size, len(self))), rng)
+            yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)
 
-    def _batch(self, positions: IntArray, rng: np.random.Generator) -> Batch:
+    def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, targets = self.raw_data
         sampling = self._sampling
         crops = draw_crops(
@@ -150,7 +153,7 @@ class UserImages(Dataset):
         return (
             torch.from_numpy(images[positions]),
             self._collate(targets[positions]),
-            torch.from_numpy(crops),
+            torch.from_numpy(draw_keys(keys, crops) if sampling.keys else crops),
         )
 
 

@@ -17,7 +17,7 @@ import torchvision.transforms.v2.functional as TF
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, Mask, TVTensor
 
-from pfl_ext.data.transforms import Padding
+from pfl_ext.data.transforms import CROP_COLUMNS, Padding
 
 
 def cropped_together(
@@ -46,7 +46,7 @@ def cropped_together(
     Raises:
         ValueError: for boxes with reflected padding.
     """
-    top, left, height, width, flip_h, flip_v = (int(value) for value in crop)
+    top, left, height, width, flip_h, flip_v = (int(value) for value in crop[:CROP_COLUMNS])
     moved = []
     for part in parts:
         rows, columns = TF.get_size(part)

@@ -84,10 +84,14 @@ class LocalSampling(BatchConfig, AugmentConfig):
 
     input_size: PositiveInt = 224
     """Side of the square that the network sees, in pixels."""
+    keys: bool = False
+    """Whether images bring keys, by which `pfl_ext.models.dropout` drops units."""
 
     @classmethod
-    def of(cls, batches: BatchConfig, augment: AugmentConfig, input_size: int) -> LocalSampling:
+    def of(
+        cls, batches: BatchConfig, augment: AugmentConfig, input_size: int, keys: bool = False
+    ) -> LocalSampling:
         """The sampling that two parts of a config and the network's input make."""
         parts = ((BatchConfig, batches), (AugmentConfig, augment))
         values = {item.name: getattr(part, item.name) for kind, part in parts for item in fields(kind)}
-        return cls(**values, input_size=input_size)
+        return cls(**values, input_size=input_size, keys=keys)

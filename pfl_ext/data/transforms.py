@@ -33,6 +33,9 @@ RESIZED_SCALE = (0.08, 1.0)  # share of the image's area
 RESIZED_RATIO = (3 / 4, 4 / 3)  # width : height
 RESIZED_TRIES = 10
 PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixels for CIFAR's 32
+CROP_COLUMNS = 6
+KEY_BITS, KEY_COLUMNS = 24, 2
+"""Of `draw_keys`: float32 holds whole numbers of 24 bits."""
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -102,6 +105,15 @@ def draw_crops(
     return crops
 
 
+def draw_keys(rng: np.random.Generator, crops: FloatArray) -> FloatArray:
+    """Crops of `draw_crops`, ``[n, 6]``, with a key of 48 bits for each image, ``[n, 8]``.
+
+    The last columns hold 24 bits each. `pfl_ext.models.dropout` reads them.
+    """
+    keys = rng.integers(1 << KEY_BITS, size=(len(crops), KEY_COLUMNS))
+    return np.concatenate([crops, keys.astype(np.float32)], 1)
+
+
 def _resized_shapes(
     u: npt.NDArray[np.float64], image_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -129,7 +141,8 @@ def cropped(
     torchvision's functions take one crop for a whole batch; here each image has a crop of its own, in one
     pass. `pfl_ext.data.joint_crops` applies the same crops one by one, with an image's mask and boxes.
 
-    ``images`` uint8 ``[B, H, W, 3]`` and ``crops`` ``[B, 6]`` (of `draw_crops`) on one device; returns
+    ``images`` uint8 ``[B, H, W, 3]`` and ``crops`` ``[B, 6]`` (of `draw_crops`; keys that follow are not
+    read) on one device; returns
     float32 ``[B, 3, S, S]`` in 0..1, channels last in memory. ``exact`` says that every crop is
     ``input_size`` pixels high and wide: then pixels are only gathered. Otherwise crops are resized
     bilinearly with antialiasing, as torchvision's ``resized_crop`` does for a single float image. Left at
@@ -138,8 +151,8 @@ def cropped(
     for padded crops, all are exact.
     """
     _check(images)
-    assert crops.shape == (len(images), 6), "one crop per image"
-    crops = crops.to(torch.float32)
+    assert crops.shape[0] == len(images), "one crop per image"
+    crops = crops[:, :CROP_COLUMNS].to(torch.float32)
     if padding == "reflect":
         return _gather(images, crops, input_size, padding)
     if exact is None:

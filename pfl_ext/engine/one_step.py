@@ -20,6 +20,7 @@ from pfl_ext.engine.gradients import Gradient, Users
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.dropout import dropping
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.privacy.mechanisms import LARGEST
 
@@ -57,14 +58,15 @@ def train_one_step(
     adding = _Adding(local, sent(torch.tensor(weights, dtype=torch.float64), device), scaling, sums)
     at_once = scaling is None and local.clipping != "global" and device.type == "cpu"
     x, targets = model.prepare(images, targets, crops)
-    losses = net.run(
-        x,
-        partial(model.task.image_losses, targets=targets),
-        users,
-        shares,
-        adding.add if at_once else adding.keep,
-        local.autocast(device),
-    )
+    with dropping(crops):
+        losses = net.run(
+            x,
+            partial(model.task.image_losses, targets=targets),
+            users,
+            shares,
+            adding.add if at_once else adding.keep,
+            local.autocast(device),
+        )
     of_batch = torch.tensor(sizes, dtype=shares.dtype).repeat_interleave(torch.tensor(sizes))
     sums.losses[0] += (losses * shares * sent(of_batch, device)).sum()
     sums.losses[1] += len(images)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ from pfl.metrics import MetricValue, Weighted
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torchvision.ops import StochasticDepth
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
@@ -63,7 +64,8 @@ def build_backbone(
     """A classifier without live BatchNorm, on the CPU.
 
     All draws come from ``generator``, the same ones whatever ``weights`` is. Dropout and stochastic depth,
-    which would draw from the global generator during training, are removed; ResNets have none.
+    which would draw from the global generator during training, are left out, or with ``config.dropout``
+    replaced by `pfl_ext.models.dropout`.
 
     Args:
         config: of a network that has one output in training. A GroupNorm's eps is 1e-5. Hsu et al. 2020 have
@@ -83,10 +85,12 @@ def build_backbone(
         backbone = _untrained(arch, num_labels, config.input_size)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
-    if config.init == "keras":
-        _initialise_as_keras(backbone, generator)
+    _initialise(backbone, config, generator)
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
-    _replace(backbone, (nn.modules.dropout._DropoutNd, StochasticDepth), lambda _: nn.Identity())
+    number = itertools.count()
+    _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else nn.Identity())
+    if config.dropout and next(number) == 0:
+        raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
     assert_no_live_batchnorm(backbone)
     if weights is not None:
         load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
@@ -121,8 +125,7 @@ def _insert_bottleneck(
         )
     with _DrawFrom(generator):
         both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
-    if config.init == "keras":
-        _initialise_as_keras(both, generator)
+    _initialise(both, config, generator)
     backbone.set_submodule(name, both)
 
 
@@ -147,6 +150,16 @@ class _DrawFrom(TorchFunctionMode):
         if "generator" in kwargs or getattr(func, "__name__", "") in self._DRAWING:
             kwargs["generator"] = self._generator
         return func(*args, **kwargs)
+
+
+def _initialise(network: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
+    """Draw again what ``config.init`` draws in another way than torchvision."""
+    if config.init == "keras":
+        _initialise_as_keras(network, generator)
+    elif config.init == "xavier":
+        for layer in network.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                nn.init.xavier_uniform_(layer.weight, generator=generator)
 
 
 @torch.no_grad()
@@ -258,7 +271,7 @@ class ImageClassifier(nn.Module):
         Args:
             images: uint8 ``[B, H, W, 3]``.
             targets: of these images.
-            crops: ``[B, 6]``; None takes the whole images.
+            crops: ``[B, 6]`` or ``[B, 8]`` (`pfl_ext.data.transforms`); None takes the whole images.
         """
         pixels, targets = self.task.augment(images, targets, crops, self.framing)
         return self._normalised(pixels), targets
@@ -284,9 +297,13 @@ class ImageClassifier(nn.Module):
         return cast(Tensor, self.backbone(x))
 
     def outputs(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs of a batch and the targets to compare them with; arguments as `prepare`."""
+        """The outputs of a batch and the targets to compare them with; arguments as `prepare`.
+
+        Units are dropped if the crops hold keys, as those of training do where ``model.dropout`` is true.
+        """
         x, targets = self.prepare(images, targets, crops)
-        return self.backbone(x), targets
+        with dropping(crops):
+            return self.backbone(x), targets
 
     def loss(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> Tensor:
         """The task's loss of a batch."""
@@ -298,7 +315,8 @@ class ImageClassifier(nn.Module):
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
         """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
-        loss = self.task.loss(*self.outputs(images, targets, crops))
+        x, targets = self.prepare(images, targets, crops)
+        loss = self.task.loss(self.backbone(x), targets)
         return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
 
 

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
 
-Init = Literal["keras", "torchvision"]
+Init = Literal["keras", "torchvision", "xavier"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,7 +32,10 @@ class ModelConfig:
     trained: Literal["all", "two_layers"] = "all"
     """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
     init: Init = "torchvision"
-    """Distribution of first weights: torchvision's, or Keras' he_normal and glorot_uniform."""
+    """Distribution of first weights: torchvision's; Keras' he_normal and glorot_uniform; or Glorot's uniform
+    for all weights (xavier), with torch's biases."""
+    dropout: bool = False
+    """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 
     def __post_init__(self) -> None:
         if self.trained == "two_layers" and self.bottleneck is None:

@@ -63,3 +63,54 @@ def lenet(num_labels: int, input_size: int) -> nn.Sequential:
     if side < 1:
         raise ValueError(f"input_size is {input_size}, but lenet leaves nothing of that: use at least 16")
     return _convolutional((6, 16), 0, 16 * side**2, (120, 84, num_labels))
+
+
+@NETWORKS.register("simple_cnn")
+def simple_cnn(num_labels: int, input_size: int) -> nn.Sequential:
+    """The CNN of pfl-research's CIFAR-10 benchmark, ``[B, 3, S, S]`` -> ``[B, K]``.
+
+    Two 3 x 3 convolutions of 32 and 64 channels without padding, a 2 x 2 max-pooling, then 128 and K units,
+    ReLU between; dropout of 0.25 after the pooling and of 0.5 before the last layer. 1,626,442 parameters for
+    S = 32 and K = 10. pfl draws its weights by ``model.init: xavier``.
+    """
+    side = (input_size - 4) // 2
+    if side < 1:
+        raise ValueError(f"input_size is {input_size}, but simple_cnn leaves nothing of that: use at least 6")
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 32, 3),
+            relu1=nn.ReLU(inplace=True),
+            conv2=nn.Conv2d(32, 64, 3),
+            relu2=nn.ReLU(inplace=True),
+            pool=nn.MaxPool2d(2),
+            dropout1=nn.Dropout(0.25),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(64 * side**2, 128),
+            relu3=nn.ReLU(inplace=True),
+            dropout2=nn.Dropout(0.5),
+            fc2=nn.Linear(128, num_labels),
+        )
+    )
+
+
+@NETWORKS.register("vgg9")
+def vgg9(num_labels: int, input_size: int) -> nn.Sequential:
+    """The VGG-9 of FedMA (Wang et al. 2020, arXiv 2002.06440), ``[B, 3, S, S]`` -> ``[B, K]``.
+
+    Three pairs of padded 3 x 3 convolutions (32 and 64, 128 and 128, 256 and 256 channels), each pair before
+    a 2 x 2 max-pooling, then 512, 512 and K units, ReLU between and no norms; dropout of channels, 0.05,
+    after the second pair, and of 0.1 before the first and the last linear layer. 3,491,530 parameters for
+    S = 32 and K = 10.
+    """
+    side = input_size // 8
+    if side < 1:
+        raise ValueError(f"input_size is {input_size}, but vgg9 halves the image three times: use at least 8")
+    layers: list[nn.Module] = []
+    for pair, (before, middle, after) in enumerate(((3, 32, 64), (64, 128, 128), (128, 256, 256))):
+        for inputs, outputs in ((before, middle), (middle, after)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(inplace=True)]
+        layers.append(nn.MaxPool2d(2))
+        layers += [nn.Dropout2d(0.05)] if pair == 1 else []
+    layers += [nn.Flatten(), nn.Dropout(0.1), nn.Linear(256 * side**2, 512), nn.ReLU(inplace=True)]
+    layers += [nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(512, num_labels)]
+    return nn.Sequential(*layers)

@@ -160,7 +160,13 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
             assert low - 1e-6 <= value <= high + 1e-6, (step, name)  # of 100
 
 
-@pytest.mark.parametrize("config", ["fl-r-17", "c-r-17", "fl-r-17 --federated.algorithm=scaffold"])
+DROPPING = "--model.arch=simple_cnn --model.dropout=true"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [f"fl-r-17 {DROPPING}", f"c-r-17 {DROPPING}", "fl-r-17 --federated.algorithm=scaffold"],
+)
 def test_killed_and_resumed_equals_uninterrupted(
     config: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,8 @@ SAMPLING = {
     "crop": "crop",
     "flip": "none",
     "input_size": 224,
+    "padding": "zero",
+    "keys": False,
 }
 SGD = {
     "learning_rate": 0.1,
@@ -73,6 +75,8 @@ MODEL = {
     "bottleneck": None,
     "trained": "all",
     "init": "torchvision",
+    "normalisation": "imagenet",
+    "dropout": False,
 }
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 

@@ -1,4 +1,4 @@
-"""Padding and normalisation as keys of the config: what they may be, and what they leave as it was."""
+"""Padding, normalisation and dropout in the config: what they may be, and what they leave as it was."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ PADDED = "--augment.crop=padded"
 def test_a_config_with_the_defaults_says_nothing_of_them(benchmark: Any) -> None:
     plain = benchmark.parse([]).config
     assert (plain.augment.padding, plain.model.normalisation) == ("zero", "imagenet")
+    assert not plain.model.dropout
+    assert not plain.sampling.keys
     tree = config_tree(plain)
     assert "padding" not in tree["augment"]
-    assert "normalisation" not in tree["model"]
+    assert not {"normalisation", "dropout"} & {*tree["model"]}
     assert benchmark.read(tree, "config.yaml") == plain
 
 
@@ -42,6 +44,14 @@ def test_another_value_is_part_of_the_config_and_comes_back(word: str, key: str)
     assert VISION.read(tree, "config.yaml") == other
 
 
+def test_dropout_is_part_of_the_config_and_has_images_bring_keys() -> None:
+    other = parse(["--model.dropout=true", "--model.arch=simple_cnn"]).config
+    tree = config_tree(other)
+    assert tree["model"]["dropout"] is True
+    assert VISION.read(tree, "config.yaml") == other
+    assert other.sampling.keys
+
+
 def test_padding_is_refused_where_no_crop_is_padded() -> None:
     with pytest.raises(ValueError, match=r"--augment\.padding has no effect where augment\.crop is crop"):
         parse(["--augment.padding=reflect"])
@@ -51,7 +61,8 @@ def test_padding_is_refused_where_no_crop_is_padded() -> None:
 def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: list[str]) -> None:
     words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
     for name in ("imagenet", "none", "half"):
-        parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect"])
+        dropout = ["--model.dropout=true", "--model.arch=vgg9"]
+        parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data"):

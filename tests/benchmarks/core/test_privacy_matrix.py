@@ -221,7 +221,7 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
     return float((whole - less).norm()), float(2**-22 * whole.norm())
 
 
-TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.")
+TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.", "model.dropout")
 NOT_OF_THE_SUM = (
     "privacy.accountant",
     "privacy.noise",
@@ -239,6 +239,13 @@ CHOICES = [
     for value in candidates(key)
     if value is not None and RULES[key].allows("privacy", value)
 ]
+BESIDE = {
+    ("privacy.sampler", "fixed"): ("--federated.cohort_size=5",),
+    ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
+    ("augment.padding", "reflect"): ("--augment.crop=padded",),
+    ("model.dropout", True): ("--model.arch=simple_cnn",),
+}
+"""What a choice cannot do without."""
 
 
 @pytest.mark.parametrize("key, value", CHOICES, ids=lambda part: str(part))
@@ -246,8 +253,7 @@ def test_no_allowed_choice_lets_one_user_move_the_sum_by_more_than_the_bound(
     key: str, value: Any, tmp_path: Path
 ) -> None:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    everybody = ("--federated.cohort_size=5",) if value in ("fixed", "cyclic") else ()
-    distance, rounding = moved((*CENTRAL, *everybody, f"--{key}={text}"), tmp_path)
+    distance, rounding = moved((*CENTRAL, *BESIDE.get((key, value), ()), f"--{key}={text}"), tmp_path)
     bound = 2 * BOUND if value == "fixed" else BOUND  # replaced, not removed
     assert 0.9 * BOUND < distance <= bound * (1 + 1e-5) + rounding
 

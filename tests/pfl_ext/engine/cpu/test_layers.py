@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pfl_ext.data.transforms import CROP_COLUMNS, KEY_COLUMNS
 from pfl_ext.engine.cpu import kernels as cpu_kernels
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32, described
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.engine.cpu.layers import Convolution, CpuLayers, FewChannels, GroupNorm, kernels_for
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.dropout import dropping
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.cpu.roundings import (
     KERNELS,
@@ -145,6 +147,20 @@ def test_a_network_of_few_channels_taken_over_computes_the_same(arch: str) -> No
     assert (
         described(ours, None) == f"float32: other convolutions by {said}, pooling by {said}, linear by torch"
     )
+
+
+@compiled
+@pytest.mark.parametrize("arch", ["simple_cnn", "vgg9"])
+def test_a_network_with_dropout_taken_over_computes_the_same(arch: str) -> None:
+    theirs = build_backbone(ModelConfig(arch, 32, dropout=True), 10, torch.Generator().manual_seed(5))
+    assert KERNELS is not None
+    ours = CpuLayers(KERNELS, FLOAT32).replaced(copy.deepcopy(theirs))
+    x = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    crops = torch.arange(5.0)[:, None].expand(5, CROP_COLUMNS + KEY_COLUMNS)
+    with dropping(crops):
+        assert_same(ours, theirs, x)
+        dropped = ours(x)
+    assert not torch.equal(dropped, ours(x))
 
 
 @compiled

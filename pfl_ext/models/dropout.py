@@ -1,0 +1,112 @@
+"""Dropout whose choices travel with the images.
+
+torch's dropout draws from a global generator, so that what is dropped depends on the device, on how users are
+dealt to workers, and on where a run was interrupted. Here each image of a batch brings a key, which is drawn
+with its crop (`pfl_ext.data.transforms.draw_keys`), a function of (seed, round, user, step). What a layer
+drops for an image is a hash of the image's key, the layer's number and the unit's: the same whichever images
+stand beside it, in either engine, and on any device, as integers do not round.
+
+Srivastava et al. 2014 (dropout; units that stay are scaled by 1 / (1 - p)), Tompson et al. 2015 (whole
+channels), Huang et al. 2016 (stochastic depth).
+
+Shape letters: B images of a batch, C channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
+
+from pfl_ext.data.transforms import CROP_COLUMNS, KEY_BITS
+
+_KEYS: ContextVar[Tensor | None] = ContextVar("the keys of the images in a forward pass", default=None)
+_ELEMENTS = (nn.Dropout,)
+_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPPING = (nn.modules.dropout._DropoutNd, StochasticDepth)
+"""The modules that `KeyedDropout` stands in for, or that are left out."""
+# David Stafford's "Mix13" constants of the SplitMix64 finaliser, and its increment, as signed integers
+_FIRST, _SECOND, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
+
+
+@contextlib.contextmanager
+def dropping(crops: Tensor | None) -> Iterator[None]:
+    """Within, in this thread, layers drop units by the keys in these crops; none if they hold no keys.
+
+    Args:
+        crops: ``[B, 6]`` or, with keys, ``[B, 8]``: of the images that go through the network within.
+    """
+    keys = None
+    if crops is not None and crops.shape[1] > CROP_COLUMNS:
+        high, low = crops[:, CROP_COLUMNS:].to(torch.int64).unbind(1)
+        keys = high << KEY_BITS | low
+    token = _KEYS.set(keys)
+    try:
+        yield
+    finally:
+        _KEYS.reset(token)
+
+
+def mixed(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): int64 to int64, one to one."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        z = (z ^ _shifted(z, shift)) * factor
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return z >> by & (1 << 64 - by) - 1
+
+
+class KeyedDropout(nn.Module):
+    """Drops with probability p by the keys of `dropping`; without keys, as in evaluation, nothing.
+
+    Args:
+        p: from 0 to 1.
+        number: of the layer among those of its network.
+        wide: of an image ``[C, ...]`` are dropped: 0, single elements; 1, channels; 2, all or nothing.
+    """
+
+    def __init__(self, p: float, number: int, wide: int = 0) -> None:
+        super().__init__()
+        self.p, self.number, self.wide = p, number, wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, ...]`` -> the same shape."""
+        keys = _KEYS.get()
+        if keys is None or not self.p:
+            return x
+        assert len(keys) == len(x), "a key for each image"
+        own = {0: x.shape[1:], 1: x.shape[1:2], 2: x.shape[1:1]}[self.wide]
+        kept = self._kept(keys, own).view(-1, *own, *[1] * (x.ndim - 1 - len(own)))
+        return x * kept.to(x.dtype) * (0.0 if self.p == 1 else 1 / (1 - self.p))
+
+    def _kept(self, keys: Tensor, shape: torch.Size) -> Tensor:
+        """Whether each unit of each image stays, ``[B, units]``."""
+        units = torch.arange(shape.numel(), device=keys.device)
+        streams = mixed(mixed(keys) + self.number)
+        drawn = _shifted(mixed(streams[:, None] + units * _STEP), 64 - KEY_BITS)
+        return drawn >= round(self.p * (1 << KEY_BITS))
+
+    def extra_repr(self) -> str:
+        """As torch's layers say it."""
+        return f"p={self.p}, number={self.number}, wide={self.wide}"
+
+
+def keyed(layer: nn.Module, number: int) -> KeyedDropout:
+    """What stands in the place of a layer of `DROPPING`.
+
+    Raises:
+        ValueError: for a kind that is not known here, such as dropout that keeps mean and variance.
+    """
+    if isinstance(layer, StochasticDepth) and layer.mode == "row":
+        return KeyedDropout(layer.p, number, 2)
+    for wide, kinds in enumerate((_ELEMENTS, _CHANNELS)):
+        if type(layer) in kinds:
+            return KeyedDropout(float(layer.p), number, wide)  # type: ignore[arg-type]
+    raise ValueError(f"model.dropout is true, and the network has {layer}, which is not known here")
