@@ -184,7 +184,7 @@ def dropping_backbone() -> nn.Sequential:
         {"scaffold": ("I", "gradient"), "clipping": "none", "max_norm": 0.0, "learning_rate": 0.05},
         {"more": [without_noise(0.3)], "by_images": False},
     ],
-    ids=str,
+    ids=["plain", "momentum", "proximal", "scaffold", "private"],
 )
 def test_the_engine_drops_what_pfls_loop_drops(more: dict[str, Any]) -> None:
     """Users of one step, who go together, and of several; with one lane and with two."""
