@@ -89,11 +89,11 @@ flair-figures: $(READY) ## the paper's figures into OUT=figures, from DATA and f
 flair-sweep: workers-given $(READY) ## search: SWEEP=learning-rates | cohort | clip-quantile | dp | bayes | random | YAML; LOCAL=1: no wandb
 	@$(PY) -m benchmarks.sweep $(SWEEP) $(if $(LOCAL),--local true $(if $(filter-out 1,$(NP)),--np $(NP))) $(FILE) $(ARGS)
 
-# Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks, into data/$(DATASET).hdf5.
+# Federated visual classification. DATASET=cifar10 | cifar100 | inaturalist | landmarks | cifar10_pfl, into data/$(DATASET).hdf5.
 DATASET ?= cifar10
 dataset-given:
-	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks) ;; \
-	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist or landmarks" >&2; exit 2;; esac
+	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks|cifar10_pfl) ;; \
+	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist, landmarks or cifar10_pfl" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
 
 vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"

@@ -1,5 +1,7 @@
 """The rows: what was published, and which band was accepted before the first run.
 
+Where a source publishes a protocol and no number, Published and Accepted are ``none``, and no run can fail.
+
 A row is a YAML of `benchmarks.visual_classification`. Its opening comment has a line for each of `WORDS`; in
 the values of its keys ``{seed}`` stands for the run's seed.
 """
@@ -18,8 +20,8 @@ CONFIGS, RESULTS = HERE / "configs", HERE / "results"
 SEED = "{seed}"
 WORDS = ("Command", "Source", "Published", "Scored", "Accepted", "Time", "Deviates")
 SCORED = ("best round", "last round")
-_PUBLISHED = re.compile(r"([0-9.]+)(?: ± ([0-9.]+))?")
-_ACCEPTED = re.compile(r"([0-9.]+) to ([0-9.]+)")
+_PUBLISHED = re.compile(r"none|([0-9.]+)(?: ± ([0-9.]+))?")
+_ACCEPTED = re.compile(r"none|([0-9.]+) to ([0-9.]+)")
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class Row:
     name: str
     title: str
     source: str
-    published: float
+    published: float | None
+    """None: the source has a protocol, but no number."""
     deviation: float | None
     """The source's standard deviation, if it states one."""
     scored: str
     """Which round's accuracy it is: one of `SCORED`."""
-    band: tuple[float, float]
-    """Within which our mean is accepted, fixed before the first run."""
+    band: tuple[float, float] | None
+    """Within which our mean is accepted, fixed before the first run; None where nothing was published."""
     by_seed: Mapping[str, str]
     """The keys whose values depend on the seed."""
 
@@ -69,19 +72,24 @@ def read_row(name: str) -> Row:
     if lacking:
         raise ValueError(f"{path}: its opening comment has no line '# {lacking[0]}: ...'")
     published, accepted = _PUBLISHED.fullmatch(said["Published"]), _ACCEPTED.fullmatch(said["Accepted"])
-    if published is None or accepted is None or said["Scored"] not in SCORED:
+    if (
+        published is None
+        or accepted is None
+        or said["Scored"] not in SCORED
+        or (published[1] is None) != (accepted[1] is None)
+    ):
         raise ValueError(
-            f"{path}: write Published as '62.47 ± 0.43', Accepted as '60.5 to 64.5', Scored as "
-            f"{' or '.join(SCORED)}"
+            f"{path}: write Published as '62.47 ± 0.43', Accepted as '60.5 to 64.5', both as 'none' where "
+            f"the source has no number, Scored as {' or '.join(SCORED)}"
         )
     return Row(
         name,
         said[name],
         said["Source"],
-        float(published[1]),
+        float(published[1]) if published[1] else None,
         float(published[2]) if published[2] else None,
         said["Scored"],
-        (float(accepted[1]), float(accepted[2])),
+        (float(accepted[1]), float(accepted[2])) if accepted[1] else None,
         {key: value for key, value in dotted(read_yaml(path)).items() if SEED in str(value)},
     )
 

@@ -22,6 +22,7 @@ from benchmarks.visual_classification import train as vision
 from benchmarks.visual_classification.config import VISION
 from dataset.cli import run as run_command
 from dataset.files import write_json
+from dataset.store.hdf5 import DataFile
 from pfl_ext.workers.distributed import is_main
 
 RUNS = Path("runs") / "published"
@@ -79,13 +80,25 @@ def main(argv: Sequence[str]) -> None:
     command = [*row.words(seed), "--run_dir", str(directory), *rest]
     run = VISION.parse(command)
     source = vision.VisualClassification.source(run.config)
-    if run.data_path is None and not (source.path and source.path.is_file()):
-        raise ValueError(f"{source.missing}: a published row has no stand-in; give --data_path FILE")
+    path = run.data_path or source.path
+    if path is None or not path.is_file():
+        absent = source.missing if run.data_path is None else f"--data_path {path}: no such file"
+        raise ValueError(f"{absent}: a published row has no stand-in; give --data_path FILE")
+    check_maker(path, run.config.data.dataset)
     vision.main(command)
     if is_main():
         kept = RESULTS / f"{run_name(row, seed)}.json"
         write_json(kept, result_of(row, seed, directory, argv))
         print(f"kept {kept}")
+
+
+def check_maker(path: Path, dataset: str) -> None:
+    """Raise ValueError if a file was made of another data set than the row's."""
+    with DataFile(path) as file:
+        maker = file.provenance.get("tool")
+    wanted = f"dataset.{dataset}.download_preprocess"
+    if maker != wanted:
+        raise ValueError(f"{path} was made by {maker}, but the row is of what python -m {wanted} makes")
 
 
 def _asked(argv: Sequence[str]) -> tuple[Row, int, list[str]]:

@@ -57,6 +57,8 @@ def verdict(row: Row, values: Sequence[float]) -> str:
     """Of the mean of our runs."""
     if not values:
         return "no run"
+    if row.band is None:
+        return "nothing published"
     low, high = row.band
     return "within" if low <= fmean(values) <= high else "OUTSIDE"
 
@@ -64,14 +66,17 @@ def verdict(row: Row, values: Sequence[float]) -> str:
 def cells(row: Row, found: dict[int, float], more: str) -> list[str]:
     """The table's line of a row."""
     values = list(found.values())
-    published = f"{row.published:g}" + ("" if row.deviation is None else f" ± {row.deviation:g}")
-    ours = difference = "–"
+    published = band = ours = difference = "–"
+    if row.published is not None:
+        published = f"{row.published:g}" + ("" if row.deviation is None else f" ± {row.deviation:g}")
+    if row.band is not None:
+        band = f"{row.band[0]:g} to {row.band[1]:g}"
     if values:
-        spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-        ours, off = f"{fmean(values):.2f}{spread}", fmean(values) - row.published
+        ours = f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    if values and row.published is not None:
+        off = fmean(values) - row.published
         difference = f"{off:+.2f}" + (f" = {off / row.deviation:+.1f} sd" if row.deviation else "")
     n = str(len(values)) + (f" ({more})" if more else "")
-    band = f"{row.band[0]:g} to {row.band[1]:g}"
     return [row.name, row.scored, published, band, ours, n, difference, verdict(row, values)]
 
 

@@ -128,6 +128,15 @@ NIID_BENCH: Tree = {
     "evaluation": {"every_rounds": 1},
 }
 """CIFAR-10 in NIID-Bench (Li et al. 2022, arXiv 2102.02079), by its code and by Flower's baseline of it."""
+PFL_CIFAR10: Tree = {
+    "data": {"dataset": "cifar10"},
+    "model": {"arch": "simple_cnn", "init": "xavier", "dropout": True, "normalisation": "data"},
+    "augment": {"flip": "none"},
+    "local": {"learning_rate": 0.1, "weight_decay": 0.0, "batch_size": 10, "shuffle": False},
+    "federated": {"num_rounds": 1500, "cohort_size": 50, "replacement": True, "weighting": "users"},
+    "evaluation": {"every_rounds": 10},
+}
+"""The CIFAR-10 benchmark of pfl-research (its image_classification/configs/baseline.yaml)."""
 RECIPES: Mapping[str, Tree] = {
     "cifar10": {"data": {"dataset": "cifar10"}, "federated": {"num_rounds": 10_000}},
     "cifar100": {"data": {"dataset": "cifar100"}, "federated": {"num_rounds": 20_000}},
@@ -135,6 +144,7 @@ RECIPES: Mapping[str, Tree] = {
     "inat-geo-3k": merge(INATURALIST, {"data": {"partition": "geo-3k"}}),
     "landmarks": LANDMARKS,
     "niid-bench": NIID_BENCH,
+    "pfl-cifar10": PFL_CIFAR10,
     "two-layers": {"model": {"trained": "two_layers"}},
     "scratch": {"model": {"pretrained": False}, "federated": {"num_rounds": 50_000}},
     "centralised": {"mode": "centralised"},

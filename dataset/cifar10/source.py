@@ -69,6 +69,7 @@ class Cifar:
     splits_archive: str
     old_splits: str  # version 1.0, whose image ids are wrong
     official: Mapping[str, str]  # partition of the official splits -> `rows_digest`, where that is known
+    planes_as_rows: bool = False  # pixels as pfl-research's script writes them: `planes_as_rows`
 
     @property
     def num_classes(self) -> int:
@@ -156,7 +157,18 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
                 f"image {bad[0]} of {name} in {folder} has class {images.classes[bad[0]]}, but there are "
                 f"{spec.num_classes}; is this {spec.name}?"
             )
-    return splits
+    if not spec.planes_as_rows:
+        return splits
+    return {name: Images(planes_as_rows(images.pixels), images.classes) for name, images in splits.items()}
+
+
+def planes_as_rows(pixels: ByteArray) -> ByteArray:
+    """The same bytes, colour after colour, read as if they were pixel after pixel; ``[N, 32, 32, 3]`` both.
+
+    A pixel of the outcome is three neighbours in one colour of the image, and a row of it is three rows of
+    the image; its top third is red, its middle green and its bottom blue.
+    """
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(pixels.shape)
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:

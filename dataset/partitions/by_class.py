@@ -118,7 +118,7 @@ def _lda(drawing: Drawing, beta: float) -> PartitionIndex:
 @drawn("lda-legacy")
 def _lda_legacy(drawing: Drawing, beta: float) -> PartitionIndex:
     """``beta``: the parameter of each client."""
-    return clients_by_dirichlet(drawing, beta, _legacy(drawing.seed))
+    return clients_by_dirichlet(drawing, beta, legacy_generator(drawing.seed))
 
 
 @drawn("classes")
@@ -133,10 +133,11 @@ def _classes_legacy(drawing: Drawing, number: float) -> PartitionIndex:
     """``number``: the classes of each client."""
     picked, last = random.Random(drawing.seed), int(drawing.classes.max())
     each = whole(number, "classes-legacy")
-    return clients_by_classes(drawing, each, lambda: picked.randint(0, last), _legacy(drawing.seed))
+    return clients_by_classes(drawing, each, lambda: picked.randint(0, last), legacy_generator(drawing.seed))
 
 
-def _legacy(seed: int) -> np.random.RandomState:
+def legacy_generator(seed: int) -> np.random.RandomState:
+    """numpy's global generator after ``numpy.random.seed(seed)``; ValueError for a seed of 2^32 or more."""
     if seed >= 2**32:
         raise ValueError(f"the seed is {seed}; numpy's legacy generator takes one below {2**32}")
     return np.random.RandomState(seed)

@@ -35,6 +35,8 @@ class BatchConfig(fedvc.VirtualOptions):
     """Which images take part of a user with more: drawn in every round, or always the first."""
     straddle: bool = False
     """Batches go on across the end of an epoch, so that only a user's last batch may be smaller."""
+    shuffle: bool = True
+    """Images come in a drawn order; false: in the store's order, in every epoch of every round."""
     reshuffle: bool = True
     """A new order of the images in every epoch; false: that of the first."""
 
@@ -50,10 +52,9 @@ class BatchConfig(fedvc.VirtualOptions):
 
     def epochs(self, n: int, rng: np.random.Generator) -> list[list[IntArray]]:
         """Per epoch, the batches of positions 0..n-1; with ``straddle`` all stand in the first epoch."""
-        first = rng.permutation(n)
-        orders = [first] + [
-            rng.permutation(n) if self.reshuffle else first for _ in range(self.num_epochs - 1)
-        ]
+        first = rng.permutation(n) if self.shuffle else np.arange(n)
+        again = self.shuffle and self.reshuffle
+        orders = [first] + [rng.permutation(n) if again else first for _ in range(self.num_epochs - 1)]
         if self.straddle:
             orders = [np.concatenate(orders)] + [first[:0]] * (self.num_epochs - 1)
         size = self.batch_size

@@ -25,6 +25,7 @@ SAMPLING = {
     "max_images": None,
     "cap": "random",
     "straddle": False,
+    "shuffle": True,
     "reshuffle": True,
     "crop": "crop",
     "flip": "none",

@@ -94,6 +94,8 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.max_images local.cap", because, "set local.virtual_size to none")
     elif local.max_images is None:
         yield Idle("local.cap", "local.max_images is none", "give local.max_images")
+    if not local.shuffle:
+        yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
     if server.schedule == "constant":

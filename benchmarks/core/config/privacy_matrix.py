@@ -72,8 +72,8 @@ TABLE: Mapping[str, Rule] = {
     **each(BEFORE_CLIPPING, "model", "dropout"),
     **each(BEFORE_CLIPPING, "augment", "crop flip padding"),
     **each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
-    **each(BEFORE_CLIPPING, "local", "max_images cap straddle reshuffle max_grad_norm clip_by"),
-    **each(BEFORE_CLIPPING, "local", "momentum weight_decay virtual_size"),
+    **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
+    **each(BEFORE_CLIPPING, "local", "max_grad_norm clip_by momentum weight_decay virtual_size"),
     **each(AFTER_NOISE, "server", "optimizer learning_rate beta1 beta2 epsilon adam_form momentum"),
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
     "federated.algorithm": ArguedAlgorithms(

@@ -30,7 +30,12 @@ BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
-YOUNGER = {"augment.padding": "zero", "model.normalisation": "imagenet", "model.dropout": False}
+YOUNGER = {
+    "augment.padding": "zero",
+    "model.normalisation": "imagenet",
+    "model.dropout": False,
+    "local.shuffle": True,
+}
 """Keys that are younger than the first runs, and the value that says what those runs did."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
 """By key, the old name of a value, which the config.yaml of runs still has, and today's."""

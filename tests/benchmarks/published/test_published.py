@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def test_every_row_says_what_was_published_and_can_be_run(name: str) -> None:
     row = read_row(name)
     assert row.name == name
-    low, high = row.band
-    assert low < high
-    if row.published > 10:  # that of a defect
-        assert low < row.published < high
+    if row.band is None or row.published is None:
+        assert row.band is None
+        assert row.published is None
+    else:
+        low, high = row.band
+        assert low < high
+        if row.published > 10:  # that of a defect
+            assert low < row.published < high
     config = VISION.parse(row.words(1)).config
     assert (config.setting, config.seed) == (name, 1)
     partition = config.data.partition
@@ -85,8 +89,7 @@ def test_every_row_says_what_was_published_and_can_be_run(name: str) -> None:
     recipe = read_name(partition)
     assert recipe is not None, "drawn from any file of these images"
     assert recipe.seed == (1 if row.by_seed else 42)
-    assert config.federated.cohort_size == 10
-    assert recipe.num_clients in (10, 100)
+    assert (config.federated.cohort_size, recipe.num_clients) in ((10, 10), (10, 100), (50, 1000))
     text = row.path.read_text()
     assert f"make published ROW={name} " in text
 
@@ -119,9 +122,33 @@ def test_the_protocol_of_niid_bench() -> None:
         assert VISION.parse(read_row(name).words(0)).config.federated.mu == mu
 
 
+def test_the_protocol_of_pfls_benchmark() -> None:
+    config = VISION.parse(read_row("pfl-iid").words(0)).config
+    local, federated, model = config.local, config.federated, config.model
+    assert (local.learning_rate, local.momentum, local.weight_decay) == (0.1, 0, 0)
+    assert (local.num_epochs, local.batch_size, local.shuffle, local.max_grad_norm) == (1, 10, False, None)
+    assert (federated.num_rounds, federated.cohort_size) == (1500, 50)
+    assert (federated.weighting, federated.replacement) == ("users", True)
+    assert (config.server.optimizer, config.server.learning_rate, config.server.momentum) == ("sgd", 1, 0)
+    assert (model.arch, model.init, model.dropout) == ("simple_cnn", "xavier", True)
+    assert (config.augment.crop, config.augment.flip, model.normalisation) == ("crop", "none", "data")
+    assert (config.data.dataset, config.evaluation.every_rounds) == ("cifar10_pfl", 10)
+    private, true = (
+        VISION.parse(read_row(name).words(0)).config.privacy
+        for name in ("pfl-iid-private", "pfl-iid-private-true")
+    )
+    assert private is not None
+    assert true is not None
+    assert (private.epsilon, private.delta, private.clipping_bound) == (2, 1e-6, 0.4)
+    assert (private.noise_cohort_size, private.noise_population) == (1000, 1_000_000)
+    assert replace(private, noise_cohort_size=None, noise_population=None) == true
+
+
 @pytest.mark.parametrize(
     "values, message",
     [
+        ({"published": "none"}, "both as 'none' where the source has no number"),
+        ({"accepted": "none"}, "both as 'none' where the source has no number"),
         ({"without": "Accepted"}, "its opening comment has no line '# Accepted: ...'"),
         ({"without": "made"}, "its opening comment has no line '# made: ...'"),
         ({"published": "about 50"}, "write Published as"),
@@ -164,6 +191,10 @@ def test_a_row_is_run_kept_and_shown_once(
         assert run(train.main, argv) == 0
     assert kept.read_bytes() == first
     assert "had ended before" in capsys.readouterr().out
+    write("scrambled", body=BODY.replace("data:", "data:\n  dataset: cifar10_pfl"))
+    assert run(train.main, ["--row", "scrambled", *argv[2:]]) == 2
+    said = "made by dataset.cifar10.download_preprocess, but the row is of what python -m dataset.cifar10_pfl"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -176,6 +207,10 @@ def test_a_row_is_run_kept_and_shown_once(
         (["--row=made", "--run_dir=x"], "--run_dir=x would make another row"),
         (["--row=made"], "a published row has no stand-in; give --data_path FILE"),
         (["--row=made", "--data_path=missing"], "--data_path missing: no such file"),
+        (
+            ["--row=made", "--data_path=mini"],
+            "--data_path mini: no such file: a published row has no stand-in",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(
@@ -225,6 +260,11 @@ def test_the_table_has_our_mean_its_distance_and_the_verdict(
         "no run",
     ]
     assert again == f"| {' | '.join(cells)} |"
+    write(published="none", accepted="none")
+    assert run(verify.main, ["made"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    cells = ["made", "best round", "–", "–", "55.00 ± 7.07", "2", "–", "nothing published"]
+    assert line == f"| {' | '.join(cells)} |"
 
 
 def test_a_finished_row_outside_its_band_ends_in_exit_code_1(

@@ -22,6 +22,7 @@ import pytest
 
 from dataset.cifar10 import preprocess as cifar_preprocess
 from dataset.cifar10.source import Cifar
+from dataset.cifar10_pfl.download_preprocess import CIFAR10_PFL
 from dataset.cli import run
 from dataset.fetch import http
 from dataset.fetch.http import Patience
@@ -99,6 +100,24 @@ def test_every_source_gives_the_same_file(
             assert not output.with_name(output.name + ".download").exists()
     assert len(prints) == 1
     assert capsys.readouterr().err.count("is complete") == len(sources)
+
+
+@pytest.mark.parametrize("write", [write_binary, write_parquet])
+def test_pfls_pixels_are_the_files_bytes_read_as_rows(
+    tmp_path: Path, write: Callable[[Cifar, Path], Cifar | None]
+) -> None:
+    """Byte f of an image, colour after colour, stands at row f // 96, column f % 96 // 3, colour f % 3."""
+    spec = write(CIFAR10_PFL, tmp_path / "in") or CIFAR10_PFL
+    output = tmp_path / "f.hdf5"
+    assert make(spec, output, "--source", tmp_path / "in", "--splits", "none") == 0
+    with DataFile(output) as file:
+        images, targets = SingleLabelView(file).split("train").read(np.arange(SIZES["train"]))
+        assert file.provenance["tool"] == "dataset.cifar10_pfl.download_preprocess"
+    f = np.arange(3072)
+    for row in range(SIZES["train"]):
+        in_file = pixels("train", row).transpose(2, 0, 1).ravel()
+        assert np.array_equal(images[row, f // 96, f % 96 // 3, f % 3], in_file)
+        assert targets[row].argmax() == class_of(spec, row)
 
 
 def test_a_preprocessing_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,16 @@ def test_epochs_are_reshuffled_unless_told_otherwise() -> None:
         assert np.array_equal(first, second) != reshuffle
 
 
+@pytest.mark.parametrize("straddle", [False, True])
+def test_images_that_are_not_shuffled_come_in_the_stores_order(straddle: bool) -> None:
+    sampling = local_sampling(2, 4, None, straddle=straddle, shuffle=False, input_size=8)
+    data = users(NumberedStore([6, 7]), sampling)
+    for round_number in (0, 1):
+        data.set_round(round_number)
+        seen = seen_rows(data.user_dataset(1), sampling)
+        assert np.concatenate(seen).tolist() == [*range(6, 13)] * 2
+
+
 @settings(deadline=None)
 @given(n=st.integers(1, 60), size=st.integers(1, 20), epochs=st.integers(1, 3), straddle=st.booleans())
 def test_predicted_steps_are_the_steps_made(n: int, size: int, epochs: int, straddle: bool) -> None:
