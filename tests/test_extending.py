@@ -170,7 +170,7 @@ def test_a_new_partition_is_drawn_by_its_name_and_trained_on(
         assert sorted(split.file_rows.tolist()) == list(range(split.num_images))
         drawn = file.provenance["drawn"]["power-2-seed-0"]
         assert drawn == {"kind": "power", "number": 2, "seed": 0}
-    for asked, message in (("powers=2", "lda-legacy=NUMBER, power=NUMBER, "), ("power=x", "power=1")):
+    for asked, message in (("powers=2", "pfl-dirichlet=NUMBER, power=NUMBER, "), ("power=x", "power=1")):
         assert make(CIFAR10, tmp_path / "other.hdf5", *source, "--partition", asked) == 2
         assert message in error_line(capsys)
 

@@ -2,7 +2,7 @@
 
 classes.png: images of each class, by rank, for each split (2a, 3). clients.png: classes and images of each
 client, by rank, for each partition (2b, 2c, 3). emd.png: how far each client's classes are from the
-population's, for each partition (4, top).
+population's, for each partition (4, top). mixes.png: the classes of the first clients of each partition.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # of Okabe and Ito's palette
 BROKEN = ((6, 2), (3, 1, 1, 1), (1, 1), (5, 1, 1, 1))  # lengths of ink and gap
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", *((0, lengths) for lengths in BROKEN))
+COLOURS = tuple(colormaps["tab20"].colors)  # type: ignore[attr-defined]
+LINE = 110
+"""Letters of a legend's line."""
 PLAIN = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
@@ -37,6 +40,7 @@ def draw(file: DataFile, dealt: Sequence[Dealt], taxonomy: str, folder: Path) ->
     trained = [part for part in dealt if part.split == "train"] or list(dealt)
     trained.sort(key=lambda part: part.emd)
     figures = {"classes": classes(file, taxonomy), "clients": clients(trained), "emd": emd(trained)}
+    figures["mixes"] = mixes(trained)
     paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in paths.items():
         with replacing(path) as temporary:
@@ -65,17 +69,46 @@ def classes(file: DataFile, taxonomy: str) -> Figure:
 
 def clients(dealt: Sequence[Dealt]) -> Figure:
     """Classes and images of each client, the richest first."""
-    figure = Figure(figsize=(8.4, 3.9 + 0.18 * ((len(dealt) + 2) // 3)), layout="constrained")
+    labels = [f"{part.name} ({len(part.sizes):,} clients)" for part in dealt]
+    columns = max(1, min(3, LINE // max(map(len, labels))))
+    height = 3.7 + 0.2 * -(-len(dealt) // columns)
+    figure = Figure(figsize=(8.4, height), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for part, style in zip(dealt, _styles(len(dealt))):
-        _ranked(left, part.classes_per_client, label=f"{part.name} ({len(part.sizes):,} clients)", **style)
+    for part, label, style in zip(dealt, labels, _styles(len(dealt))):
+        _ranked(left, part.classes_per_client, label=label, **style)
         _ranked(right, part.sizes, **style)
     left.set(xlabel="client, that with most classes first", ylabel="classes of the client")
     right.set(xlabel="client, the largest first", ylabel="images of the client")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log")
         _plain(axes)
-    figure.legend(*left.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
+    handles = left.get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, ncols=columns, fontsize=8, loc="outside lower center")
+    return figure
+
+
+def mixes(dealt: Sequence[Dealt]) -> Figure:
+    """Images of the first clients of each partition, a colour for each of the commonest classes."""
+    rows = -(-len(dealt) // 2)
+    figure = Figure(figsize=(8.4, 0.4 + 1.9 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False).flatten().tolist()
+    for part, axes in zip(dealt, panels):
+        order = np.argsort(-part.mixes.sum(0), kind="stable")
+        shown = np.sort(order[: len(COLOURS)])
+        bottom = np.zeros(len(part.mixes))
+        stacks = [(part.mixes[:, k], colour) for k, colour in zip(shown, COLOURS)]
+        stacks.append((part.mixes.sum(1) - part.mixes[:, shown].sum(1), "lightgrey"))
+        for height, colour in stacks:
+            axes.bar(np.arange(len(height)), height, 1.0, bottom, color=colour, linewidth=0)
+            bottom = bottom + height
+        axes.set_title(f"{part.name} ({len(part.sizes):,} clients)", fontsize=8)
+        axes.set(xlim=(-0.5, len(bottom) - 0.5), xlabel="client", ylabel="images")
+        axes.tick_params(labelsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in panels[len(dealt) :]:
+        axes.set_visible(False)
+    grey = "" if all(part.mixes.shape[1] <= len(COLOURS) for part in dealt) else ", grey all others"
+    figure.suptitle(f"each colour a class{grey}", fontsize=9)
     return figure
 
 

@@ -23,6 +23,8 @@ from dataset.store.views import PARTITIONED, SingleLabelView
 
 OWN_USERS = "users"
 """What the file's own users are called beside its partitions."""
+SHOWN = 50
+"""Clients whose images are counted class by class, for the picture."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -71,6 +73,7 @@ class Dealt:
     sizes: IntArray  # [U]
     classes_per_client: IntArray  # [U]
     distances: Floats  # [U]: ||q_k - p||_1
+    mixes: IntArray  # [at most SHOWN, K]: images of each class that the first clients have
 
     @property
     def emd(self) -> float:
@@ -149,7 +152,11 @@ def _measured(task: SingleLabelView, split: str) -> tuple[Statistics, Dealt]:
         share_of_largest_tenth=float(tenth.sum() / sizes.sum()),
         convention=task.convention,
     )
-    return statistics, Dealt(split, name, sizes, held, distance)
+    first = owner < SHOWN
+    pairs = owner[first] * len(task.label_names) + store.classes[first]
+    mixes = np.bincount(pairs, minlength=min(len(sizes), SHOWN) * len(task.label_names))
+    shape = (-1, len(task.label_names))
+    return statistics, Dealt(split, name, sizes, held, distance, mixes.reshape(shape).astype(np.int64))
 
 
 def as_text(rows: Sequence[Statistics]) -> str:

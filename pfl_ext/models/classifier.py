@@ -153,13 +153,16 @@ class _DrawFrom(TorchFunctionMode):
 
 
 def _initialise(network: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
-    """Draw again what ``config.init`` draws in another way than torchvision."""
+    """Draw again what ``config.init`` draws in another way than torchvision; he and xavier leave biases."""
     if config.init == "keras":
         _initialise_as_keras(network, generator)
-    elif config.init == "xavier":
-        for layer in network.modules():
-            if isinstance(layer, (nn.Conv2d, nn.Linear)):
-                nn.init.xavier_uniform_(layer.weight, generator=generator)
+    for layer in network.modules():
+        if not isinstance(layer, (nn.Conv2d, nn.Linear)):
+            continue
+        if config.init == "xavier":
+            nn.init.xavier_uniform_(layer.weight, generator=generator)
+        elif config.init == "he":
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
 
 
 @torch.no_grad()

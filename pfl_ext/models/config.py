@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
 
-Init = Literal["keras", "torchvision", "xavier"]
+Init = Literal["he", "keras", "torchvision", "xavier"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,8 +32,7 @@ class ModelConfig:
     trained: Literal["all", "two_layers"] = "all"
     """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
     init: Init = "torchvision"
-    """Distribution of first weights: torchvision's; Keras' he_normal and glorot_uniform; or Glorot's uniform
-    for all weights (xavier), with torch's biases."""
+    """Distribution of first weights: torchvision's, Keras', He's normal or Glorot's uniform (xavier) for all."""
     dropout: bool = False
     """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 

@@ -90,9 +90,9 @@ def test_the_command_prints_a_line_for_each_and_writes_json_and_figures(
     assert f"{content[1]['emd']:.3f}" in lines[2]
     assert len(lines) == 5, "every image has one label"
     assert sorted(file.name for file in out.iterdir()) == [
-        "classes.png", "clients.png", "emd.png", "statistics.json",
+        "classes.png", "clients.png", "emd.png", "mixes.png", "statistics.json",
     ]  # fmt: skip
-    for name in ("classes", "clients", "emd"):
+    for name in ("classes", "clients", "emd", "mixes"):
         with Image.open(out / f"{name}.png") as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 20  # something is drawn
 

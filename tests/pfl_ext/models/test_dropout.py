@@ -123,6 +123,21 @@ def test_networks_have_their_papers_dropout_and_size(
     assert torch.equal(net(x), plain(x)), "without keys nothing is dropped"
 
 
+def test_he_draws_all_weights_by_a_normal_distribution() -> None:
+    """Variance 2 / in, whose estimate is off by sqrt(2 / n) of it; kurtosis tells it from other draws."""
+    net = network("simple_cnn", init="he")
+    for name, fan_in in {"conv2": 32 * 9, "fc1": 12_544}.items():
+        layer = net.get_submodule(name)
+        assert isinstance(layer, nn.Conv2d | nn.Linear)
+        weights = layer.weight.detach().double()
+        error = SIGMAS * (2 / weights.numel()) ** 0.5
+        assert float(weights.square().mean()) == pytest.approx(2 / fan_in, rel=error)
+        fourth = float(weights.pow(4).mean() / weights.square().mean() ** 2)
+        assert fourth == pytest.approx(3, abs=SIGMAS * (24 / weights.numel()) ** 0.5)
+        assert layer.bias is not None
+        assert 0 < float(layer.bias.detach().abs().max()) <= fan_in**-0.5, "torch's own"
+
+
 def test_xavier_draws_all_weights_by_glorots_uniform() -> None:
     """Within sqrt(6 / (in + out)) and near it; a uniform draw's variance is a third of the limit's square."""
     net = network("simple_cnn", init="xavier")

@@ -168,7 +168,7 @@ def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], mes
     "key, value, message",
     [
         ("trained", "head", "'all' or 'two_layers'"),
-        ("init", "he", "'keras' or 'torchvision'"),
+        ("init", "lecun", "'torchvision' or 'xavier'"),
         ("bottleneck", 0, "greater than 0"),
         ("groups", 0, "greater than 0"),
         ("input_size", -1, "greater than 0"),
