@@ -32,7 +32,7 @@ class ModelConfig:
     trained: Literal["all", "two_layers"] = "all"
     """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
     init: Init = "torchvision"
-    """Distribution of first weights: torchvision's, Keras', He's normal or Glorot's uniform (xavier) for all."""
+    """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
     """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 
