@@ -39,6 +39,8 @@ from dataset.store.writer import DataWriter
 __all__ = ["Options", "checked_places", "command_parser", "make", "preprocess"]
 
 TOOL_VERSION = "1.0"
+SIDE = 256
+"""Pixels, of images that are stored as pixels."""
 
 
 def preprocess(source: Source, options: Options) -> None:
@@ -295,7 +297,7 @@ def command_parser(name: str, description: str | None, images: bool = True) -> O
     if images:
         add("--storage", choices=("jpeg", "raw"), default="jpeg", help="the original bytes, or pixels")
         size = "raw: side in pixels of the squares, or the word own: each image keeps its size"
-        add("--image_size", type=side_or_own, default=256, help=size)
+        add("--image_size", type=side_or_own, default=SIDE, help=size)
         add("--verify", choices=("header", "full"), default="full", help="how far each image is decoded")
         add("--workers", type=int, default=cores(), help="threads")
     return parser
@@ -311,6 +313,8 @@ def checked_places(arguments: argparse.Namespace) -> tuple[Path, Path]:
     for name in ("image_size", "workers"):
         if (value := getattr(arguments, name, None)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1")
+    if getattr(arguments, "storage", "raw") == "jpeg" and arguments.image_size != SIDE:
+        raise ValueError("--image_size is for --storage raw: leave it out, or choose raw")
     folder = arguments.download_folder or output.with_name(output.name + ".download")
     return output, output_folder("--download_folder", folder)
 

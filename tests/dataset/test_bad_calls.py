@@ -96,6 +96,8 @@ BAD = [
     ),
     ("flair", f"{FLAIR} --image_size=0", "--image_size must be at least 1"),
     ("flair", f"{FLAIR} --image_size=1000000 --storage=raw", "GB for out.hdf5 are needed"),
+    ("flair", f"{FLAIR} --image_size=64", "--image_size is for --storage raw: leave it out, or choose raw"),
+    ("flair", f"{FLAIR} --image_size=own", "--image_size is for --storage raw"),
     ("flair", f"{FLAIR} --workers=-1", "--workers must be at least 1"),
     ("flair", f"{FLAIR} --workers=two", "--workers: invalid int value: 'two'"),
     ("flair", f"{FLAIR} --label_mapping=nowhere", "--label_mapping nowhere cannot be read"),

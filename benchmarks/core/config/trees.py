@@ -127,6 +127,11 @@ def leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
                 yield leaf._replace(metadata={**leaf.metadata, **item.metadata})
 
 
+def _takes(kind: type, hint: Any) -> bool:
+    """Whether a type is this one or has it among its parts."""
+    return hint is kind or any(_takes(kind, part) for part in get_args(hint))
+
+
 def _explain(fault: Any, kind: Any, prefix: str) -> str:
     """One fault of pydantic's, in one line that names the key and what to do."""
     name = (prefix + ".".join(map(str, fault["loc"]))).removesuffix(".")
@@ -158,6 +163,11 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     Raises:
         ValueError: one line that names the first wrong key and what it may be.
     """
+    values = dotted(tree) if isinstance(tree, Mapping) else {}
+    for leaf in leaves(kind):
+        value = values.get(leaf.key)
+        if isinstance(value, bool) and not _takes(bool, leaf.hint):  # pydantic takes true for 1
+            raise ValueError(f"{where}: {prefix}{leaf.key} is {str(value).lower()}, which is no value of it")
     try:
         return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as faults:

@@ -69,7 +69,8 @@ def test_each_image_keeps_its_labels_and_user(
     tmp_path: Path, write: Folder, grouped: bool, storage: str
 ) -> None:
     rows = records(150)
-    options = ["--storage", storage, "--image_size", "32"] + ([] if grouped else ["--not_group_data_by_user"])
+    options = RAW if storage == "raw" else []
+    options = options + ([] if grouped else ["--not_group_data_by_user"])
     path = preprocess(write(tmp_path / "flair", rows), tmp_path / "f.hdf5", *options)
     assert_paired(path, rows)
     assert run(describe, [str(path)]) == 0
