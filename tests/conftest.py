@@ -1,4 +1,4 @@
-"""For all tests: one thread for torch, an event loop, and what a test costs in CPU time."""
+"""For all tests: one thread for torch, no time limit of examples, an event loop, and a test's CPU time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from collections.abc import Generator
 from itertools import islice
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from tests import warm
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile(
+    "slow machines", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("slow machines")
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
 """Tests that use over `SLOW_SECONDS` of CPU time; ``make test FAST=1`` leaves them out."""

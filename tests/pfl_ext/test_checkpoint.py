@@ -60,7 +60,7 @@ def test_a_kill_between_the_second_name_and_the_first_leaves_nothing_behind(tmp_
     assert checkpoint.load(checkpoint.previous(path))[1] == {"step": 1}
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_or_a_cut_is_found_and_the_one_before_is_loaded(
     tmp_path: Path, data: st.DataObject

@@ -89,7 +89,7 @@ def test_a_point_is_written_as_wandbs_agent_writes_it() -> None:
     assert tree["local"]["max_images"] is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(u=st.floats(0, 1, exclude_max=True), v=st.floats(0, 1, exclude_max=True))
 @pytest.mark.parametrize(
     "parameter",

@@ -80,7 +80,7 @@ def test_each_image_keeps_its_labels_and_user(
         assert sum(split["images"] for split in file.provenance["counts"].values()) == 150
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     order=st.permutations(range(25)), shards=st.integers(1, 4), write=st.sampled_from(["parquet", "files"])
 )

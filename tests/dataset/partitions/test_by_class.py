@@ -85,7 +85,7 @@ def test_the_classes_are_those_of_niid_bench_and_of_flowers_baseline(
     assert np.array_equal(np.sort(dealt.rows), np.arange(50_000))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["lda", "lda-legacy"]),
     beta=st.sampled_from([0.3, 1.0, 100.0]),
@@ -113,7 +113,7 @@ def test_who_has_its_share_gets_nothing_of_the_classes_that_follow() -> None:
             assert np.count_nonzero(rows < rows.max()) < len(classes) / 10
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["classes", "classes-legacy"]),
     number=st.integers(1, 5),

@@ -59,7 +59,7 @@ def test_google_published_a_draw_of_this_sampler(
     assert abs(mean[1] - held) <= 3 * deviation[1] + 0.005
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=2, max_size=8).filter(lambda sizes: sum(sizes) >= 30),
     alpha=st.sampled_from([0.0, 1e-300, 0.01, 1.0, 1e6]),

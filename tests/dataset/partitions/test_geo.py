@@ -34,7 +34,7 @@ def test_tokens_are_known_places() -> None:
     assert [s2cell.cell_id_to_token(int(face)) for face in faces] == ["1", "3", "5", "7", "9", "b"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(latitude=st.floats(-90, 90), longitude=st.floats(-180, 180), level=st.integers(0, 30))
 def test_ancestors_are_those_of_s2cell(latitude: float, longitude: float, level: int) -> None:
     leaf = leaf_ids([latitude], [longitude])
@@ -87,7 +87,7 @@ def test_images_at_one_place_cannot_be_divided() -> None:
     assert geo_partition(leaf, 3) == [s2cell.cell_id_to_token(int(leaf[0]))] * 7
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), most=st.integers(1, 60))
 def test_every_image_lies_in_its_cell_and_no_cell_could_have_stayed_whole(seed: int, most: int) -> None:
     rng = np.random.default_rng(seed)

@@ -34,7 +34,7 @@ def test_mnists_shards_are_mcmahans() -> None:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(number=st.integers(1, 6), clients=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
 def test_a_client_has_so_many_runs_of_the_sorted_images(number: int, clients: int, seed: int) -> None:
     name = f"shards-{number}-clients-{clients}-seed-{seed}"

@@ -139,7 +139,7 @@ def test_partitions_are_read_as_written_and_change_nothing_else(tmp_path: Path, 
         assert (old.attrs["schema_version"], new.attrs["schema_version"]) == (1, 2)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.permutations(range(7)), storage=st.sampled_from(["jpeg", "raw"]))
 def test_the_order_of_writing_leaves_no_trace(tmp_path: Path, order: list[int], storage: Storage) -> None:
     first = write(tmp_path / "first.hdf5", storage)

@@ -83,7 +83,7 @@ def test_a_jpeg_of_a_thousand_scans_is_refused_at_once() -> None:
 
 
 @given(st.binary(max_size=300), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_a_jpeg_or_a_clause(data: bytes, headed: bool) -> None:
     for read in (jpeg_size, lambda content: decode(content, 8)):
         try:

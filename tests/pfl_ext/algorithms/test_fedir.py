@@ -24,7 +24,6 @@ CLASSES = 4
 labels_of = st.lists(st.integers(0, CLASSES - 1), min_size=1, max_size=50)
 
 
-@settings(deadline=None)
 @given(labels_of, st.lists(st.integers(1, 9), min_size=CLASSES, max_size=CLASSES), st.integers(1, 50))
 def test_an_image_weighs_target_over_own_frequency(labels: list[int], mass: list[int], part: int) -> None:
     """Equation 3; q from all the user's images, also where only some of them take part."""
@@ -124,7 +123,7 @@ class NoisyOneHot(NoisyStore):
         return images, (targets > 0).astype(np.uint8)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.sampled_from([None, 7]))
 def test_the_engine_trains_reweighted_users_as_pfls_loop_does(sizes: list[int], virtual: int | None) -> None:
     sampling = local_sampling(1, 4, None, straddle=False, input_size=10, virtual_size=virtual)

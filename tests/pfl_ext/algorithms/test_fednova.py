@@ -48,7 +48,6 @@ def test_each_form_alone_is_the_papers_recurrence(steps: int, momentum: float, p
     assert coefficient_sum(steps, 0.0, pull) == pytest.approx(proximal, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.2, 1.5, 3.0]))
 def test_the_sum_is_the_l1_norm_of_what_each_gradient_counts_for(
     steps: int, momentum: float, pull: float
@@ -138,7 +137,7 @@ def test_the_server_moves_by_the_normalised_mean_through_its_own_optimiser() -> 
     assert_close_as_vector(module.weight, expected, 16)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.booleans(), st.sampled_from([None, 0.3]))
 def test_postprocessors_that_see_each_user_see_the_normalised_update(
     sizes: list[int], by_images: bool, mu: float | None

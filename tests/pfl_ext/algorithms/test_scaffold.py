@@ -43,7 +43,7 @@ class Ended(NamedTuple):
 SAMPLING = local_sampling(2, 4, 9, straddle=True, input_size=10)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     sizes=st.lists(st.integers(1, 14), min_size=2, max_size=5),
     form=st.tuples(st.sampled_from(["I", "II"]), st.sampled_from(["gradient", "step"])),

@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLives.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def saved(path: Path) -> tuple[UserVectors, Any]:

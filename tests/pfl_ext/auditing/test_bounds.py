@@ -27,7 +27,7 @@ def gaussian_trials(mu: float, canaries: int, seed: int) -> Trials:
 
 
 @given(st.floats(1e-6, 1 - 1e-6), st.floats(0.05, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_profile_allows_what_its_gaussian_trade_off_allows(probability: float, mu: float) -> None:
     """Between the true trade-off function and the little that a grid of epsilons gives away."""
     profile = Profile(gaussian_delta(EPSILONS, mu))

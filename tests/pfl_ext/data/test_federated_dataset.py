@@ -31,7 +31,7 @@ def seen_rows(user: UserImages, sampling: LocalSampling) -> list[IntArray]:
     return [rows_of(images.numpy()) for images, *_ in local_batches(user, sampling)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     partition=st.sampled_from(["user", "iid"]),
@@ -78,7 +78,6 @@ def test_the_cap_takes_another_random_subset_each_round() -> None:
     assert len({frozenset(rows) for rows in taken}) == 40
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 40), st.sampled_from(["random", "first"]), st.integers(0, 2**32))
 def test_the_cap_takes_distinct_images_in_the_stores_order(n: int, most: int, cap: Any, seed: int) -> None:
     all_rows = 1000 + 7 * np.arange(n)
@@ -118,7 +117,6 @@ def test_images_that_are_not_shuffled_come_in_the_stores_order(straddle: bool) -
         assert np.concatenate(seen).tolist() == [*range(6, 13)] * 2
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 60), size=st.integers(1, 20), epochs=st.integers(1, 3), straddle=st.booleans())
 def test_predicted_steps_are_the_steps_made(n: int, size: int, epochs: int, straddle: bool) -> None:
     sampling = local_sampling(epochs, size, 40, straddle=straddle)
@@ -188,7 +186,6 @@ def test_iid_deals_every_image_once_in_equal_shares() -> None:
     assert not np.array_equal(iid_partition(store, 6).rows, iid.rows)
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=40),
     workers=st.integers(1, 5),

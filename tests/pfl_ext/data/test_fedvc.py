@@ -24,7 +24,7 @@ def virtual(size: int, **options: Any) -> LocalSampling:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 24), st.integers(0, 5))
 def test_every_user_trains_on_exactly_so_many_of_its_own_images(
     sizes: list[int], size: int, round_number: int

@@ -32,7 +32,7 @@ def test_an_image_is_cropped_as_by_the_batched_path(crop: Crop) -> None:
 
 
 @pytest.mark.parametrize("crop", ["crop", "padded"])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 999))
 def test_a_mask_keeps_its_pixels_under_crop_and_flips(crop: Crop, seed: int) -> None:
     """A mask that says of each pixel what the image shows there still does after the same crop."""
@@ -52,7 +52,7 @@ def _within(crops: Tensor) -> Tensor:
     return (crops[:, :2] >= 0).all(1) & ((crops[:, :2] + crops[:, 2:4]) <= SIZE).all(1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 9999), crop=st.sampled_from(["crop", "padded", "resized"]))
 def test_a_box_stays_around_its_object(seed: int, crop: Crop) -> None:
     """After crop and flips, the box of a rectangle is the box of the rectangle's pixels in the mask."""

@@ -37,7 +37,7 @@ def lower_bound(costs: Costs, world_size: int) -> float:
 
 
 @given(COSTS, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_slowest_worker_is_near_the_best_of_all_assignments(costs: list[float], workers: int) -> None:
     """Graham's bound, against the best found by trying all; and no assignment beats the lower bound."""
     array = np.array(costs)

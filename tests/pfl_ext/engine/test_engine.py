@@ -48,7 +48,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     sampling=SAMPLINGS,
@@ -155,7 +155,7 @@ def test_an_update_that_is_not_finite_is_refused_and_counted(
     assert distance(ours, theirs) <= rounding_of(setting())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(size=st.integers(1, 9), rate=st.sampled_from([1e-3, 1.0, 1e3, 1e12]), per_layer=st.booleans())
 def test_no_users_part_of_a_private_sum_exceeds_the_bound(size: int, rate: float, per_layer: bool) -> None:
     more = [without_noise(0.5, "per_layer" if per_layer else "flat")]

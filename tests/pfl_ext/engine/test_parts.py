@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -289,7 +289,6 @@ def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_size(module, HOW, 1) == 1
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.data()
 )

@@ -77,7 +77,7 @@ PAIRS: dict[str, Any] = {
 }
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(**PAIRS, bound=BOUNDS, powers=st.tuples(st.floats(-3, 3), st.floats(-9, 3)))
 def test_no_share_exceeds_the_bound_however_a_users_positions_cancel(
     kind: str, images: int, left: float, seed: int, bound: float, powers: tuple[float, float]
@@ -95,7 +95,7 @@ def test_no_share_exceeds_the_bound_however_a_users_positions_cancel(
     assert min(exact - rounding, bound) * (1 - 2**-12) <= share <= (exact + rounding) * (1 + 2**-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     **PAIRS,
     bound=BOUNDS,
@@ -116,7 +116,7 @@ def test_no_share_exceeds_the_bound_whatever_the_size_of_its_numbers(
             assert refused(sums) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(bound=BOUNDS, powers=st.lists(st.floats(-44, 37), min_size=2, max_size=6), seed=st.integers(0, 99))
 def test_no_share_of_a_small_variable_exceeds_the_bound(bound: float, powers: list[float], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -125,7 +125,7 @@ def test_no_share_of_a_small_variable_exceeds_the_bound(bound: float, powers: li
     assert length(added(Explicit(gradient), gradient.shape[1:], 1, bound).vector) <= bound * (1 + SLACK)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(powers=st.lists(st.floats(-44, 16), min_size=1, max_size=6), size=st.integers(1, 3000))
 def test_a_norm_misses_less_than_any_bound_allows(powers: list[float], size: int) -> None:
     """An update's: numbers whose squares underflow are all that is missed, and they are short together."""

@@ -83,7 +83,7 @@ def test_users_nearer_than_the_band_would_move_more_and_are_refused() -> None:
 
 
 @given(rounds=st.integers(1, 60), band=st.integers(1, 20), most=st.integers(1, 6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_one_participation_is_worth_one_and_k_the_root_of_k(rounds: int, band: int, most: int) -> None:
     fitting = min(most, -(-rounds // band))
     found = sensitivity(BandedFactor(rounds, band).matrix(), band, most)
@@ -162,7 +162,7 @@ def test_a_rounds_noise_is_the_same_after_a_resume_and_on_any_number_of_threads(
 
 
 @given(population=st.integers(1, 60), share=st.floats(0.01, 1), rounds=st.integers(1, 40))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_users_of_the_circle_keep_their_distance(population: int, share: float, rounds: int) -> None:
     size = max(1, int(population * share))
     taken: list[list[int]] = [[] for _ in range(population)]

@@ -96,7 +96,7 @@ def test_laplace_noise_is_a_function_of_all_bits_of_its_seed() -> None:
     assert not torch.equal(noise[:9], noise[NOISE_CHUNK:])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     log_scale=st.floats(-30, 30),

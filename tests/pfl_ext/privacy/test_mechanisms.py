@@ -34,7 +34,7 @@ def update(seed: int, scale: float, dtype: torch.dtype = torch.float32) -> list[
     return [(torch.randn(s, generator=g, dtype=torch.float64) * scale).to(dtype) for s in shapes]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     log_scale=st.floats(-30, 37),

@@ -83,7 +83,7 @@ def published_ap(scores: Array, targets: Array) -> float:
 
 
 @given(tasks())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_exact_ap_equals_scikit_learn(task: tuple[Array, Array]) -> None:
     scores, targets = task
     expected = [sklearn_ap(s, t) for s, t in zip(scores.T, targets.T)]
@@ -132,7 +132,7 @@ def test_uninformative_scores_have_ap_near_prevalence() -> None:
 
 
 @given(tasks())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_binned_ap_is_the_published_definition(task: tuple[Array, Array]) -> None:
     scores, targets = task
     per_class = [published_ap(s, t) for s, t in zip(scores.T, targets.T)]
@@ -190,7 +190,7 @@ def test_columns_of_a_small_case_by_hand() -> None:
 
 
 @given(tasks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_precision_and_recall_equal_scikit_learn(task: tuple[Array, Array]) -> None:
     scores, targets = task
     assume(scores.shape[1] > 1)
@@ -271,7 +271,7 @@ def total(values: list[Any]) -> Any:
 
 
 @given(splits())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_scores_survive_any_split_over_batches_and_workers_bit_for_bit(
     case: tuple[Array, Array, list[list[Array]]],
 ) -> None:

@@ -29,7 +29,7 @@ def assert_same(ours: Ranking, numpys: Ranking) -> None:
         assert getattr(ours, name).dtype == np.int64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     n=st.integers(1, 40),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from tests.pfl_ext.stores import NumberedStore
 CLASSES = 5
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60), st.integers(1, 9))
 def test_accuracy_is_the_share_of_right_guesses_in_any_batches(
     pairs: list[tuple[int, int]], size: int

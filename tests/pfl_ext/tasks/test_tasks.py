@@ -30,7 +30,7 @@ def binary(x: float, present: bool) -> float:
     return math.log1p(math.exp(-x if present else x))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_single_label_is_the_self_normalised_mean_of_cross_entropies(n: int, seed: int) -> None:
     """Equation 4 of FedIR by hand."""
@@ -42,7 +42,7 @@ def test_single_label_is_the_self_normalised_mean_of_cross_entropies(n: int, see
     assert float(SingleLabel().loss(logits, targets)) == pytest.approx(expected, rel=1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_weighted_multi_label_normalises_every_label_by_itself(n: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)

@@ -45,7 +45,7 @@ def threads() -> Iterator[None]:
 
 @compiled
 @pytest.mark.parametrize("winograd", [True, False])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 5),
     size=st.tuples(*[st.integers(1, 13)] * 2),
@@ -94,7 +94,7 @@ def test_a_convolution_and_its_gradients_are_torchs(
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 35),
     size=st.tuples(*[st.integers(1, 11)] * 2),
@@ -176,7 +176,7 @@ def test_what_stands_beside_the_images_of_a_vector_is_of_no_effect() -> None:
 
 @with_halves
 @pytest.mark.parametrize("way", ["Winograd", "direct"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 5),
     size=st.tuples(*[st.integers(5, 13)] * 2),
@@ -274,7 +274,7 @@ def test_what_shares_a_vector_of_half_floats_does_not_share_its_numbers(stride: 
 
 
 @compiled
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 4),
     side=st.integers(1, 12),
