@@ -135,6 +135,8 @@ def _ids(column: pa.ChunkedArray) -> npt.NDArray[np.bytes_]:
     width = pc.max(pc.binary_length(column)).as_py() or 1
     if width > MAX_ID_BYTES:
         raise ValueError(f"an id has {width:,} bytes, more than {MAX_ID_BYTES}; is this a column of ids?")
+    if pc.any(pc.match_substring(column, "\0")).as_py():  # at its end it would be lost, and two users be one
+        raise ValueError("an id holds the character 0; is this a column of ids?")
     ids, done = np.zeros(len(column), f"S{width}"), 0
     for chunk in column.cast(pa.binary()).chunks:
         ids[done : done + len(chunk)] = chunk.to_pylist()

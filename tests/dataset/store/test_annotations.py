@@ -182,6 +182,14 @@ def test_an_annotation_that_does_not_fit_its_image_is_named_or_left_out(
         assert len(of(file, "train", "mask", Masks)) == 3
 
 
+@pytest.mark.parametrize("character", ["\0", "\0b"])
+def test_an_id_with_a_character_0_is_refused(folder: Path, character: str) -> None:
+    """At the end of an id it would be lost: the users "a" and "a\\0" would be one."""
+    records = [{**record, "user_id": record["user_id"] + character} for record in rows()]
+    with pytest.raises(ValueError, match="an id holds the character 0"):
+        make(folder, records)
+
+
 def test_a_class_that_the_vocabulary_lacks_is_named(folder: Path) -> None:
     records = [{**record, "kind": "yak"} for record in rows()]
     with pytest.raises(ValueError, match="image a0 of user a has the label 'yak'"):
