@@ -12,11 +12,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 from tests import warm
+from tests.launching import fresh_environment
 
-torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "slow machines", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -33,6 +32,12 @@ LOOP = asyncio.new_event_loop()
 def pytest_runtest_setup() -> None:
     """pfl's loop runs in the current event loop, which ``asyncio.run`` in an earlier test has taken away."""
     asyncio.set_event_loop(LOOP)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist's workers share one server (`warm`), which ends with the process that they ended with."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[warm.SERVER] = warm.server(fresh_environment())
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -60,7 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of `SLOW_LIST` as slow, whatever their parameters."""
+    """One thread for torch, and marks the tests of `SLOW_LIST` as slow, whatever their parameters."""
+    import torch  # takes seconds, and xdist's controller runs no test
+
+    torch.set_num_threads(1)
     listed = set(SLOW_LIST.read_text().split())
     for item in items:
         if function_of(item.nodeid) in listed:
@@ -73,7 +81,7 @@ def function_of(nodeid: str) -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process, of its server (`warm`), and of the ended child processes of both."""
+    """CPU time of this process, of its ended child processes, and of those that `warm` ran for it."""
     return sum(os.times()[:4]) + warm.cpu_seconds()
 
 

@@ -60,6 +60,8 @@ def fresh_environment(**more: str) -> dict[str, str]:
         "LOCAL_",
         "MASTER_",
         "PFL_",
+        "KMP_DUPLICATE_LIB_OK",  # set by sklearn, as is the next
+        "KMP_INIT_AT_FORK",
     )
     kept = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -68,7 +70,8 @@ def fresh_environment(**more: str) -> dict[str, str]:
 
 def environment(**more: str) -> dict[str, str]:
     """`fresh_environment`, with the server of `warmly`, which is started if there is none."""
-    return {**fresh_environment(**more), warm.SERVER: warm.server(fresh_environment())}
+    served = {warm.SERVER: warm.server(fresh_environment()), warm.ACCOUNT: str(warm.account())}
+    return {**fresh_environment(**more), **served}
 
 
 def start(words: Sequence[str], **more: str) -> subprocess.Popen[str]:

@@ -6,6 +6,9 @@ import pytest
 
 from tests.launching import fresh_environment, run, warmly
 
+pytestmark = [pytest.mark.xdist_group("workers"), pytest.mark.slow]
+"""Slow, as they alone among the quick tests would need the server's seconds of imports."""
+
 
 def printed(expression: str, **more: str) -> str:
     """What a process of `warmly` prints of an expression, with these variables."""
@@ -13,7 +16,6 @@ def printed(expression: str, **more: str) -> str:
     return run(words, 0, **more).splitlines()[0]
 
 
-@pytest.mark.xdist_group("workers")
 @pytest.mark.parametrize(
     "variable",
     [
@@ -32,7 +34,6 @@ def test_a_variable_that_is_read_at_the_start_starts_a_fresh_interpreter(variabl
     assert printed(both, **{variable: other}) == f"False {other}"
 
 
-@pytest.mark.xdist_group("workers")
 def test_fresh_interpreters_differ_in_how_they_hash_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # as tox sets it
     assert "PYTHONHASHSEED" not in fresh_environment()

@@ -1,8 +1,8 @@
 """Run a module in a new process that has torch and the training code imported already.
 
 A fresh interpreter spends five seconds of CPU time on these imports, more than most runs of the tests. Here
-one server imports them once and forks for each command (`server`). The client is what a test or a launcher
-starts in place of ``python -m MODULE WORDS...``:
+one server imports them once, when it is first asked, and forks for each command (`server`). The client is
+what a test or a launcher starts in place of ``python -m MODULE WORDS...``:
 
     python tests/warm.py MODULE WORDS...
 
@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -36,6 +37,8 @@ from typing import NamedTuple
 
 SERVER = "WARM_SERVER"
 """The environment variable that holds the server's address."""
+ACCOUNT = "WARM_ACCOUNT"
+"""The environment variable that holds the path of the caller's `account`."""
 MODULES = (
     "benchmarks.flair.train",
     "benchmarks.visual_classification.train",
@@ -84,7 +87,7 @@ class Forks:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener, self._selector = listener, selectors.DefaultSelector()
-        self._clients: dict[int, tuple[int, socket.socket]] = {}
+        self._clients: dict[int, tuple[int, socket.socket, str | None]] = {}
         self._selector.register(listener, selectors.EVENT_READ, self._fork)
         self._selector.register(0, selectors.EVENT_READ, self._leave)
 
@@ -101,6 +104,7 @@ class Forks:
         connection, _ = self._listener.accept()
         head, streams, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 3)
         content = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        request = Request(*json.loads(content))
         process = os.fork()
         if process == 0:
             os.setsid()
@@ -111,16 +115,16 @@ class Forks:
         if process == 0:
             connection.close()
             self._forget_all()
-            return Request(*json.loads(content))
+            return request
         ended = os.pidfd_open(process)
-        self._clients[ended] = process, connection
+        self._clients[ended] = process, connection, request.environment.get(ACCOUNT)
         self._selector.register(ended, selectors.EVENT_READ, functools.partial(self._answer, ended))
         self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._signal, ended))
         return None
 
     def _signal(self, ended: int) -> None:
         """Pass a signal on; a client that is gone takes its process with it."""
-        process, connection = self._clients[ended]
+        process, connection, _ = self._clients[ended]
         try:
             sent = connection.recv(1)
         except ConnectionError:
@@ -130,24 +134,30 @@ class Forks:
             self._selector.unregister(connection)
 
     def _answer(self, ended: int) -> None:
-        process, connection = self._clients.pop(ended)
+        process, connection, account = self._clients.pop(ended)
         self._selector.unregister(ended)
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        _, status, used = os.wait4(process, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if account is not None:
+            with contextlib.suppress(FileNotFoundError):  # the caller has ended
+                file = os.open(account, os.O_WRONLY | os.O_APPEND)
+                os.write(file, f"{used.ru_utime + used.ru_stime}\n".encode())
+                os.close(file)
         with connection, contextlib.suppress(ConnectionError):  # the client may have been killed
             connection.sendall(code.to_bytes(STATUS_BYTES, "big", signed=True))
         os.close(ended)
 
     def _leave(self) -> None:
-        for process, _ in self._clients.values():
+        for process, *_ in self._clients.values():
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
         os._exit(0)
 
     def _forget_all(self) -> None:
         """In a new process: close what belongs to the server."""
-        for ended, (_, connection) in self._clients.items():
+        for ended, (_, connection, _) in self._clients.items():
             os.close(ended)
             connection.close()
         self._selector.close()
@@ -161,19 +171,21 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 def serve(address: str) -> None:
     """Be the server until the standard input ends."""
-    import numpy
-
     at_start = read_at_start(os.environ)
-    for module in MODULES:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as missing:
-            if missing.name != "horovod":
-                raise
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         os.write(1, b"ready\n")
+        if 0 in select.select([listener, 0], [], [])[0]:
+            return  # nobody has asked
+        import numpy
+
+        for module in MODULES:
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as missing:
+                if missing.name != "horovod":
+                    raise
         gc.freeze()  # a collection in a new process would copy all that the processes share
         request = Forks(listener).serve()
     os.chdir(request.directory)
@@ -200,10 +212,6 @@ def serve(address: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # clearing the modules away, as at the end of an interpreter, takes over a second
-
-
-STARTED: list[int] = []
-"""The process ids of the servers that this process started."""
 
 
 ADDRESSES: dict[tuple[tuple[str, str], ...], str] = {}
@@ -237,21 +245,29 @@ def _started(environment: Mapping[str, str]) -> str:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n", "the server could not import the training code"
+    assert process.stdout.readline() == b"ready\n"
 
     def stop() -> None:
         process.communicate()
         folder.cleanup()
 
     atexit.register(stop)
-    STARTED.append(process.pid)
     return address
 
 
+@functools.cache
+def account() -> Path:
+    """The file of this process in which servers note the CPU time of each process that they ran for it."""
+    folder = tempfile.TemporaryDirectory(prefix="warm")
+    atexit.register(folder.cleanup)
+    file = Path(folder.name) / "seconds"
+    file.touch()
+    return file
+
+
 def cpu_seconds() -> float:
-    """CPU time of the servers that this process started, and of their processes that have ended."""
-    stats = [Path(f"/proc/{started}/stat").read_text().rpartition(")")[2].split() for started in STARTED]
-    return sum(int(ticks) for stat in stats for ticks in stat[11:15]) / os.sysconf("SC_CLK_TCK")
+    """CPU time of the processes that servers ran for this one, and that have ended."""
+    return sum(map(float, account().read_text().split()))
 
 
 if __name__ == "__main__":
