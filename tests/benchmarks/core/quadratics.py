@@ -36,7 +36,7 @@ from pfl_ext.tasks.single_label import SingleLabel
 Array = npt.NDArray[np.float64]
 SIDE, CLASSES = 2, 3
 SIZES = (2, 7, 5, 11, 1)
-ROUNDS, TABLE_ROUNDS = 12, 40
+ROUNDS, TABLE_ROUNDS = 6, 40
 """Of the tests and of the table that `main` prints."""
 BASE: Tree = {
     "data": {"image_size": SIDE},

@@ -1,4 +1,4 @@
-"""Every algorithm that can be chosen against its paper's equations in float64, after each of 12 rounds."""
+"""Every algorithm that can be chosen against its paper's equations in float64, after each of six rounds."""
 
 from __future__ import annotations
 

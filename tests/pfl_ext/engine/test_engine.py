@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, metric_name, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.tasks.multi_label import MultiLabel
-from pfl_ext.tasks.task import Task
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     LABELS,
@@ -36,48 +37,47 @@ from tests.pfl_ext.engine.setting import (
     without_noise,
 )
 
-SAMPLINGS = st.builds(
-    LocalSampling,
-    num_epochs=st.integers(1, 3),
-    batch_size=st.sampled_from([1, 3, 4, 16]),
-    max_images=st.sampled_from([None, 1, 7, 30]),
-    cap=st.sampled_from(["random", "first"]),
-    straddle=st.booleans(),
-    reshuffle=st.booleans(),
-    input_size=st.just(10),
-)
+OPTIONS: dict[str, Sequence[Any]] = {
+    "num_epochs": (1, 2, 3),
+    "batch_size": (1, 3, 4, 16),
+    "max_images": (None, 1, 7, 30),
+    "cap": ("random", "first"),
+    "straddle": (False, True),
+    "reshuffle": (False, True),
+    "clipping": (("none", 0.0), ("variable", 0.05), ("variable", 9.0), ("global", 0.2)),
+    "mu": (None, 0.3),
+    "by_images": (False, True),
+    "lanes": (1, 2, 3),
+    "task": TASKS,
+    "momentum": (0.0, 0.6),
+    "weight_decay": (0.0, 0.05),
+    "nova": (False, True),
+    "sizes": ([1], [9, 2], [5, 1, 12], [1, 2, 3, 1, 17]),
+}
+CHOICES = [
+    "223111311001013", "002000101210101", "110001200121110", "131110010110002", "233000300000112",
+    "002111110221012", "210111001020001", "021010211201100", "201101200010113", "122001011101111",
+    "010000311211003", "033101000211000", "123000110120113", "202101300120100", "100001100001100",
+    "032110200020001", "020011201110112", "131110311221001", "211100100201102", "113100210121001",
+    "230001101120003", "003101000020003", "212000110111013",
+]  # fmt: skip
+"""A digit for each of `OPTIONS`: which of its values. Found by a greedy search."""
 
 
-@settings(max_examples=25)
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    sampling=SAMPLINGS,
-    clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("variable", 9.0), ("global", 0.2)]),
-    mu=st.sampled_from([None, 0.3]),
-    by_images=st.booleans(),
-    lanes=st.integers(1, 3),
-    task=st.sampled_from(TASKS),
-    momentum=st.sampled_from([0.0, 0.6]),
-    weight_decay=st.sampled_from([0.0, 0.05]),
-    nova=st.booleans(),
-)
-def test_a_cohorts_sum_is_that_of_pfls_loop(
-    sizes: list[int],
-    sampling: LocalSampling,
-    clipping: tuple[str, float],
-    mu: float | None,
-    by_images: bool,
-    lanes: int,
-    task: Task,
-    momentum: float,
-    weight_decay: float,
-    nova: bool,
-) -> None:
-    local, bound = clipping
+def test_any_two_values_of_two_options_are_tried_together() -> None:
+    for (a, first), (b, second) in itertools.combinations(enumerate(OPTIONS.values()), 2):
+        assert len({(row[a], row[b]) for row in CHOICES}) == len(first) * len(second)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_cohorts_sum_is_that_of_pfls_loop(choice: str) -> None:
+    given = {name: values[int(digit)] for (name, values), digit in zip(OPTIONS.items(), choice, strict=True)}
+    local, bound = given.pop("clipping")
+    lanes, sizes = given.pop("lanes"), given.pop("sizes")
+    of_sampling = {name: given.pop(name) for name in list(given)[:6]}
     rate = 0.05 if local == "none" else 0.2  # larger ones magnify rounding from step to step
-    setting = Setting(sizes, sampling, local, bound, mu, learning_rate=rate, by_images=by_images)
-    setting.task, setting.nova = task, nova
-    setting.momentum, setting.weight_decay = momentum, weight_decay
+    sampling = LocalSampling(**of_sampling, input_size=10)
+    setting = Setting(sizes, sampling, local, bound, learning_rate=rate, **given)
     theirs, weight, metrics = setting.run(engine=False)
     ours, our_weight, our_metrics = setting.run(engine=True, lanes=lanes)
     assert our_weight == weight

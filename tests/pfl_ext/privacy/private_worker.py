@@ -17,6 +17,7 @@ import torch
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByUser
 from pfl.data.dataset import Dataset
+from pfl.internal.ops import pytorch_ops
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 from pfl.metrics import Metrics
 from pfl.stats import MappedVectorStatistics
@@ -73,5 +74,8 @@ def rounds_of(mechanism: NoisyMean) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    pytorch_ops.distributed = (
+        pytorch_ops.PyTorchDistributedContext()
+    )  # as when pfl is imported under torchrun
     for name, mechanism in mechanisms().items():
         np.save(Path(sys.argv[1]) / f"{name}-{get_ops().distributed.global_rank}.npy", rounds_of(mechanism))

@@ -105,10 +105,12 @@ def test_the_papers_bug_is_worth_another_epsilon_and_says_so() -> None:
 
 
 GRID = [
-    (population, cohort, rounds, epsilon)
-    for population, cohort, rounds in [(100, 10, 1), (100, 100, 20), (3000, 60, 300)]
-    for epsilon in (0.5, 2.0, 8.0)
-] + [(50_000, 1000, 1000, 2.0)]
+    (100, 10, 1, 8.0),
+    (100, 100, 20, 0.5),
+    (100, 100, 20, 8.0),
+    (3000, 60, 300, 2.0),
+    (50_000, 1000, 1000, 2.0),
+]
 
 
 @pytest.mark.parametrize("population, cohort, rounds, epsilon", GRID)

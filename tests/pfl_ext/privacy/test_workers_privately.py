@@ -23,7 +23,7 @@ NAMES = list(mechanisms())
 def by_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Means]]:
     """What each of two workers handed to its model, by mechanism."""
     out = tmp_path_factory.mktemp("workers")
-    words = command("torchrun", 2, "tests.pfl_ext.privacy.private_worker", str(out), fresh=True)
+    words = command("torchrun", 2, "tests.pfl_ext.privacy.private_worker", str(out))
     launch(words, PFL_PYTORCH_DEVICE="cpu")
     return {name: [np.load(out / f"{name}-{rank}.npy") for rank in range(2)] for name in NAMES}
 

@@ -267,9 +267,20 @@ def test_layers_that_are_not_plain_stay_torchs() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("winograd", [True, False])
-@pytest.mark.parametrize("more", [{}, {"momentum": 0.6}, {"weight_decay": 0.05}, {"mu": 0.3}], ids=str)
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(
+    "lanes, more, winograd",
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (1, {"momentum": 0.6}, False),
+        (2, {"momentum": 0.6}, True),
+        (1, {"weight_decay": 0.05}, True),
+        (2, {"weight_decay": 0.05}, False),
+        (1, {"mu": 0.3}, False),
+        (2, {"mu": 0.3}, True),
+    ],
+    ids=str,
+)
 def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
     lanes: int, more: dict[str, float], winograd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +293,7 @@ def test_a_cohort_trained_by_compiled_layers_is_that_of_pfls_loop(
         call(self, name, *rest)
 
     monkeypatch.setattr(CpuKernels, "_call", counted)
-    setting = Setting([1, 2, 9, 5, 20], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
+    setting = Setting([1, 2, 9, 5], max_norm=0.3, learning_rate=0.1, backbone=wide_backbone)
     for name, value in more.items():
         setattr(setting, name, value)
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=lanes)[0]
