@@ -17,35 +17,21 @@ SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
 @pytest.mark.parametrize(
     "words",
     [
-        "resnet18 --runtime.lanes=2 --federated.num_rounds=1",
+        "resnet18 --runtime.lanes=2 --federated.num_rounds=1 --federated.cohort_size=2",
         f"{SMALL_NET} --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
         "lenet --runtime.engine=stock",
-        "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users",
+        "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users "
+        "--evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
         "lenet --federated.algorithm=scaffold --federated.weighting=users",
         f"{SMALL_NET} --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
         "--federated.scaffold_correction=step",
-        "lenet --evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
         "lenet --local_privacy.noise_seed=run --federated.weighting=users",
         f"{SMALL_NET} --config=c-r-17",
+        "lenet --config=c-r-17 --runtime.engine=stock --centralised.optimizer=sgd",
     ],
 )
 def test_a_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
-    ends_as_on_the_cpu(words, train)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "lenet --config=c-r-17 --runtime.engine=stock --centralised.optimizer=sgd",
-        "lenet --federated.num_rounds=1 --federated.cohort_size=2",
-    ],
-)
-def test_a_short_run_on_a_card_ends_as_on_the_cpu(words: str, train: Train) -> None:
-    ends_as_on_the_cpu(words, train)
-
-
-def ends_as_on_the_cpu(words: str, train: Train) -> None:
     """Scores of the last and the best model on val and test, within what rounding may do (`moved`)."""
     arch, *argv = words.split()
     stock = "--runtime.engine=stock" in argv

@@ -35,7 +35,7 @@ from pfl_ext.configs import STRICT
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import Direct, Users, run_of, trajectory, vector
-from tests.benchmarks.core.worker_runs import LIGHT, SMALL
+from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.sparing import sparingly
 from tests.benchmarks.test_train import error_line, lines, results
 from tests.launching import command, run
@@ -180,7 +180,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(
 
 
 def test_two_workers_hold_the_same_models_as_one(mini_file: Path, tmp_path: Path) -> None:
-    argv = [*SMALL, *LIGHT, *GOSSIP, "--runtime.engine=fast", f"--data_path={mini_file}"]
+    argv = [*SMALL, *GOSSIP, "--runtime.engine=fast", f"--data_path={mini_file}"]
     with sparingly():
         assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
     run(command("torchrun", 2, "tests.benchmarks.core.test_own_loop", *argv, f"--run_dir={tmp_path / '2'}"))

@@ -1,19 +1,24 @@
 """Train a setting several times as one of the workers of a launcher, noting what each worker did.
 
     worker_runs DATA DIRECTORY
+    worker_runs ARGUMENTS...
 
 One launch for several runs: FL by pfl's loop with float64 and with float32 sums, FL by the fast engine, PFL,
 and PFL with secret noise. ``DIRECTORY/<run>/`` are the run directories. ``DIRECTORY/<run>-<rank>.json`` hold
 what each did: ``{"round user": checksum of the pixels, labels, order and crops that trained it}`` where
 pfl's loop trains, the checksums of the noise that was added, and how this interpreter hashes a word.
+
+With `LOST_BY` in the environment it is the training command with these arguments, whose worker 1 sends that
+signal to itself in the round `LOST_IN`, after the checkpoint of the round before.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +28,22 @@ import pfl_ext as pfl_ext  # before pfl, see there
 import torch
 
 from benchmarks.core.execute import execute
+from benchmarks.core.recorder import Recorder
 from benchmarks.flair.config import parse
 from benchmarks.flair.train import Flair
+from benchmarks.flair.train import main as train
+from dataset.cli import run as run_command
 from pfl_ext.data import federated_dataset
 from pfl_ext.privacy import banded, mechanisms
 from pfl_ext.workers.distributed import connected, current
 from tests.benchmarks.sparing import sparingly
 
-ROUNDS, FEWER = 6, 3
-"""Of the run "fl", which takes long enough for a worker to be lost in it, and of the others."""
+ROUNDS, LOST_IN = 3, 1
+LOST_BY = "WORKER_LOST_BY"
 SMALL = (
     "--data.image_size=20",
     "--model.input_size=16",
-    "--model.arch=shufflenet_v2_x0_5",
-    "--model.groups=4",
+    "--model.arch=lenet",
     "--local.learning_rate=0.05",
     f"--federated.num_rounds={ROUNDS}",
     "--federated.cohort_size=5",
@@ -48,9 +55,7 @@ SMALL = (
     "--runtime.accumulate=fp64",
     "--runtime.engine=stock",
 )
-LIGHT = ("--model.arch=lenet", f"--federated.num_rounds={FEWER}")
 PRIVATE = (
-    *LIGHT,
     "--config=pfl-r-17",
     "--privacy.epsilon=50",
     "--privacy.delta=0.01",
@@ -59,10 +64,10 @@ PRIVATE = (
 )
 RUNS = {
     "fl": ("--config=fl-r-17",),
-    "fl32": (*LIGHT, "--config=fl-r-17", "--runtime.accumulate=fp32"),
-    "fast": (*LIGHT, "--config=fl-r-17", "--runtime.engine=fast"),
+    "fl32": ("--config=fl-r-17", "--runtime.accumulate=fp32"),
+    "fast": ("--config=fl-r-17", "--runtime.engine=fast"),
     "pfl": (*PRIVATE, "--seed=1"),
-    "secret": (*PRIVATE, "--federated.num_rounds=2"),
+    "secret": PRIVATE,
 }
 
 
@@ -117,5 +122,21 @@ def main(data: Path, directory: Path) -> None:
             (directory / f"{name}-{rank}.json").write_text(text)
 
 
+def lose_worker_1(sent: int) -> None:
+    """Have this process, if it is worker 1, send itself this signal in the round `LOST_IN`."""
+    real = Recorder.step_done
+
+    def losing(self: Recorder, step: int, values: Mapping[str, Any], state: Any) -> None:
+        workers = current()
+        if step == LOST_IN and workers is not None and workers.global_rank == 1:
+            os.kill(os.getpid(), sent)
+        real(self, step, values, state)
+
+    Recorder.step_done = losing  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if LOST_BY in os.environ:
+        lose_worker_1(int(os.environ[LOST_BY]))
+        sys.exit(run_command(train, sys.argv[1:]))
     main(Path(sys.argv[1]), Path(sys.argv[2]))
