@@ -176,7 +176,8 @@ def serve(address: str) -> None:
         listener.bind(address)
         listener.listen(64)
         os.write(1, b"ready\n")
-        if 0 in select.select([listener, 0], [], [])[0]:
+        either: list[socket.socket | int] = [listener, 0]
+        if 0 in select.select(either, [], [])[0]:
             return  # nobody has asked
         import numpy
 
