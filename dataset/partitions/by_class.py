@@ -22,7 +22,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from dataset.partitions.drawn import Drawing, drawn, whole
+from dataset.partitions.drawn import Drawing, check_parameter, drawn, whole
 from dataset.store.annotations import IntArray
 from dataset.store.index import PartitionIndex
 
@@ -46,8 +46,7 @@ def clients_by_dirichlet(
         ValueError: for a beta that is not above 0, and where no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
-    if not beta > 0:
-        raise ValueError(f"the parameter of a Dirichlet distribution is {beta:g}; give a number above 0")
+    check_parameter(beta)
     if clients * least > num_images:
         raise ValueError(f"{clients} clients of {least} images cannot be had of {num_images:,} images")
     for _ in range(MAX_TRIES):

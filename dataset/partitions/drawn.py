@@ -152,6 +152,12 @@ def of_parts(parts: Sequence[IntArray]) -> PartitionIndex:
     return PartitionIndex([str(client) for client in range(len(parts))], rows, offsets)
 
 
+def check_parameter(value: float) -> None:
+    """Raise ValueError if a Dirichlet distribution cannot have this parameter."""
+    if not value > 0:
+        raise ValueError(f"the parameter of a Dirichlet distribution is {value:g}; give a number above 0")
+
+
 def whole(number: float, kind: str) -> int:
     """The number of a kind whose number counts something; ValueError for any that is not 1, 2, ..."""
     if number < 1 or number != int(number):

@@ -92,9 +92,9 @@ def mixes(dealt: Sequence[Dealt]) -> Figure:
     rows = -(-len(dealt) // 2)
     figure = Figure(figsize=(8.4, 0.4 + 1.9 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).flatten().tolist()
+    commonest = np.argsort(-sum(part.mixes.sum(0) for part in dealt), kind="stable")
+    shown = np.sort(commonest[: len(COLOURS)])  # of all panels, so that a colour is one class in all
     for part, axes in zip(dealt, panels):
-        order = np.argsort(-part.mixes.sum(0), kind="stable")
-        shown = np.sort(order[: len(COLOURS)])
         bottom = np.zeros(len(part.mixes))
         stacks = [(part.mixes[:, k], colour) for k, colour in zip(shown, COLOURS)]
         stacks.append((part.mixes.sum(1) - part.mixes[:, shown].sum(1), "lightgrey"))
@@ -107,7 +107,7 @@ def mixes(dealt: Sequence[Dealt]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in panels[len(dealt) :]:
         axes.set_visible(False)
-    grey = "" if all(part.mixes.shape[1] <= len(COLOURS) for part in dealt) else ", grey all others"
+    grey = ", grey all others" if len(commonest) > len(shown) else ""
     figure.suptitle(f"each colour a class{grey}", fontsize=9)
     return figure
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from dataset.partitions.by_class import legacy_generator
-from dataset.partitions.drawn import Drawing, drawn, of_parts
+from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 PATIENCE = 20
@@ -33,8 +33,7 @@ def pfl_dirichlet(drawing: Drawing, alpha: float) -> PartitionIndex:
             there are.
     """
     classes, each = drawing.classes, drawing.images_per_client
-    if not alpha > 0:
-        raise ValueError(f"the parameter of a Dirichlet distribution is {alpha:g}; give a number above 0")
+    check_parameter(alpha)
     if each < 1 or drawing.num_clients * each > len(classes):
         raise ValueError(
             f"{drawing.num_clients} clients of {each} images cannot be had of {len(classes):,} images"

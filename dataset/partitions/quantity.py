@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.partitions.by_class import LEAST_IMAGES, MAX_TRIES
-from dataset.partitions.drawn import Drawing, drawn, of_parts
+from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 
@@ -24,8 +24,7 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
         ValueError: for a beta that is not above 0, and where no try gives each client enough images.
     """
     clients, num_images = drawing.num_clients, len(drawing.classes)
-    if not beta > 0:
-        raise ValueError(f"the parameter of a Dirichlet distribution is {beta:g}; give a number above 0")
+    check_parameter(beta)
     if clients * LEAST_IMAGES > num_images:
         raise ValueError(f"{clients} clients of {LEAST_IMAGES} images cannot be had of {num_images:,} images")
     rng = np.random.default_rng(drawing.seed)

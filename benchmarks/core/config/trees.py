@@ -166,8 +166,9 @@ def build(kind: type[Node], tree: Any, where: str, prefix: str = "") -> Node:
     values = dotted(tree) if isinstance(tree, Mapping) else {}
     for leaf in leaves(kind):
         value = values.get(leaf.key)
-        if isinstance(value, bool) and not _takes(bool, leaf.hint):  # pydantic takes true for 1
-            raise ValueError(f"{where}: {prefix}{leaf.key} is {str(value).lower()}, which is no value of it")
+        if isinstance(value, bool) and (_takes(int, leaf.hint) or _takes(float, leaf.hint)):
+            # pydantic takes true for 1
+            raise ValueError(f"{where}: {prefix}{leaf.key} is {str(value).lower()}: give a number")
     try:
         return TypeAdapter(kind).validate_python(dict(tree) if isinstance(tree, Mapping) else tree)
     except ValidationError as faults:

@@ -200,9 +200,9 @@ def test_a_mistake_is_named_with_its_mend(argv: list[str], message: str) -> None
         ("federatd:\n  mu: 1", "did you mean federated?"),
         ("!!python/object/apply:os.system ['true']", "not readable YAML"),
         ("local: 3", "local is 3"),
-        ("seed: true", "seed is true, which is no value of it"),
-        ("local:\n  momentum: false", "local.momentum is false, which is no value of it"),
-        ("privacy:\n  delta: true", "privacy.delta is true, which is no value of it"),
+        ("seed: true", "seed is true: give a number"),
+        ("local:\n  momentum: false", "local.momentum is false: give a number"),
+        ("privacy:\n  delta: true", "privacy.delta is true: give a number"),
         ("\x00", "not readable YAML"),
     ],
 )
