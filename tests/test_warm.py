@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+
 import pytest
 
+from tests import warm
 from tests.launching import fresh_environment, run, warmly
 
 pytestmark = [pytest.mark.xdist_group("workers"), pytest.mark.slow]
@@ -32,6 +36,13 @@ def test_a_variable_that_is_read_at_the_start_starts_a_fresh_interpreter(variabl
     assert printed(both).startswith("True ")
     other = "1" if fresh_environment().get(variable) != "1" else "2"  # than the server's
     assert printed(both, **{variable: other}) == f"False {other}"
+
+
+def test_what_the_packages_set_at_their_import_starts_no_fresh_interpreter() -> None:
+    before = fresh_environment()
+    importlib.import_module("benchmarks")
+    assert warm.read_at_start(fresh_environment()) == warm.read_at_start(before)
+    assert "GOMP_SPINCOUNT" in os.environ
 
 
 def test_fresh_interpreters_differ_in_how_they_hash_strings(monkeypatch: pytest.MonkeyPatch) -> None:
