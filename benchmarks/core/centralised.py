@@ -15,7 +15,7 @@ from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import AdamOptions
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.data.transforms import draw_crops, draw_keys
+from pfl_ext.data.transforms import draw_crops_of, draw_keys
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
@@ -39,7 +39,7 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     if layers is not None:
         amp = layers.row.autocast
         module.backbone = layers.replaced(module.backbone)
-    computed = described(module.backbone, amp)
+    computed = described(module.trained_part, amp)
     if is_main():
         print(f"training is computed in {computed}")
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -58,8 +58,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     total = 0.0
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
-        side, crop, flip = images.shape[1], config.augment.crop, config.augment.flip
-        crops = draw_crops(rng, len(images), side, config.model.input_size, crop, flip)
+        crops = draw_crops_of(images, rng, config.model.input_size, config.augment)
         crops = draw_keys(keys, crops) if config.model.dropout else crops
         optimizer.zero_grad()
         with model.amp_context or contextlib.nullcontext():

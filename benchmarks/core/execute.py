@@ -24,6 +24,7 @@ from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
+from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory
@@ -168,29 +169,36 @@ def _train(
             f"{get_default_device()}, into {files.path}",
             flush=True,
         )
+    inputs = inputs_of(experiment, module, data_path)
     files.begin()
     recorder = Recorder(files, experiment.followed)
     shown = Tracking(run, files.path, data_path.stem, recorder.unit)
     with contextlib.closing(recorder.progress), shown as recorder.tracking:
         with held(recorder.unit) as recorder.held:
-            train, val = experiment.split("train"), experiment.split("val")
+            train, val = inputs.split("train"), inputs.split("val")
             if config.mode == "federated":
                 partition, protected = experiment.partition(), experiment.protected()
-                model = train_federated(run, train, val, module, recorder, partition, protected)
+                model = train_federated(run, train, val, inputs.module, recorder, partition, protected)
             else:
-                model = train_centralised(run, train, val, module, recorder)
-        scores = _final_scores(experiment, recorder, model)
+                model = train_centralised(run, train, val, inputs.module, recorder)
+        scores = _final_scores(experiment, recorder, model, inputs, module)
         if is_main():
             results = _write_results(experiment, recorder, {**scores, **facts}, module, data_path)
             shown.finish(results, experiment.rows(results))
     return results
 
 
-def _final_scores(experiment: Experiment[Any], recorder: Recorder, model: PyTorchModel) -> Tree:
-    """The last model's and the best one's; the model is left at the best."""
+def _final_scores(
+    experiment: Experiment[Any],
+    recorder: Recorder,
+    model: PyTorchModel,
+    inputs: Inputs,
+    whole: ImageClassifier,
+) -> Tree:
+    """The last model's and the best one's; the model is left at the best, and the whole network in it."""
     threads = recorder.run.runtime.reader_threads
     evaluations = {
-        name: CentralEvaluation(experiment.split(name), threads=threads) for name in experiment.final_splits
+        name: CentralEvaluation(inputs.split(name), threads=threads) for name in experiment.final_splits
     }
     metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
     task = model.pytorch_model.task
@@ -198,6 +206,7 @@ def _final_scores(experiment: Experiment[Any], recorder: Recorder, model: PyTorc
     if recorder.best.step != recorder.num_steps:
         model.pytorch_model.load_state_dict(recorder.best.weights)
         metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    model._model = whole  # pfl has no way to set it
     return {
         **{name: columns(task, scored) for name, scored in metrics.items()},
         "last": last,

@@ -22,7 +22,7 @@ from dataset.files import prefetched
 from pfl_ext.data import fedvc
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
-from pfl_ext.data.transforms import draw_crops, draw_keys
+from pfl_ext.data.transforms import draw_crops_of, draw_keys
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -147,11 +147,10 @@ class UserImages(Dataset):
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, targets = self.raw_data
         sampling = self._sampling
-        crops = draw_crops(
-            rng, len(positions), images.shape[1], sampling.input_size, sampling.crop, sampling.flip
-        )
+        chosen = images[positions]
+        crops = draw_crops_of(chosen, rng, sampling.input_size, sampling)
         return (
-            torch.from_numpy(images[positions]),
+            torch.from_numpy(chosen),
             self._collate(targets[positions]),
             torch.from_numpy(draw_keys(keys, crops) if sampling.keys else crops),
         )

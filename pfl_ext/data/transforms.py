@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,15 @@ def draw_crops(
     crops[:, 4] = (u[:, 2] < 0.5) & (flip != "none")
     crops[:, 5] = (u[:, 3] < 0.5) & (flip == "both")
     return crops
+
+
+def draw_crops_of(
+    images: npt.NDArray[Any], rng: np.random.Generator, input_size: int, augment: AugmentConfig
+) -> FloatArray:
+    """`draw_crops` for some images ``[n, H, W, 3]``; zeros for features ``[n, D]``, which have no place."""
+    if images.ndim == 2:
+        return np.zeros((len(images), CROP_COLUMNS), np.float32)
+    return draw_crops(rng, len(images), images.shape[1], input_size, augment.crop, augment.flip)
 
 
 def draw_keys(rng: np.random.Generator, crops: FloatArray) -> FloatArray:

@@ -198,7 +198,7 @@ class CohortEngine:
     def arithmetic(self, precision: torch.dtype | None) -> str:
         """How training in this type, None being float32, is computed, in one line."""
         autocast = self._prepare_network(precision, self._built[0])
-        return described(self._model.backbone, autocast)
+        return described(self._model.trained_part, autocast)
 
     def close(self) -> None:
         """Stop the lanes' threads."""

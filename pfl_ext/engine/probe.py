@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,9 @@ def fusable(model: ImageClassifier, net: TapedNetwork) -> bool:
     """
     names = [n for n, p in model.backbone.named_parameters() if p.requires_grad]
     device = model.mean.device
-    size = model.input_size
-    steps = torch.arange(2 * 3 * size * size, device=device, dtype=torch.float32)
-    x = torch.sin(steps * 0.37).view(2, 3, size, size)
+    shape = (2, *model.input_shape)
+    steps = torch.arange(math.prod(shape), device=device, dtype=torch.float32)
+    x = torch.sin(steps * 0.37).view(shape)
     x = x.contiguous(memory_format=model.memory_format)
     found: dict[str, Gradient] = {}
     twice: list[str] = []
@@ -82,7 +83,7 @@ def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
         return t
 
     device = model.mean.device
-    x = torch.zeros(2, 3, model.input_size, model.input_size, device=device)
+    x = torch.zeros(2, *model.input_shape, device=device)
     with (
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),

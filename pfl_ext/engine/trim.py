@@ -123,8 +123,7 @@ def _trimmable(central: ImageClassifier) -> dict[str, Sides]:
                 sizes.setdefault(name, []).append((inputs[0].shape[2], inputs[0].shape[3]))
 
             hooks.append(layer.register_forward_pre_hook(note))
-    side = central.input_size
-    central.backbone(torch.zeros(1, 3, side, side, device=central.mean.device))
+    central.backbone(torch.zeros(1, *central.input_shape, device=central.mean.device))
     for hook in hooks:
         hook.remove()
     found = {}

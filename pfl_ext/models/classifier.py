@@ -96,10 +96,11 @@ def build_backbone(
         load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
-    if config.trained == "two_layers":
+    if config.trained != "all":
         backbone.requires_grad_(False)
-        head = head_of(backbone)[0].rpartition(".")[0]
-        backbone.get_submodule(head).requires_grad_(True)
+        head = head_of(backbone)[0]
+        trained = head.rpartition(".")[0] if config.trained == "two_layers" else head
+        backbone.get_submodule(trained).requires_grad_(True)
     return backbone
 
 
@@ -286,6 +287,16 @@ class ImageClassifier(nn.Module):
         if not self._is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of what the backbone is fed, for one image."""
+        return (3, self.input_size, self.input_size)
+
+    @property
+    def trained_part(self) -> nn.Module:
+        """The layers that are run in training."""
+        return self.backbone
 
     @property
     def memory_format(self) -> torch.memory_format:

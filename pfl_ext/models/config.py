@@ -29,8 +29,8 @@ class ModelConfig:
     """Most groups of a GroupNorm; the largest number up to it that divides the channels is taken."""
     bottleneck: PositiveInt | None = None
     """Units of one more linear layer before the classifier; none: there is no such layer."""
-    trained: Literal["all", "two_layers"] = "all"
-    """Which layers learn; two_layers: bottleneck and classifier, the others stay as they were loaded."""
+    trained: Literal["all", "head", "two_layers"] = "all"
+    """Which layers learn; head: the last; two_layers: bottleneck and last. The others stay as they are."""
     init: Init = "torchvision"
     """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
@@ -40,4 +40,9 @@ class ModelConfig:
         if self.trained == "two_layers" and self.bottleneck is None:
             raise ValueError(
                 "model.trained is two_layers, of which the bottleneck is one: set model.bottleneck"
+            )
+        if self.trained == "head" and self.bottleneck is not None:
+            raise ValueError(
+                "model.trained is head, and a bottleneck before it would never learn: set model.trained to "
+                "two_layers, or model.bottleneck to none"
             )

@@ -113,6 +113,8 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if runtime.engine == "stock":
         yield Idle("lanes fuse cpu_kernels", "runtime.engine is stock", "set runtime.engine to fast")
+    if config.model.trained == "all":
+        yield Idle("cache_features", "model.trained is all", "set model.trained to head")
     if runtime.track != "wandb":
         keys = "project entity name artifact"
         yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")

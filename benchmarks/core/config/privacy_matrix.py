@@ -119,7 +119,7 @@ TABLE: Mapping[str, Rule] = {
     "runtime.reduce": only(
         "bf16 rounds sums after clipping and before noise, which moves them by more than the bound", "exact"
     ),
-    **each(READING, "runtime", "reader_threads prefetch cache_gb"),
+    **each(READING, "runtime", "reader_threads prefetch cache_gb cache_features"),
     **each(REPEATED, "runtime", "checkpoint_every checkpoint_minutes keep_checkpoints"),
     "runtime.worker_timeout_s": Rule("ends a job whose workers are stuck; nothing is released"),
     **each(WATCHING, "runtime", "progress track project entity name artifact"),

@@ -267,6 +267,8 @@ class Runtime:
     """Users (batches, when centralised) that are read ahead."""
     cache_gb: NonNegativeFloat = 4.0
     """Memory for decoded images of all splits together, in GB."""
+    cache_features: bool = True
+    """Keep what frozen layers give for each image beside the data file, where it never changes."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between two checkpoints."""
     checkpoint_minutes: PositiveFloat = 2.0

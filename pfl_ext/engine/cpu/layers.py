@@ -223,7 +223,7 @@ class _Normalise(torch.autograd.Function):
 def kernels_for(model: ImageClassifier) -> CpuKernels | None:
     """The compiled functions; None on a GPU, for a network that gains nothing by them, or, with a line on the
     screen, where they cannot be compiled."""
-    if model.mean.device.type != "cpu" or not gains(model.backbone):
+    if model.mean.device.type != "cpu" or not gains(model.trained_part):
         return None
     try:
         return checked()

@@ -156,6 +156,13 @@ def test_a_carved_val_is_that_share_of_each_users_images(
     assert (task.num_left_out("train"), task.num_left_out("val")) == (0, 0)
 
 
+def test_images_left_out_are_counted_with_training_beside_a_carved_val(tmp_path: Path) -> None:
+    """Of the fine labels {i % 3, 2}, five rows of train have two."""
+    file = DataFile(write(tmp_path / "f.hdf5", "raw", splits={"train": partitioned()["train"]}))
+    task = SingleLabelView(file, None, "fine_grained_labels", val_share=0.5)
+    assert (task.num_left_out("train"), task.num_left_out("val")) == (5, 0)
+
+
 def test_a_carved_val_is_a_function_of_seed_user_and_images_alone() -> None:
     """Another process finds the same; another seed gives others; the order of the images does not matter."""
     users, ids = ["u", "v"], [str(number) for number in range(40)]

@@ -1,0 +1,156 @@
+"""What a run's network is fed: images, or the features that its frozen layers give, which are computed once.
+
+A run of which only the last layers are trained (``model.trained: head``) sees the same features of an image
+in every round, if no crop or flip is drawn. They are kept beside the data file (`dataset.store.features`),
+for this run and for all others with the same images, weights and transform.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from pfl.internal.ops.pytorch_ops import get_default_device
+from tqdm import tqdm
+
+from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.experiment import Experiment
+from dataset.files import prefetched
+from dataset.store.features import FeatureCache, FloatArray, IntArray
+from dataset.store.hdf5 import DataFile
+from dataset.store.views import SplitImages
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.features import Split
+from pfl_ext.workers.distributed import barrier, is_main
+
+BATCH = 128  # images of one pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The network that is trained and scored, and the stores of what it is fed."""
+
+    module: ImageClassifier
+    split: Callable[[str], ImageStore]
+
+
+def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) -> Inputs:
+    """Features where they can be computed once, and images elsewhere. All workers call this.
+
+    Args:
+        experiment: of the run.
+        module: the whole network, before its first step.
+        data: the data file.
+
+    Raises:
+        ValueError: when there is no room for the features.
+    """
+    run, images = experiment.run, Inputs(module, experiment.split)
+    if run.config.model.trained == "all" or not run.runtime.cache_features:
+        return images
+    why = reason_against(run.config)
+    names = dict.fromkeys(("train", "val", *experiment.final_splits))
+    splits = {name: experiment.split(name) for name in names}
+    module.to(get_default_device())
+    try:
+        split = None if why else Split(module)
+    except ValueError as fault:
+        split, why = None, str(fault)
+    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    if split is None or len(stores) < len(splits):
+        if is_main() and why:
+            print(f"the frozen layers are computed in every round: {why}", flush=True)
+        return images
+    cache = _filled(run, split, stores, data, experiment.file)
+    fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
+    return Inputs(split.classifier, fed.__getitem__)
+
+
+def reason_against(config: TrainingConfig) -> str | None:
+    """Why an image has other features in each round; None where it always has the same."""
+    if config.model.dropout:
+        return "model.dropout is true"
+    if config.augment.flip != "none":
+        return f"augment.flip is {config.augment.flip}; with none they are computed once"
+    if config.augment.crop != "crop" or config.model.input_size != config.data.image_size:
+        return (
+            "crops are drawn; with augment.crop=crop and model.input_size equal to data.image_size "
+            "they are computed once"
+        )
+    return None
+
+
+def _filled(
+    run: Run[Any], split: Split, stores: dict[str, SplitImages], data: Path, file: DataFile
+) -> FeatureCache:
+    """The features of all rows of these stores."""
+    depends_on = {
+        "data_sha256": file.content_sha256(),
+        "image_size": run.config.data.image_size,
+        "network_sha256": split.digest(),
+        "network": run.config.model.arch,
+    }
+    wanted: dict[str, IntArray] = {}
+    pixels = {store.file_split: store.pixels for store in stores.values()}
+    for store in stores.values():
+        earlier = wanted.get(store.file_split, np.empty(0, np.int64))
+        wanted[store.file_split] = np.concatenate([earlier, store.file_rows])
+    counts = {name: file.split(name).num_images for name in wanted}
+    cache = FeatureCache(data, depends_on, counts, split.width)
+    if is_main() and cache.missing(wanted):
+        _fill(cache, wanted, split, pixels, run.runtime.reader_threads)
+    barrier()
+    return cache
+
+
+def _fill(
+    cache: FeatureCache, wanted: dict[str, IntArray], split: Split, pixels: dict[str, Any], threads: int
+) -> None:
+    """Compute what is missing, while no other process does."""
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    with _alone(cache.folder / "lock"):
+        blocks = cache.missing(wanted)  # another process may have computed some
+        bar = tqdm(
+            total=sum(cache.block_size(*block) for block in blocks),
+            unit="image",
+            desc=f"features, once, {cache.num_bytes / 1e9:.2g} GB",
+            file=sys.stderr,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+
+        def compute(name: str, rows: IntArray) -> FloatArray:
+            batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
+            parts = []
+            read = prefetched(lambda batch: pixels[name].read(name, batch), batches, ahead=4, threads=threads)
+            for images in read:
+                parts.append(split.features(torch.from_numpy(images)))
+                bar.update(len(images))
+            return np.concatenate(parts)
+
+        with bar:
+            cache.fill(blocks, compute)
+
+
+class _alone:
+    """Hold a lock, waiting for another process that has it."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(path, fallback_to_soft=False)
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            print("waiting for another process that computes these features", file=sys.stderr, flush=True)
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -1,0 +1,180 @@
+"""Features of a file's images on disk, computed once: for each split a matrix of float32, row by row.
+
+They lie beside the data file, in ``F.features/KEY``; the key is a digest of all that they depend on. Rows are
+computed in blocks of `BLOCK`. A block counts from the moment that its checksum is written, after its numbers,
+so that a run that is killed loses the block that it was at.
+
+Shape letters: N images of a split, n rows asked for, D features of an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.files import sync, write_json, written
+from dataset.journal import free
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+BLOCK = 1024
+"""Rows."""
+ITEM = 4  # bytes of a float32
+
+
+class FeatureColumn:
+    """The features of one split, ``[N, D]``.
+
+    Args:
+        folder: that of all splits.
+        split: its name.
+        num_rows: N.
+        width: D.
+    """
+
+    def __init__(self, folder: Path, split: str, num_rows: int, width: int) -> None:
+        self._numbers, self._sums = folder / f"{split}.f32", folder / f"{split}.json"
+        self.num_rows, self._width = num_rows, width
+        self._done: dict[int, int] = {}
+        self._matrix: npt.NDArray[np.float32] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """On disk, when it is complete."""
+        return self.num_rows * self._width * ITEM
+
+    def missing(self, rows: IntArray) -> list[int]:
+        """The blocks of these rows that are not on disk, or that changed there since they were written."""
+        self._done = self._checked()
+        wanted = np.unique(np.asarray(rows, np.int64) // BLOCK).tolist()
+        return [block for block in wanted if block not in self._done]
+
+    def rows_of(self, block: int) -> IntArray:
+        """The rows of a block."""
+        return np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_rows), dtype=np.int64)
+
+    def put(self, block: int, features: FloatArray) -> None:
+        """Write a block.
+
+        Args:
+            block: its number.
+            features: of its rows, ``[n, D]``.
+
+        Raises:
+            ValueError: when they are not finite.
+            OSError: one clause with the path, such as of a full disk.
+        """
+        assert features.shape == (len(self.rows_of(block)), self._width)
+        if not np.isfinite(features).all():
+            raise ValueError("the frozen layers give numbers that are not finite: are these weights damaged?")
+        content = np.ascontiguousarray(features, "<f4").tobytes()
+        with written(self._numbers):
+            self._numbers.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._numbers, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                offset, rest = block * BLOCK * self._width * ITEM, memoryview(content)
+                while rest:
+                    count = os.pwrite(descriptor, rest, offset)
+                    offset, rest = offset + count, rest[count:]
+            finally:
+                os.close(descriptor)
+            sync(self._numbers)
+        self._done[block] = zlib.crc32(content)
+        write_json(self._sums, {"block": BLOCK, "width": self._width, "sums": self._done})
+
+    def read(self, rows: IntArray) -> FloatArray:
+        """``[n, D]``, of rows whose blocks are on disk, in their order."""
+        if self._matrix is None or len(self._matrix) <= int(rows.max(initial=-1)):
+            height = self._numbers.stat().st_size // (self._width * ITEM)
+            self._matrix = np.memmap(self._numbers, "<f4", "r", shape=(height, self._width))
+        return np.asarray(self._matrix[rows])
+
+    def _checked(self) -> dict[int, int]:
+        """The checksums of the blocks that are on disk as they were written."""
+        try:
+            kept = json.loads(self._sums.read_text())
+            sums = {int(block): int(value) for block, value in kept["sums"].items()}
+            if (kept["block"], kept["width"]) != (BLOCK, self._width):
+                return {}
+            found = {}
+            with open(self._numbers, "rb") as file:
+                for block, value in sorted(sums.items()):
+                    file.seek(block * BLOCK * self._width * ITEM)
+                    if zlib.crc32(file.read(len(self.rows_of(block)) * self._width * ITEM)) == value:
+                        found[block] = value
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return {}
+        return found
+
+
+class FeatureCache:
+    """The features of a file's splits, read as a view's pixels are.
+
+    Args:
+        data: the data file, beside which they lie.
+        depends_on: all that they depend on, which decides the folder.
+        counts: N of each split.
+        width: D.
+    """
+
+    def __init__(
+        self, data: Path, depends_on: Mapping[str, object], counts: Mapping[str, int], width: int
+    ) -> None:
+        key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+        self.folder = data.with_name(f"{data.name}.features") / key[:16]
+        self._about = dict(depends_on)
+        self._columns = {
+            name: FeatureColumn(self.folder, name, count, width) for name, count in counts.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all splits."""
+        return sum(column.num_bytes for column in self._columns.values())
+
+    def missing(self, wanted: Mapping[str, IntArray]) -> list[tuple[str, int]]:
+        """The blocks that are not on disk: split and number.
+
+        Args:
+            wanted: the rows of each split.
+        """
+        return [(name, block) for name, rows in wanted.items() for block in self._columns[name].missing(rows)]
+
+    def block_size(self, split: str, block: int) -> int:
+        """Rows of a block."""
+        return len(self._columns[split].rows_of(block))
+
+    def fill(self, blocks: list[tuple[str, int]], compute: Callable[[str, IntArray], FloatArray]) -> None:
+        """Compute blocks, one after another.
+
+        Args:
+            blocks: split and number of each.
+            compute: the features of some rows of a split.
+
+        Raises:
+            ValueError: when the disk has no room for all of them.
+            OSError: one clause with the path.
+        """
+        need = sum(self._columns[name].num_bytes for name in {name for name, _ in blocks})
+        if blocks and (room := free(self.folder)) < need:
+            raise ValueError(
+                f"the features need {need / 1e9:.2g} GB in {self.folder}, where {room / 1e9:.2g} are free: "
+                "make room, or set runtime.cache_features to false"
+            )
+        if blocks:
+            write_json(self.folder / "about.json", self._about)
+        for name, block in blocks:
+            column = self._columns[name]
+            column.put(block, compute(name, column.rows_of(block)))
+
+    def read(self, split: str, rows: IntArray) -> FloatArray:
+        """``[n, D]``: rows of a split of the file, in any order, from any thread."""
+        return self._columns[split].read(np.asarray(rows, np.int64))
