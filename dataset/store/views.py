@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,14 @@ class PixelCache:
         places[rows[new]] = np.arange(start, start + len(new))  # after the pixels, for the other threads
 
 
+class Inputs(Protocol):
+    """What a split's images are read from: a `PixelCache`, or what stands for it."""
+
+    def read(self, split: str, rows: IntArray) -> npt.NDArray[Any]:
+        """Of any rows of a split of the file, ``[n, ...]``, in their order, from any thread."""
+        ...
+
+
 @dataclass(frozen=True)
 class SplitImages:
     """The images and targets of one split; any rows, in any order, from any thread.
@@ -88,7 +97,7 @@ class SplitImages:
     labels: LabelMatrix  # [N, K]
     file_split: str
     file_rows: IntArray  # [N]
-    pixels: PixelCache
+    pixels: Inputs
 
     @property
     def num_images(self) -> int:
@@ -108,8 +117,8 @@ class SplitImages:
         """Images of the split with each label, ``[K]``."""
         return self.labels.counts()
 
-    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
-        """Images ``[n, S, S, 3]`` and targets ``[n, K]`` of these rows, in their order."""
+    def read(self, rows: IntArray) -> tuple[npt.NDArray[Any], ByteArray]:
+        """Images ``[n, S, S, 3]`` (or what ``pixels`` gives for them) and targets ``[n, K]`` of these rows."""
         rows = np.asarray(rows, np.int64)
         return self.pixels.read(self.file_split, self.file_rows[rows]), self.targets(rows)
 

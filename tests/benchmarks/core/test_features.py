@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from pfl_ext.models.features import Split
 from tests.benchmarks.conftest import Train, killed_at, train_into
@@ -41,9 +41,9 @@ def folders(data: Path) -> list[Path]:
     return sorted(data.with_name(f"{data.name}.features").glob("*"))
 
 
-def trained(directory: Path) -> dict[str, Any]:
+def trained(directory: Path) -> dict[str, Tensor]:
     """All parameters of the best model."""
-    return load_file(directory / "model.safetensors")
+    return dict(load_file(directory / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
