@@ -105,9 +105,12 @@ def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     assert not net.backbone[0].weight.any(), "the copy shares the weights"  # type: ignore[index]
 
 
-def test_under_autocast_a_taped_network_computes_what_the_network_does() -> None:
+@pytest.mark.parametrize("last", ["linear", "norm"])
+def test_under_autocast_a_taped_network_computes_what_the_network_does(last: str) -> None:
     """To the bit: its layers are called by themselves, where autocast does not see them."""
-    backbone, autocast = small_backbone(), torch.autocast("cpu", torch.bfloat16)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    norm_at_the_end = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Flatten())
+    backbone = small_backbone() if last == "linear" else norm_at_the_end
     x = torch.rand(2, 3, 10, 10)
     with autocast:
         expected = backbone(x)
@@ -118,7 +121,7 @@ def test_under_autocast_a_taped_network_computes_what_the_network_does() -> None
         return outputs.float().sum(1)
 
     TapedNetwork(backbone).run(x, losses, Users((0, 2), x.device), torch.ones(2), lambda *_: None, autocast)
-    assert expected.dtype == torch.bfloat16
+    assert seen[0].dtype == expected.dtype == torch.bfloat16
     assert torch.equal(seen[0], expected)
 
 
