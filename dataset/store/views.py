@@ -118,7 +118,7 @@ class SplitImages:
         return self.labels.counts()
 
     def read(self, rows: IntArray) -> tuple[npt.NDArray[Any], ByteArray]:
-        """Images ``[n, S, S, 3]`` (or what ``pixels`` gives for them) and targets ``[n, K]`` of these rows."""
+        """Images ``[n, S, S, 3]`` (or what ``pixels`` gives for them) and targets ``[n, K]`` of rows."""
         rows = np.asarray(rows, np.int64)
         return self.pixels.read(self.file_split, self.file_rows[rows]), self.targets(rows)
 
