@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataset.partitions.by_class import LEAST_IMAGES
-from dataset.partitions.drawn import drawers
+from dataset.partitions.drawn import MAX_NUMBER, drawers, parse_kinds, read_name
 from dataset.store.index import PartitionIndex
 from tests.dataset.partitions.test_by_class import MADE, drawn, emd, held
 
@@ -108,3 +108,13 @@ def test_what_cannot_be_drawn_is_said_in_one_line(name: str, message: str) -> No
 
 def test_the_command_line_offers_them() -> None:
     assert {"shards", "quantity-dirichlet", "quantity-linear", "quantity-exponential"} <= set(drawers())
+
+
+def test_the_largest_number_is_read_and_a_larger_one_is_not() -> None:
+    largest = f"{MAX_NUMBER:g}"
+    assert list(parse_kinds("partition", f"shards={largest}")) == [("shards", MAX_NUMBER)]
+    recipe = read_name(f"lda-{largest}-clients-2-seed-0")
+    assert recipe is not None
+    assert recipe.number == MAX_NUMBER
+    with pytest.raises(ValueError, match=r"give numbers up to 1e\+100"):
+        list(parse_kinds("partition", "shards=1.1e100"))
