@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from torch import Tensor
@@ -74,6 +76,18 @@ def test_the_model_is_that_of_images(words: tuple[str, ...], own_file: Path, tmp
     ]
     assert len(folders(own_file)) == 1
     assert_close_as_vector(trained(runs[0]), trained(runs[1]), SINGLE_STEPS)
+
+
+def test_users_are_fine_tuned_on_images_after_training_on_features(own_file: Path, tmp_path: Path) -> None:
+    words = (*HEAD, "--personal.num_epochs=1", "--personal.min_images=2", "--evaluation.per_user=true")
+    runs = [
+        train_into(tmp_path / name, own_file, *words, *more)
+        for name, more in (("features", ()), ("images", (EACH_ROUND,)))
+    ]
+    found = [json.loads((directory / "per_user.json").read_text()) for directory in runs]
+    assert found[0]["personal"]["trained_on"] == found[1]["personal"]["trained_on"]
+    scores = [np.array(one["personal"]["after"]["C-AP"], float) for one in found]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-4)
 
 
 def test_a_second_run_computes_nothing(own_file: Path, tmp_path: Path, computed: mock.Mock) -> None:
