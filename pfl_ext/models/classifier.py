@@ -92,6 +92,7 @@ def build_backbone(
     if config.dropout and next(number) == 0:
         raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
     assert_no_live_batchnorm(backbone)
+    _check_side(backbone, arch, config.input_size)
     if weights is not None:
         load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
     if config.bottleneck is not None:
@@ -112,7 +113,28 @@ def _untrained(arch: str, num_labels: int, input_size: int) -> nn.Module:
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
         raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
-    return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels))
+    shape = {"image_size": input_size} if arch.startswith("vit_") else {}
+    try:
+        return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))
+    except AssertionError as fault:  # a side that is no multiple of the patches
+        raise _wrong_side(arch, input_size, fault) from fault
+
+
+@torch.no_grad()
+def _check_side(backbone: nn.Module, arch: str, input_size: int) -> None:
+    """Refuse images that are too small for the network, or otherwise not of its size."""
+    try:
+        backbone(torch.zeros(1, 3, input_size, input_size))
+    except (RuntimeError, AssertionError) as fault:
+        raise _wrong_side(arch, input_size, fault) from fault
+
+
+def _wrong_side(arch: str, input_size: int, fault: Exception) -> ValueError:
+    reason = str(fault).partition("\n")[0].rstrip("!.")
+    return ValueError(
+        f"{arch} cannot take images of {input_size} x {input_size} pixels ({reason}): "
+        "choose another model.input_size"
+    )
 
 
 def _insert_bottleneck(

@@ -25,7 +25,7 @@ from dataset.flair.mini import write_mini
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.on_pfl import PflLoop
 from tests.benchmarks.conftest import SMALL, TINY, Train, train_into
-from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.test_train import error_line, lines, results, said
 
 pytestmark = pytest.mark.xdist_group("faults")
 """One process runs them all: `whole` and `short` are made once."""
@@ -203,8 +203,7 @@ def test_a_signal_finishes_the_round_and_the_run_goes_on_as_if_nothing_had_been(
     with monkeypatch.context() as patch:
         patch.setattr(PflLoop, "round", signalled(number, 1, times=1))
         directory = train(*argv, code=75)
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    assert said(capsys) == [
         f"{number.name}: stopping after this round; once more abandons it",
         f"stopped by {number.name}, round 1 is done and {directory}/checkpoint/last.safetensors is written; "
         "the same command goes on from here",

@@ -530,3 +530,17 @@ def test_mistakes_in_names_are_named() -> None:
         build("inception_v3")
     with pytest.raises(ValueError, match="num_labels is 0"):
         build(labels=0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "side"), [("alexnet", 32), ("vit_b_32", 33), ("squeezenet1_0", 8)], ids=lambda value: str(value)
+)
+def test_images_that_a_network_cannot_take_are_refused(arch: str, side: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{arch} cannot take images of {side} x {side} pixels \(.*\): choose"
+    ):
+        build(arch, input_size=side)
+
+
+def test_a_vision_transformer_is_made_for_the_size_of_its_images() -> None:
+    assert build("vit_b_32", input_size=64)(torch.zeros(2, 3, 64, 64)).shape == (2, 17)

@@ -167,7 +167,7 @@ def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], mes
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("trained", "head", "'all' or 'two_layers'"),
+        ("trained", "first", "'all', 'head' or 'two_layers'"),
         ("init", "lecun", "'torchvision' or 'xavier'"),
         ("bottleneck", 0, "greater than 0"),
         ("groups", 0, "greater than 0"),
