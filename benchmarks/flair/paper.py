@@ -152,8 +152,10 @@ def reasons_against(config: Config, results: Tree, data: Tree) -> tuple[str, ...
         out.append(f"scale {described.scale}")
     if described.essential:
         out.append(described.reason)
-    weights = results.get("weights")
-    if config.model.pretrained and not (weights and weights.get("imagenet")):
-        origin = weights.get("description") or weights["file"] if weights else "not recorded"
+    weights, network = results.get("weights"), FLAIR.default_config.model.arch
+    origin = (weights.get("description") or weights["file"]) if weights else "not recorded"
+    if config.model.pretrained and config.model.arch != network:
+        out.append(f"another network, {config.model.arch} ({origin}), where the paper has {network}")
+    elif config.model.pretrained and not (weights and weights.get("imagenet")):
         out.append(f"weights are not torchvision's ImageNet ones ({origin})")
     return tuple(out)

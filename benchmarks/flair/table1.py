@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.config.effects import idle_by_mode, reason_for, reasons
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.mini import MINI_FILE
+from benchmarks.core.network import network_words
 from benchmarks.core.run_directory import run_differences
 from benchmarks.flair import figures, paper, report
 from benchmarks.flair.config import FLAIR, parse
@@ -34,8 +33,6 @@ from benchmarks.flair.standin import main as make_standin
 from benchmarks.flair.train import Flair
 from benchmarks.reporting.runs import DAMAGE
 from dataset.cli import run as run_command
-from pfl_ext.models.classifier import build_backbone
-from pfl_ext.models.weights import IMAGENET
 
 STANDIN = Path("data/standin.safetensors")
 FINE = "-f-"
@@ -98,11 +95,11 @@ def jobs(
     seeds: Sequence[int],
     root: Path,
     common: Sequence[str],
-    weights: str | None = None,
+    start: Sequence[str] = (),
 ) -> list[Job]:
     """Every setting with the first seed, then with the second, ...: an early stop leaves a whole table.
 
-    ``weights``: the file from which the fine-tuning rows start; None: torchvision's.
+    ``start``: arguments of the fine-tuning rows alone: their weights, or the network of all of them.
 
     Raises:
         ValueError: for a setting that is not shipped or an argument that no run could take.
@@ -111,22 +108,22 @@ def jobs(
     for seed, setting in itertools.product(seeds, settings):
         directory = root / f"{setting}-seed{seed}"
         argv = ["--config", setting, "--seed", str(seed), *words_for(setting, common)]
-        argv += ["--weights", weights] if weights is not None and FINE in setting else []
+        argv += start if FINE in setting else ()
         config = parse(argv).config
         name, words = f"{setting} seed {seed}", (*argv, "--run_dir", str(directory))
         out.append(Job(name, words, directory, config.num_steps, config.mode == "federated"))
     return out
 
 
-def imagenet_fault(settings: Sequence[str], common: Sequence[str]) -> str | None:
-    """Why the fine-tuning settings among these cannot get ImageNet weights; None where they can."""
-    configs = [parse(("--config", setting, *words_for(setting, common))).config for setting in settings]
-    for model in {config.model.arch: config.model for config in configs if config.model.pretrained}.values():
-        try:
-            build_backbone(model, 1, torch.Generator(), IMAGENET)
-        except ValueError as fault:
-            return str(fault)
-    return None
+def network_for(fine: Sequence[str], seeds: Sequence[int], root: Path, common: Sequence[str]) -> list[str]:
+    """The arguments that give all fine-tuning rows one network: that of a run which has begun, if one has.
+
+    Raises:
+        ValueError: when there are no weights for it.
+    """
+    directories = [root / f"{setting}-seed{seed}" for seed, setting in itertools.product(seeds, fine)]
+    argv = ["--config", fine[0], *words_for(fine[0], common)]
+    return network_words(FLAIR, argv, lambda _: directories)
 
 
 def execute(job: Job, log: Path, tell: str) -> int:
@@ -219,13 +216,16 @@ def main(argv: Sequence[str]) -> None:
         if not STANDIN.is_file() and any(FINE in setting for setting in settings):
             print(f"making the stand-in for ImageNet weights, {STANDIN}", flush=True)
             make_standin(["--output_file", weights])
-    todo = [job for job in jobs(settings, seeds, root, common, weights) if not job.done]
-    fine = [job for job in todo if FINE in job.name]
-    if fine and weights is None:
-        fault = imagenet_fault(settings, common)
-        if fault is not None:
+    start = [] if weights is None else [f"--weights={weights}"]
+    jobs(settings, seeds, root, common, start)  # refuses wrong arguments
+    fine = [setting for setting in settings if FINE in setting]
+    if weights is None and fine:
+        try:
+            start = network_for(fine, seeds, root, common)
+        except ValueError as fault:
             print(f"the fine-tuning (F) rows are left out: {fault}, or with --weights standin", flush=True)
-            todo = [job for job in todo if job not in fine]
+            settings = [setting for setting in settings if setting not in fine]
+    todo = [job for job in jobs(settings, seeds, root, common, start) if not job.done]
     Flair.ready_data(parse(on), file)
     print(f"{len(todo)} runs to make of {len(settings) * len(seeds)}, into {root}", flush=True)
     failures = make_runs(todo, root / "logs")

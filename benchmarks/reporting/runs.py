@@ -20,7 +20,8 @@ from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
 from benchmarks.core.config.sections import TrainingConfig, config_modules
 from benchmarks.core.config.trees import Tree, differences, read_yaml
-from benchmarks.core.facts import dataset_facts, sha256_of
+from benchmarks.core.facts import dataset_facts
+from benchmarks.core.weights import sha256_of
 from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 

@@ -13,7 +13,7 @@ import numpy as np
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 
-Normalisation = Literal["imagenet", "none", "half", "data"]
+Normalisation = Literal["imagenet", "none", "half", "efficientnet_lite", "data"]
 READ = 1024  # images that are read at once
 Colours = tuple[float, float, float]
 
@@ -29,6 +29,7 @@ FIXED: Mapping[Normalisation, Scale] = {
     "imagenet": Scale(IMAGENET_MEAN, IMAGENET_STD),
     "none": Scale((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "half": Scale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "efficientnet_lite": Scale((127 / 255, 127 / 255, 127 / 255), (128 / 255, 128 / 255, 128 / 255)),
 }
 """Those that do not depend on the data."""
 

@@ -22,7 +22,7 @@ class ModelConfig:
     input_size: PositiveInt = 224
     """Side of the square that the network sees, cut from the image, in pixels."""
     normalisation: Normalisation = "imagenet"
-    """Mean and deviation that scale its input: ImageNet's; none; half: 0.5 and 0.5; the training data's."""
+    """Mean and deviation of its input: ImageNet's; none; half: 0.5; EfficientNet-Lite's; the data's."""
     pretrained: bool = False
     """True: ImageNet weights and frozen BatchNorm statistics. False: from scratch, with GroupNorm."""
     groups: PositiveInt = 32

@@ -1,35 +1,43 @@
-"""Weights from a file or from torchvision, for a network that `pfl_ext.models.classifier` has built."""
+"""Weights from a file or from a known source, for a network that `pfl_ext.models.classifier` has built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import cast
+from pathlib import Path
 
 import safetensors.torch
 import torch
-import torchvision.models as zoo
 from torch import Tensor, nn
 
-from pfl_ext.models.small import NETWORKS
+from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
 IMAGENET = "imagenet"
-"""As ``weights``: torchvision's own IMAGENET1K_V1 weights, those of torchvision 0.12 that the paper used."""
+"""As ``weights``: those that `pfl_ext.models.pretrained` knows of the network."""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors by name and where they came from, for messages.
+    """The tensors by the network's names for them, and where they came from, for messages.
 
     Raises:
         ValueError: for what cannot be had or read.
     """
     if str(weights) == IMAGENET:
-        return _download(arch), "torchvision's ImageNet weights"
-    path = Path(weights)
-    if path.suffix not in (".pth", ".safetensors"):
-        raise ValueError(f"weights {path}: must be {IMAGENET!r} or a file named .pth or .safetensors")
-    if not path.is_file():
-        raise ValueError(f"weights file {path} does not exist")
+        source = source_of(arch)
+        if source is None:
+            raise ValueError(f"there are no {TORCHVISION} weights for {arch}; give --weights FILE")
+    else:
+        file = Path(weights)
+        if file.suffix not in (".pth", ".safetensors"):
+            raise ValueError(f"weights {file}: must be {IMAGENET!r} or a file named .pth or .safetensors")
+        if not file.is_file():
+            raise ValueError(f"weights file {file} does not exist")
+        source = source_in(arch, file)
+    path = source.path()
+    tensors = {source.renamed(name): tensor for name, tensor in _read(path).items()}
+    return tensors, f"weights file {path}"
+
+
+def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(path)
@@ -43,22 +51,7 @@ def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str
         ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"weights file {path} holds something else than tensors by name; save a state_dict")
-    return dict(tensors), f"weights file {path}"
-
-
-def _download(arch: str) -> dict[str, Tensor]:
-    known = {} if arch in NETWORKS.names() else zoo.get_model_weights(arch).__members__
-    if "IMAGENET1K_V1" not in known:
-        raise ValueError(f"torchvision has no IMAGENET1K_V1 weights for {arch}; give --weights FILE")
-    pinned = known["IMAGENET1K_V1"]
-    try:
-        return cast(dict[str, Tensor], pinned.get_state_dict(progress=True, check_hash=True))
-    except (OSError, RuntimeError, EOFError) as error:  # no network, no space; a wrong hash; a damaged cache
-        name = PurePosixPath(pinned.url).name
-        raise ValueError(
-            f"the ImageNet weights of {arch} cannot be downloaded ({error}); fetch {name} by hand from "
-            f"{pinned.url} and give it with --weights FILE"
-        ) from error
+    return dict(tensors)
 
 
 def load_weights(backbone: nn.Module, head: str, arch: str, tensors: dict[str, Tensor], source: str) -> None:

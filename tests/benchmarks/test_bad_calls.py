@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench import cpu_kernels, engine_parts
+from benchmarks.core import show_weights
 from benchmarks.core.config import privacy_matrix
 from benchmarks.flair import bench as flair_bench
 from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
@@ -44,6 +45,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "bench_workers": bench_workers.main,
     "bench_preprocess": bench_preprocess.main,
     "privacy_matrix": privacy_matrix.main,
+    "show_weights": show_weights.main,
     "published": published.main,
     "published_verify": published_verify.main,
 }
@@ -99,6 +101,7 @@ BAD = [
     ("flair", f"{FLAIR} --weights=weights.pth", "--weights is for fine-tuning settings"),
     ("flair", f"{FINE} --weights=nowhere.pth", "--weights nowhere.pth: no such file"),
     ("flair", f"{FINE} --weights=text", "text"),
+    ("flair", f"{FINE} --model.arch=efficientnet_lite0", "another input: set it to efficientnet_lite"),
     ("flair", f"{CENTRAL} --federated.num_rounds=3", "has no effect where mode is centralised"),
     ("flair", f"{CENTRAL} --data.partition=iid", "has no effect where mode is centralised"),
     ("flair", f"{PRIVATE} --federated.algorithm=fednova", "privacy refuses federated.algorithm"),
@@ -144,6 +147,7 @@ BAD = [
     ("bench_workers", "nope", "invalid choice: 'nope'"),
     ("bench_preprocess", "", "required: --output"),
     ("privacy_matrix", "extra", "'extra'"),
+    ("show_weights", "extra", "unrecognized arguments: extra"),
 ]
 """Command, its arguments, and what the line says."""
 

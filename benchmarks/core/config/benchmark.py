@@ -23,7 +23,7 @@ from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
 from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
-from benchmarks.core.facts import with_weights
+from benchmarks.core.weights import with_weights
 
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
 

@@ -65,7 +65,7 @@ class Options(BaseSettings):
     run_dir: str | None = None
     """Directory of the run's files; {digest} in it stands for the config. By default a new one in runs/."""
     weights: str | None = None
-    """File of pretrained weights (.pth or .safetensors). By default torchvision's, of ImageNet."""
+    """File of pretrained weights (.pth or .safetensors). By default those known of the network."""
     resume: str = "auto"
     """auto: go on from the directory's checkpoint. never: refuse a directory in use."""
     recipe: str | None = None

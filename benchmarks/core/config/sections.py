@@ -61,7 +61,7 @@ class ModelSection(ModelConfig):
 
     init: Annotated[Init, _by_today("model.init")] = "torchvision"
     weights_sha256: str | None = None
-    """SHA-256 of the file of pretrained weights; --weights fills it in. none: torchvision's own."""
+    """SHA-256 of the file of pretrained weights; --weights fills it in. none: the network's known ones."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -14,7 +14,6 @@ from benchmarks.core.config.digests import config_tree, digest, experiment_diges
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import build, leaves, section_in
 from benchmarks.core.experiment import build_model
-from benchmarks.core.facts import is_torchvisions
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
 from benchmarks.visual_classification.config import VISION
@@ -376,12 +375,6 @@ def test_the_weights_files_content_belongs_to_the_config(tmp_path: Path) -> None
         parse(["--config=fl-f-17", "--weights=nowhere.pth"])
     with pytest.raises(ValueError, match="--weights is for fine-tuning"):
         parse([f"--weights={one}"])
-
-
-def test_torchvisions_own_weights_need_no_name() -> None:
-    assert is_torchvisions("resnet18", "f37072fd" + 56 * "0")
-    assert not is_torchvisions("resnet18", 64 * "0")
-    assert not is_torchvisions("cifar_cnn", 64 * "0")
 
 
 def test_the_config_of_an_old_run_is_read_as_it_was_meant(tmp_path: Path) -> None:

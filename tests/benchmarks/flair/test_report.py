@@ -298,6 +298,20 @@ def test_only_what_is_marked_as_repetition_may_differ_among_the_seeds_of_a_row(k
     assert same == key.startswith(repeated)
 
 
+def test_another_networks_weights_are_said_to_be_why_a_run_is_not_the_papers_row(tmp_path: Path) -> None:
+    lite = {"file": "e.pth", "sha256": "57" * 32, "description": "a package's weights", "imagenet": False}
+    words = ("--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite")
+    make_run(tmp_path / "a", "fl-f-17", *words, weights=lite)
+    (row,) = collect([tmp_path]).rows
+    assert not row.comparable
+    why = "another network, efficientnet_lite0 (a package's weights), where the paper has resnet18"
+    assert why in row.reasons
+    text = markdown(collect([tmp_path]))
+    assert why in text
+    assert "FL-F-17, model.arch=efficientnet_lite0, model.normalisation=efficientnet_lite" in text
+    assert "weights are not torchvision's" not in text, "it says the same less well"
+
+
 def test_equal_seeds_with_different_results_are_named_and_never_averaged(tmp_path: Path) -> None:
     """Issue 17.37: of runs with one seed, only the first counts, whatever else they compute."""
     make_run(tmp_path / "a", shift=0.0)

@@ -76,7 +76,10 @@ def test_a_failed_run_does_not_end_the_rest_and_a_second_call_makes_only_what_is
 def test_without_weights_and_network_the_fine_tuning_rows_are_missing_and_said_so_once(
     made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(table1, "imagenet_fault", lambda *_: "the weights cannot be downloaded")
+    def refuse(*_: Any) -> list[str]:
+        raise ValueError("the weights cannot be downloaded")
+
+    monkeypatch.setattr(table1, "network_words", refuse)
     argv = [
         "--settings",
         "fl-r-17",
@@ -92,6 +95,52 @@ def test_without_weights_and_network_the_fine_tuning_rows_are_missing_and_said_s
     out = capsys.readouterr().out
     assert out.count("the weights cannot be downloaded") == 1
     assert "Missing, without a finished run as shipped: C-R-17, PFL-R-17, C-F-17, FL-F-17" in out
+
+
+@pytest.mark.parametrize(
+    "begun, expected",
+    [
+        ((), ["--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite"]),
+        (("--model.arch=resnet18",), ["--model.arch=resnet18"]),
+    ],
+    ids=["fresh", "begun"],
+)
+def test_without_internet_all_fine_tuning_rows_have_one_network(
+    begun: tuple[str, ...],
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """For each seed and row, although the internet may come and go: that of a run which has begun, if any."""
+    asked: list[str] = []
+    seen: list[Job] = []
+
+    def ask(url: str) -> None:
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr("pfl_ext.models.download._ask", ask)
+
+    def note(todo: list[Job], logs: Path) -> list[str]:
+        seen.extend(todo)
+        return []
+
+    monkeypatch.setattr(table1, "make_runs", note)
+    root = tmp_path / "runs"
+    make_run(root / "c-r-17-seed9", "c-r-17")
+    if begun:
+        make_run(root / "c-f-17-seed1", "c-f-17", *begun, seed=1, finished=False)
+    settings = ["fl-r-17", "fl-f-17", "c-f-17"]
+    argv = ["--settings", *settings, "--seeds", "0", "1", "--data_path=mini", f"--runs_dir={root}"]
+    assert run(main, argv) == 0
+    assert [job.name for job in seen] == [f"{s} seed {n}" for n in (0, 1) for s in settings]
+    for job in seen:
+        words = [word for word in job.argv if word.startswith("--model.")]
+        assert words == ([] if job.name.startswith("fl-r") else expected)
+    assert len(asked) == (0 if begun else 1)
+    assert capsys.readouterr().out.count("taking efficientnet_lite0") == len(asked)
 
 
 def test_without_a_finished_run_the_report_says_so_and_nothing_is_drawn(

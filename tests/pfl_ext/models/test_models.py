@@ -410,6 +410,7 @@ def test_without_a_network_the_file_to_fetch_is_named(
         raise failure
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("pfl_ext.models.download._ask", lambda _: None)
     monkeypatch.setattr("torch.hub.download_url_to_file", fail)
     with pytest.raises(ValueError, match=r"resnet18-f37072fd\.pth .* --weights FILE"):
         build(pretrained=True, weights="imagenet")
@@ -421,11 +422,12 @@ def test_the_downloaded_weights_are_the_pinned_ones(
     """Torchvision's own way, with the transfer alone replaced."""
     asked: list[tuple[str, str | None]] = []
 
-    def transfer(url: str, target: str, prefix: str | None = None, progress: bool = True) -> None:
+    def transfer(url: str, target: str, prefix: str | None = None) -> None:
         asked.append((url, prefix))
         torch.save(published, target)
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("pfl_ext.models.download._ask", lambda _: None)
     monkeypatch.setattr("torch.hub.download_url_to_file", transfer)
     backbone = build(pretrained=True, weights="imagenet")
     assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", "f37072fd")]

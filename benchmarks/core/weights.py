@@ -1,0 +1,88 @@
+"""The weights that a run starts from: the file that it asks for, what its input must be, and its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
+from dataset.files import file_digest
+from pfl_ext.models.pretrained import source_in, source_of
+
+SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
+
+
+@lru_cache(maxsize=8)
+def _sha256_of(path: Path, size: int, changed_ns: int) -> str:
+    return file_digest(path)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal; a file that has not changed is read once."""
+    state = path.stat()
+    return _sha256_of(path.resolve(), state.st_size, state.st_mtime_ns)
+
+
+def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
+    """The config with the hash of the weights file that ``--weights`` names.
+
+    Raises:
+        ValueError: when the network starts from scratch, there is no such file, or the config asks for
+            another one.
+    """
+    if file is None:
+        return config
+    if not config.model.pretrained:
+        raise ValueError(
+            "--weights is for fine-tuning settings: add --model.pretrained=true, or choose such a config"
+        )
+    if not file.is_file():
+        raise ValueError(f"--weights {file}: no such file")
+    sha256, wanted, known = sha256_of(file), config.model.weights_sha256, source_of(config.model.arch)
+    found = None if known is not None and known.is_of(sha256) else sha256  # a known source needs no name
+    if wanted not in (None, found):
+        raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
+
+
+def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
+    """What is recorded of the weights that training began from; None from scratch.
+
+    Licence, description and normalisation are None where they are not known.
+
+    Args:
+        config: of the run.
+        weights: their file; None takes those of the network's known source.
+    """
+    arch = config.model.arch
+    if not config.model.pretrained:
+        return None
+    source = source_of(arch) if weights is None else source_in(arch, weights)
+    assert source is not None, "the network was loaded from it"
+    file = source.path()
+    return {
+        "file": file.name,
+        "sha256": sha256_of(file),
+        "description": source.description,
+        "licence": source.licence,
+        "normalisation": source.normalisation,
+        "imagenet": source.is_torchvisions,
+    }
+
+
+def check_normalisation(config: TrainingConfig) -> None:
+    """Refuse an input on which a package's weights were not trained: the default is torchvision's.
+
+    Raises:
+        ValueError: one line that says which normalisation the weights need.
+    """
+    model = config.model
+    source = source_of(model.arch) if model.pretrained and model.weights_sha256 is None else None
+    if source is not None and not source.is_torchvisions and source.normalisation != model.normalisation:
+        raise ValueError(
+            f"model.normalisation is {model.normalisation}, and the weights of {model.arch} were trained on "
+            f"another input: set it to {source.normalisation}"
+        )

