@@ -62,7 +62,7 @@ def test_a_new_algorithm_a_new_network_train_and_go_on(
 ) -> None:
     argv = (*NEW, "--model.arch=leaf_cnn", f"--runtime.engine={engine}")
     whole = train(*argv, name="whole")
-    assert ("pfl's own loop" in results(whole)["arithmetic"]) == (engine == "stock")
+    assert (results(whole)["arithmetic"] == "float32, pfl's own loop") == (engine == "stock")
     assert len(lines(whole)) == 4
     plain = train(*argv[2:], "--server.optimizer=sgd", "--server.learning_rate=1", name="plain")
     assert results(plain)["model_sha256"] != results(whole)["model_sha256"]

@@ -53,11 +53,12 @@ def test_global_generators_are_left_alone() -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 3, 50])
 def test_prefetched_keeps_order_and_runs_at_most_so_far_ahead(ahead: int) -> None:
     begun: list[int] = []
-    lock = threading.Lock()
+    lock, caller = threading.Lock(), threading.current_thread()
 
     def work(i: int) -> int:
         with lock:
             begun.append(i)
+        assert (threading.current_thread() is caller) == (ahead == 0)
         return i * i
 
     for i, value in enumerate(prefetched(work, range(20), ahead=ahead, threads=2)):

@@ -73,13 +73,16 @@ def candidates(key: str) -> list[Any]:
     return [default, another, *(RULES[key].central or ())]
 
 
-def private(section: str, kind: type[TrainingConfig] = FLAIR.kind) -> TrainingConfig:
+def private(
+    section: str, kind: type[TrainingConfig] = FLAIR.kind, bottleneck: int | None = 64
+) -> TrainingConfig:
+    """Of a network with a bottleneck, so that model.trained may be two_layers."""
     federated = dataclasses.replace(kind().federated, weighting="users", cohort_size=3, num_rounds=4)
     sections: dict[str, Any] = {
         "privacy": PrivacySection(epsilon=50, delta=0.01, mechanism="gaussian", clipping_bound=0.02),
         "local_privacy": LocalPrivacySection(epsilon=100, delta=0.01, clipping_bound=0.02),
     }
-    model = dataclasses.replace(kind().model, bottleneck=64)  # model.trained may be either
+    model = dataclasses.replace(kind().model, bottleneck=bottleneck)
     return dataclasses.replace(kind(), model=model, federated=federated, **{section: sections[section]})
 
 
@@ -96,7 +99,8 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
     if name == "runtime":
         return Run(private(section), with_value(Runtime(), rest, value))
     kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
-    return Run(with_value(private(section, kind), key, value), Runtime())
+    bottleneck = None if (key, value) == ("model.trained", "head") else 64
+    return Run(with_value(private(section, kind, bottleneck), key, value), Runtime())
 
 
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
@@ -244,6 +248,7 @@ BESIDE = {
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),
     ("model.dropout", True): ("--model.arch=simple_cnn",),
+    ("runtime.cache_features", False): ("--model.trained=head",),
 }
 """What a choice cannot do without."""
 

@@ -156,6 +156,16 @@ def test_a_carved_val_is_that_share_of_each_users_images(
     assert (task.num_left_out("train"), task.num_left_out("val")) == (0, 0)
 
 
+@pytest.mark.parametrize(("share", "end"), [(0.0, "labels"), (0.5, "labels at val_share 0.5")])
+def test_a_split_without_an_image_of_one_label_is_refused(
+    share: float, end: str, without_val: DataFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = np.empty(0, np.int64)
+    monkeypatch.setattr(SingleLabelView, "_members", lambda *_: ([], nothing, nothing, 3))
+    with pytest.raises(ValueError, match=rf"no image in .* has exactly one label in {end}$"):
+        SingleLabelView(without_val, val_share=share).split("train")
+
+
 def test_images_left_out_are_counted_with_training_beside_a_carved_val(tmp_path: Path) -> None:
     """Of the fine labels {i % 3, 2}, five rows of train have two."""
     file = DataFile(write(tmp_path / "f.hdf5", "raw", splits={"train": partitioned()["train"]}))

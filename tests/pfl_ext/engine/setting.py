@@ -38,7 +38,24 @@ from tests.pfl_ext.samplings import local_sampling
 SIDE, LABELS = 12, 5
 BFLOAT16 = 2.0**-9, 3.0
 """For `rounding_of`: the unit of bfloat16, and that a layer's weights, its images and its output are rounded
-to it. The sums of its products are float32."""
+to it. The sums of its products are float32, where `convolutions_sum_in_float32`."""
+
+
+def convolutions_sum_in_float32() -> bool:
+    """Whether torch's convolutions of bfloat16 do on this CPU, as a GPU's do.
+
+    Without AVX-512 their gradients are summed in bfloat16: those of weights are then off by some units, and by
+    more with more images.
+    """
+    draw = torch.Generator().manual_seed(0)
+    shapes = (64, 16, 8, 8), (64, 16, 8, 8), (16, 16, 3, 3)
+    e, x, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in shapes)
+    form = None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (False, True, False)
+    ours, exact = (
+        torch.ops.aten.convolution_backward(e.to(dtype), x.to(dtype), weight.to(dtype), *form)[1].double()
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    return bool((ours - exact).norm() <= BFLOAT16[0] * exact.norm())
 
 
 TASKS = (MultiLabel(), SingleLabel(), WeightedMultiLabel())

@@ -26,6 +26,7 @@ def asked(optimizer: Any = SGD, scaler: Any = None, mu: float = 0.0, **changes: 
     model._grad_scaler = scaler
     words: dict[str, Any] = {"local_num_epochs": 3, "local_learning_rate": 0.2, "local_batch_size": 4}
     context = training_context(0, 1, NNTrainHyperParams(**(words | changes)))
+    assert not context.do_evaluation, "pfl would score each user's model before and after training"
     return local_training(Rule(mu), model, context)
 
 

@@ -366,6 +366,9 @@ def test_mistakes_are_named() -> None:
         summarise(half[:0], np.zeros((0, 3), bool))
     with pytest.raises(ValueError, match=r"apply the sigmoid first: they span -1.0 .. 3.0"):
         MultiLabelScores.from_batch(2, [0, 1], half * 4 - [[3], [-1]], np.zeros((2, 3), bool))
+    for low, high in ((-0.5, 0.5), (0.5, 1.5)):
+        with pytest.raises(ValueError, match=rf"they span {low} .. {high}"):
+            MultiLabelScores.from_batch(2, [0, 1], np.array([[low], [high]]), np.zeros((2, 1), bool))
     with pytest.raises(ValueError, match=r"rows \(1,\), scores \(2, 3\) and targets \(2, 3\)"):
         MultiLabelScores.from_batch(2, [0], half, np.zeros((2, 3), bool))
 
