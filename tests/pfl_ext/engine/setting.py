@@ -44,8 +44,8 @@ to it. The sums of its products are float32, where `convolutions_sum_in_float32`
 def convolutions_sum_in_float32() -> bool:
     """Whether torch's convolutions of bfloat16 do on this CPU, as a GPU's do.
 
-    Without AVX-512 their gradients are summed in bfloat16: those of weights are then off by some units, and by
-    more with more images.
+    Without AVX-512 their gradients are summed in bfloat16: those of weights are then off by some units, the
+    more so the more images there are.
     """
     draw = torch.Generator().manual_seed(0)
     shapes = (64, 16, 8, 8), (64, 16, 8, 8), (16, 16, 3, 3)
