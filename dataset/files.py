@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -86,14 +87,15 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: str) -> Iterator[None]:
+def locked(path: Path, refusal: str, wait: bool = False) -> Iterator[None]:
     """Hold a lock file within the block. A killed process holds nothing.
 
     A file system without locks grants every lock.
 
     Args:
         path: the lock file, which stays when the lock is released.
-        refusal: the error when another process holds the lock.
+        refusal: what is said when another process holds the lock.
+        wait: print that, and wait for the lock.
 
     Raises:
         ValueError: the refusal.
@@ -102,7 +104,10 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(refusal) from None
+        if not wait:
+            raise ValueError(refusal) from None
+        print(refusal, file=sys.stderr, flush=True)
+        lock.acquire(blocking=True)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from pfl.internal.ops.pytorch_ops import get_default_device
 from tqdm import tqdm
 
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
-from dataset.files import prefetched
+from dataset.files import locked, prefetched, written
 from dataset.store.features import FeatureCache, FloatArray, IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SplitImages
@@ -115,8 +114,9 @@ def _fill(
     cache: FeatureCache, wanted: dict[str, IntArray], split: Split, pixels: dict[str, Any], threads: int
 ) -> None:
     """Compute what is missing, while no other process does."""
-    cache.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(cache.folder / "lock"):
+    with written(cache.folder):
+        cache.folder.mkdir(parents=True, exist_ok=True)
+    with locked(cache.folder / "lock", "waiting for another process that computes these features", wait=True):
         blocks = cache.missing(wanted)  # another process may have computed some
         bar = tqdm(
             total=sum(cache.block_size(*block) for block in blocks),
@@ -137,20 +137,3 @@ def _fill(
 
         with bar:
             cache.fill(blocks, compute)
-
-
-class _alone:
-    """Hold a lock, waiting for another process that has it."""
-
-    def __init__(self, path: Path) -> None:
-        self._lock = FileLock(path, fallback_to_soft=False)
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            print("waiting for another process that computes these features", file=sys.stderr, flush=True)
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

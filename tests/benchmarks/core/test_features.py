@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -13,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dataset.files import locked
 from pfl_ext.models.features import Split
 from tests.benchmarks.conftest import Train, killed_at, train_into
 from tests.benchmarks.core.test_private import PRIVATE
@@ -138,6 +141,29 @@ def test_where_features_change_it_is_said_and_nothing_is_kept(
         capsys.readouterr().out.split()
     )
     assert not folders(own_file)
+
+
+def test_a_second_process_waits_for_the_first(
+    own_file: Path, tmp_path: Path, computed: mock.Mock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_into(tmp_path / "first", own_file, *HEAD)
+    (folder,) = folders(own_file)
+    (folder / "test.json").unlink()  # something is left to compute
+    computed.reset_mock()
+    has_it = threading.Event()
+
+    def hold() -> None:
+        with locked(folder / "lock", ""):
+            has_it.set()
+            time.sleep(1)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    has_it.wait()
+    train_into(tmp_path / "second", own_file, *HEAD)
+    other.join()
+    assert "waiting for another process that computes these features" in capsys.readouterr().err
+    assert computed.call_count > 0
 
 
 def test_a_full_disk_ends_in_one_line(
