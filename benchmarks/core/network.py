@@ -60,13 +60,8 @@ def _begun(arch: str, directories: Iterable[Path]) -> str | None:
             continue
         try:
             begun = str(read_yaml(directory / "config.yaml")["model"]["arch"])
-        except (
-            ValueError,
-            OSError,
-            KeyError,
-            TypeError,
-        ):  # damaged, and the run is refused for it later
-            continue
+        except (ValueError, OSError, KeyError, TypeError):
+            continue  # it is damaged, and the run is refused for it later
         if begun == SUBSTITUTE:
             print(f"{directory} holds a run that took {SUBSTITUTE} for {arch}: keeping it", flush=True)
         if begun in (arch, SUBSTITUTE):
