@@ -22,8 +22,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("slow machines")
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
-"""Tests that use over `SLOW_SECONDS` of CPU time; ``make test FAST=1`` leaves them out."""
-SLOW_SECONDS = 0.5
+"""Tests that use over `SLOW_SECONDS` of CPU time, all parameters together; ``make test FAST=1`` leaves them out."""
+SLOW_SECONDS = 0.8
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
 
@@ -111,8 +111,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                     tests[report.nodeid] = seconds
                     files[report.nodeid.split("::")[0]] += seconds
     if config.getoption("--write-slow"):
-        slow = {function_of(nodeid) for nodeid, seconds in tests.items() if seconds > SLOW_SECONDS}
-        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(slow)))
+        functions: dict[str, float] = defaultdict(float)
+        for nodeid, seconds in tests.items():
+            functions[function_of(nodeid)] += seconds
+        slow = sorted(name for name, seconds in functions.items() if seconds > SLOW_SECONDS)
+        SLOW_LIST.write_text("".join(f"{name}\n" for name in slow))
     if not most:
         return
     terminalreporter.section(f"CPU time: {sum(tests.values()):.0f} s")

@@ -17,14 +17,14 @@ SMALL_NET = "shufflenet_v2_x0_5 --model.groups=4"
 @pytest.mark.parametrize(
     "words",
     [
-        "resnet18 --runtime.lanes=2 --federated.num_rounds=1 --federated.cohort_size=2",
+        "lenet --runtime.lanes=2",
         f"{SMALL_NET} --runtime.fuse=true --config=pfl-r-17 --privacy.noise_seed=run "
         "--privacy.noise_cohort_size=4 --privacy.noise_population=12 --privacy.epsilon=50",
         "lenet --runtime.engine=stock",
         "lenet --federated.algorithm=fedprox --federated.mu=0.1 --federated.weighting=users "
         "--evaluation.per_user=true --personal.num_epochs=1 --personal.min_images=2",
         "lenet --federated.algorithm=scaffold --federated.weighting=users",
-        f"{SMALL_NET} --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
+        "lenet --federated.algorithm=scaffold --federated.scaffold_option=I --local.momentum=0.5 "
         "--federated.scaffold_correction=step",
         "lenet --local_privacy.noise_seed=run --federated.weighting=users",
         f"{SMALL_NET} --config=c-r-17",

@@ -24,7 +24,7 @@ from tests.benchmarks.conftest import Train
 from tests.benchmarks.core.worker_runs import LOST_BY, LOST_IN, ROUNDS, RUNS, SMALL
 from tests.benchmarks.sparing import sparingly
 from tests.benchmarks.test_train import error_line, lines
-from tests.launching import LAUNCHERS, command, environment, run
+from tests.launching import LAUNCHERS, command, environment, needs_horovod, run
 
 Job = tuple[Path, str]
 TIMEOUT_S = 8.0
@@ -74,8 +74,10 @@ def notes(directory: Path, name: str, workers: int) -> list[Any]:
 
 
 @pytest.mark.xdist_group("workers")
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "workers"),
+    [("torchrun", 1), FRESH, *(pytest.param("horovod", n, marks=needs_horovod) for n in (1, 4))],
+)
 def test_any_number_of_workers_computes_the_same(
     launcher: str, workers: int, alone: Job, mini_file: Path, tmp_path: Path
 ) -> None:
