@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("slow machines")
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
-"""Tests that use over `SLOW_SECONDS` of CPU time, all parameters together; ``make test FAST=1`` leaves them out."""
+"""Tests that use over `SLOW_SECONDS` of CPU time with all their parameters; FAST=1 leaves them out."""
 SLOW_SECONDS = 0.8
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-slow",
         action="store_true",
-        help=f"run all tests; list those that used over {SLOW_SECONDS:g} s of CPU time in {SLOW_LIST.name}",
+        help=f"run all tests; list in {SLOW_LIST.name} those that use over {SLOW_SECONDS:g} s of CPU time",
     )
 
 
