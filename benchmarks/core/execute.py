@@ -25,6 +25,7 @@ from benchmarks.core.experiment import Experiment
 from benchmarks.core.facts import commit, dataset_facts, hardware, start_facts
 from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.core.federated import check_federated, train_federated
+from benchmarks.core.memory import keep_freed_memory
 from benchmarks.core.network import network_words
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory, directory_of
@@ -69,6 +70,7 @@ def pfl_device(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def started(runtime: Runtime) -> Iterator[None]:
     """Threads, device and the connection to the other workers, if a launcher started some."""
+    keep_freed_memory()
     if runtime.threads is not None:
         torch.set_num_threads(runtime.threads)
     workers = connected(

@@ -30,7 +30,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import Split
 from pfl_ext.workers.distributed import barrier, is_main
 
-BATCH = 128  # images of one pass
+BATCH = 32  # images of one pass
 
 
 @dataclasses.dataclass(frozen=True)

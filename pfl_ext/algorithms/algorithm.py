@@ -103,6 +103,12 @@ class Choice:
     """The frozen dataclass of its options."""
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
     """What it cannot be combined with, and why."""
+    idle: ClassVar[str] = ""
+    """Keys of a config that it does not read, separated by blanks; one that ends with a dot: a section."""
+    idle_in_runtime: ClassVar[str] = ""
+    """Fields of a runtime that it does not read."""
+    only_last: ClassVar[bool] = False
+    """Whether only the model of the last round is one of all users."""
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 

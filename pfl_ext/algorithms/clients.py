@@ -67,4 +67,8 @@ class Clients:
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()
-        return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, cohort_line(metrics)
+        line = {
+            **cohort_line(metrics),
+            "users": len(users),
+        }  # pfl counts the nobody of a worker without users
+        return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, line

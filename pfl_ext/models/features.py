@@ -9,13 +9,16 @@ Shape letters: B images of a batch, H x W their stored size, D features of an im
 from __future__ import annotations
 
 import hashlib
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
+
+Result = TypeVar("Result")
 
 
 class _FromFeatures(nn.Module):
@@ -75,6 +78,28 @@ class FeatureClassifier(ImageClassifier):
         return cast(Tensor, self.backbone(images.float()))
 
 
+def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tuple[Tensor, Result]:
+    """What enters a layer of a network while the network is run, float32, and what the run gives.
+
+    Args:
+        layer: of the network.
+        run: runs it once.
+        name: of the layer, for the error.
+
+    Raises:
+        ValueError: in a clause, when the layer is not used once.
+    """
+    entered: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    try:
+        result = run()
+    finally:
+        hook.remove()
+    if len(entered) != 1:
+        raise ValueError(f"the layer {name} is used {len(entered)} times")
+    return entered[0].float(), result
+
+
 class Split:
     """Where a network's frozen layers end.
 
@@ -104,16 +129,8 @@ class Split:
     @torch.no_grad()
     def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the trained layers, and the outputs."""
-        entered: list[Tensor] = []
         layer = self._whole.backbone.get_submodule(self.trained)
-        hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
-        try:
-            outputs = self._whole(images)
-        finally:
-            hook.remove()
-        if len(entered) != 1:
-            raise ValueError(f"the layer {self.trained} is used {len(entered)} times")
-        return entered[0].float(), outputs
+        return entering(layer, lambda: self._whole(images), self.trained)
 
     def features(self, images: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
         """``[B, D]`` of uint8 images ``[B, H, W, 3]``, each image by itself, as evaluation sees it."""

@@ -32,6 +32,7 @@ class SingleLabel(WeightedTask):
     """
 
     headline = ("accuracy",)
+    exclusive = True
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets as they are; the shares are the weights over their sum."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class Task(ABC):
 
     headline: tuple[str, ...]
     """The columns of `summarise` by which models are judged, the first above all."""
+    exclusive: ClassVar[bool] = False
+    """Whether each image has exactly one label."""
 
     def collate(self, annotations: Any) -> Tensor:
         """The targets of a batch, on the CPU, from annotations as a store holds them."""

@@ -77,6 +77,7 @@ def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
 
 def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
     federated, local, server = config.federated, config.local, config.server
+    yield _idle_by_algorithm(config, federated.chosen.idle)
     for section in (federated, server):
         for key, names in section.readers().items():
             # with an effective rate, the users' rate is a multiple of 1 - server.momentum
@@ -106,8 +107,14 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
 
 
+def _idle_by_algorithm(config: TrainingConfig, keys: str) -> Idle:
+    return Idle(keys, f"federated.algorithm is {config.federated.algorithm}", "choose fedavg")
+
+
 def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     """The rules for `Runtime`; keys without their ``runtime.``."""
+    if config.mode == "federated":
+        yield _idle_by_algorithm(config, config.federated.chosen.idle_in_runtime)
     if config.mode == "centralised":
         keys = "lanes fuse accumulate reduce"
         yield Idle(keys, "mode is centralised", "set mode to federated")
@@ -138,3 +145,8 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        if federated.chosen.only_last and config.evaluation.best_by != "last":
+            raise ValueError(
+                f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "
+                f"{federated.name} has no model of all users before its last round: set it to last"
+            )

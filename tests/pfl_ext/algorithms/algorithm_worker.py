@@ -11,11 +11,17 @@ from pathlib import Path
 import pfl_ext as pfl_ext  # before pfl, see there
 
 # isort: split
+import numpy as np
 import torch
 
+from pfl_ext.algorithms.closed_form import HeadOptions, RidgeOptions
+from pfl_ext.algorithms.fed3r import Fed3R
+from pfl_ext.algorithms.fedcof import FedCOF, FedCOFOptions
 from pfl_ext.algorithms.fedir import ImportanceWeights
+from pfl_ext.algorithms.fedncm import FedNCM
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.workers.distributed import connected, current
+from tests.pfl_ext.algorithms.test_closed_form import ALL, Features, algorithm, asked
 from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
 from tests.pfl_ext.engine.setting import LABELS, Setting
 from tests.pfl_ext.samplings import local_sampling
@@ -44,6 +50,17 @@ def cases() -> dict[str, Setting]:
     }
 
 
+def heads() -> dict[str, torch.Tensor]:
+    """The head of each closed form, from users of whom one worker at times has none."""
+    kinds = (FedNCM, HeadOptions()), (Fed3R, RidgeOptions(ridge=1.0)), (FedCOF, FedCOFOptions())
+    found = {}
+    for kind, options in kinds:
+        store = Features([30, 0, 2, 28], ALL)
+        weight, bias, _ = asked(algorithm(kind, store, options, 3, SingleLabel()))
+        found[kind.__name__] = torch.from_numpy(np.concatenate([weight, bias[:, None]], 1))
+    return found
+
+
 def main(directory: Path) -> None:
     """All cases in both engines."""
     torch.set_num_threads(1)
@@ -56,6 +73,7 @@ def main(directory: Path) -> None:
                 torch.save(
                     {**update, "weight": torch.tensor(weight)}, directory / f"{name}-{engine}-{rank}.pt"
                 )
+        torch.save(heads(), directory / f"heads-{rank}.pt")
 
 
 if __name__ == "__main__":

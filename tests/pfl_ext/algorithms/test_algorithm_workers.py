@@ -1,4 +1,4 @@
-"""FedNova, FedVC and FedIR with two real workers give what one gives, in both engines."""
+"""FedNova, FedVC, FedIR and closed forms with two real workers give what one gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from pfl_ext.algorithms.fednova import STEPS
 from tests.launching import command, run
-from tests.pfl_ext.algorithms.algorithm_worker import cases
+from tests.pfl_ext.algorithms.algorithm_worker import cases, heads
+from tests.pfl_ext.algorithms.test_closed_form import NEAR
 from tests.pfl_ext.engine.setting import distance, rounding_of
 
 pytestmark = pytest.mark.xdist_group("algorithm workers")
@@ -39,3 +40,12 @@ def test_two_workers_give_the_server_what_one_does(outputs: Path, name: str, eng
         update = torch.load(outputs / f"{name}-{engine}-{rank}.pt", weights_only=True)
         assert float(update.pop("weight")) == weight
         assert distance(update, expected) <= rounding(name)
+
+
+def test_two_workers_compute_the_head_that_one_does(outputs: Path) -> None:
+    expected = heads()
+    for rank in range(2):
+        found = torch.load(outputs / f"heads-{rank}.pt", weights_only=True)
+        assert found.keys() == expected.keys()
+        for name, ours in found.items():
+            assert float((ours - expected[name]).norm()) <= NEAR * float(expected[name].norm())

@@ -1,0 +1,234 @@
+"""Heads in closed form: each user is asked once, and the network's last layer follows from what users sent.
+
+All layers but the last are frozen, and give features of an image. A user sends sums over its images; the
+server adds them up over users and computes the last layer from the total, without any gradient. A round asks
+the next users of a drawn order, so that after the last round each user has been asked once.
+
+Sums are kept in float64: how users are dealt to rounds and workers changes the head by rounding alone.
+
+Shape letters: B images of a batch, D features of an image, K labels.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pfl.aggregate.weighting import WeightByUser
+from pfl.context import CentralContext
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
+from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
+from pfl_ext.configs import STRICT
+from pfl_ext.data.federated_dataset import IntArray, UserImages
+from pfl_ext.models.classifier import ImageClassifier, head_of
+from pfl_ext.models.features import entering
+from pfl_ext.randomness import stream
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+FLOAT = 4  # bytes of a number that is sent
+Sums = dict[str, Tensor]
+"""What users sent, added up, by name; float64 on the CPU."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class HeadOptions:
+    """What the closed forms share."""
+
+    unit_features: bool = False
+    """Each image's features are divided by their L2 norm before they are summed."""
+    temperature: PositiveFloat = 1.0
+    """Divides the head, and so its outputs; below 1 for a head from which training goes on."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RidgeOptions(HeadOptions):
+    """Also a ridge."""
+
+    ridge: Annotated[float, Field(ge=0)] = 0.01
+    """Lambda: is added to the diagonal of the sum of z z' over all images."""
+    normalise: bool = True
+    """Each label's weights and bias are divided by the L2 norm of the weights."""
+
+
+class ClosedForm(Algorithm[Sums]):
+    """An algorithm of this kind: what a user sums up (`of_batch`), and the head of the total (`head`)."""
+
+    options: ClassVar[type] = HeadOptions
+    refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
+    idle: ClassVar[str] = (
+        "server. local.learning_rate local.effective_learning_rate local.max_grad_norm local.clip_by "
+        "local.momentum local.weight_decay local.num_epochs local.straddle local.shuffle local.reshuffle "
+        "federated.weighting federated.reweight federated.sampling federated.replacement"
+    )
+    only_last: ClassVar[bool] = True
+    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self._backend = CentrallyEvaluatedBackend(
+            means.users,
+            seed=means.seed,
+            postprocessors=[WeightByUser()],
+            accumulate=torch.float64,
+            config_hash=means.config_hash,
+        )
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse other layers than the last, and rounds that do not ask each user once.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        name = cls.__name__
+        backbone = setup.module.backbone
+        path, head = head_of(backbone)
+        trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
+        if not isinstance(head, nn.Linear):
+            raise ValueError(f"{name} computes a last linear layer, and this network ends in a convolution")
+        if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
+            raise ValueError(f"{name} computes the last layer alone: set model.trained to head")
+        rounds = math.ceil(setup.users.num_users / setup.cohort_size)
+        if setup.num_rounds != rounds:
+            raise ValueError(
+                f"{name} asks each of {setup.users.num_users} users once, {setup.cohort_size} in a round: "
+                f"set federated.num_rounds to {rounds}"
+            )
+
+    @property
+    def engine(self) -> None:
+        """Nobody trains."""
+        return None
+
+    @abstractmethod
+    def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
+        """What a user sums up, of some of its images.
+
+        Args:
+            features: ``[B, D]`` float64.
+            labels: ``[B, K]`` float64: 1 for each label of an image, else 0.
+        """
+
+    @abstractmethod
+    def head(self, total: Sums) -> tuple[Tensor, Tensor]:
+        """Weights ``[K, D]`` and bias ``[K]`` from the sums over all images so far, before `temperature`."""
+
+    def init(self, seed: int) -> Sums:
+        """Nobody has been asked."""
+        return self.zeros()
+
+    def zeros(self) -> Sums:
+        """The sums of a user without images."""
+        width, num_labels = self.layer.in_features, self.layer.out_features
+        nothing = (torch.zeros(0, size, dtype=torch.float64) for size in (width, num_labels))
+        return self.of_batch(*nothing)
+
+    def round(self, state: Sums, number: int) -> tuple[Sums, dict[str, Any]]:
+        """Ask the next users, and add what they send."""
+        asked = self.asked(number)
+        context = training_context(number, len(asked), self.means.local)
+        with self.means.users.only(asked):
+            sums, metrics = self._backend.gather_results(
+                self.means.model, _Users(self), central_context=context
+            )
+        line = {
+            **cohort_line(metrics),
+            "users": len(asked),
+        }  # pfl counts the nobody of a worker without users
+        return self.added(state, {name: sums[name].cpu() for name in sums}), line
+
+    def added(self, state: Sums, sums: Sums) -> Sums:
+        """The total with a round's sums."""
+        return {name: total + sums[name] for name, total in state.items()}
+
+    def asked(self, number: int) -> IntArray:
+        """The users of a round: a part of a permutation that the run's seed draws."""
+        users = stream(self.means.seed, "users of closed forms").permutation(self.means.users.num_users)
+        size = self.means.cohort_size
+        return users[number * size : (number + 1) * size]
+
+    @torch.no_grad()
+    def model(self, state: Sums) -> PyTorchModel:
+        """The run's model with the head of these sums."""
+        weight, bias = self.head(state)
+        temperature = self.means.options.temperature
+        self.layer.weight.copy_(weight / temperature)
+        if self.layer.bias is not None:
+            self.layer.bias.copy_(bias / temperature)
+        return self.means.model
+
+    def tensors(self, state: Sums) -> dict[str, Tensor]:
+        """The sums."""
+        return dict(state)
+
+    def load(self, state: Sums, tensors: Mapping[str, Tensor]) -> Sums:
+        """The sums."""
+        return {name: tensors[name].cpu() for name in state}
+
+    def bytes(self, state: Sums) -> Traffic:
+        """A user gets no numbers in the round, and sends its sums, as float32."""
+        return Traffic(0, FLOAT * sum(total.numel() for total in state.values()))
+
+    @property
+    def layer(self) -> nn.Linear:
+        """The head."""
+        layer = head_of(self.means.model.pytorch_model.backbone)[1]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    @torch.no_grad()
+    def of_user(self, images: UserImages) -> Sums:
+        """What a user sends, on the device of the model."""
+        module: ImageClassifier = self.means.model.pytorch_model
+        device = self.layer.weight.device
+        total = {name: torch.zeros_like(zeros, device=device) for name, zeros in self.zeros().items()}
+        batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
+        for batch in batches:
+            ready = [part.to(device) for part in batch]
+            features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
+            z = F.normalize(features.double()) if self.means.options.unit_features else features.double()
+            for name, part in self.of_batch(z, (targets > 0).double()).items():
+                total[name] += part
+        return total
+
+
+class _Users:
+    """What pfl's backend asks: the sums of one user."""
+
+    def __init__(self, algorithm: ClosedForm) -> None:
+        self._algorithm, self.refusals = algorithm, algorithm.refusals
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """The user's sums."""
+        return MappedVectorStatistics(self._algorithm.of_user(user_dataset)), Metrics()
+
+
+def solved(gram: Tensor, cross: Tensor) -> Tensor:
+    """The least ``w`` of all that minimise ``w' G w - 2 w' B``: the pseudo-inverse of G times B.
+
+    Args:
+        gram: G, ``[n, n]``, of which the symmetric and positive part counts.
+        cross: B, ``[n, K]``.
+
+    Returns:
+        ``[n, K]``.
+    """
+    values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+    smallest = values[-1:].clamp(min=0) * len(gram) * torch.finfo(values.dtype).eps
+    inverse = torch.where(values > smallest, 1 / values.clamp(min=1e-300), 0.0)
+    solution: Tensor = vectors @ (inverse[:, None] * (vectors.T @ cross))
+    return solution

@@ -1,0 +1,49 @@
+"""Fed3R: ridge regression of the labels on the features
+(Fani et al. 2024, "Accelerating Heterogeneous Federated Learning with Closed-form Classifiers",
+arXiv 2406.01116).
+
+With ``z = [features, 1]`` and y the labels of an image, users send ``A = sum z z'`` and ``B = sum z y'``; the
+head is ``(A + ridge I)^-1 B``: that of all images in one place, whoever owns them. Then, as in the authors'
+code, each class is divided by the norm of its weights, which changes which class comes first.
+
+A is symmetric, and a user sends its upper triangle.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Traffic, register
+from pfl_ext.algorithms.closed_form import FLOAT, ClosedForm, RidgeOptions, Sums, solved
+
+
+@register("fed3r")
+class Fed3R(ClosedForm):
+    """Ridge regression."""
+
+    options: ClassVar[type] = RidgeOptions
+
+    def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
+        """A ``[D + 1, D + 1]`` and B ``[D + 1, K]``."""
+        z = F.pad(features, (0, 1), value=1.0)
+        return {"gram": z.T @ z, "cross": z.T @ labels}
+
+    def head(self, total: Sums) -> tuple[Tensor, Tensor]:
+        """The solution, each label's divided by its norm if that is asked for."""
+        gram, options = total["gram"], self.means.options
+        solution = solved(
+            gram + torch.full((len(gram),), options.ridge, dtype=gram.dtype).diag(), total["cross"]
+        )
+        weight, bias = solution[:-1].T, solution[-1]
+        norms = weight.norm(dim=1) if options.normalise else torch.ones_like(bias)
+        norms = torch.where(norms > 0, norms, 1.0)
+        return weight / norms[:, None], bias / norms
+
+    def bytes(self, state: Sums) -> Traffic:
+        """Of A the upper triangle."""
+        n = len(state["gram"])
+        return Traffic(0, FLOAT * (n * (n + 1) // 2 + state["cross"].numel()))

@@ -1,0 +1,91 @@
+"""Runs whose head has a closed form: from features and images alike, killed and resumed, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.core.test_features import EACH_ROUND
+from tests.benchmarks.test_train import error_line, lines, results
+from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
+from tests.benchmarks.visual_classification.test_vision_train import train as train_classes
+
+HEAD = ("--model.trained=head", "--model.input_size=20", "--augment.flip=none", "--evaluation.best_by=last")
+vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
+
+
+def head(directory: Path) -> torch.Tensor:
+    """Weights and bias of the last layer, as one vector."""
+    tensors = list(load_file(directory / "model.safetensors").items())
+    layer = tensors[-1][0].rpartition(".")[0]
+    return torch.cat([t.double().flatten() for name, t in tensors if name.startswith(f"{layer}.")])
+
+
+@pytest.mark.parametrize("name", ["fed3r", "fedncm"])
+def test_a_killed_run_goes_on_to_the_bit_and_features_give_the_head_of_images(
+    name: str, train: Train
+) -> None:
+    words = [*HEAD, f"--federated.algorithm={name}"]
+    words += ["--federated.options.ridge=100"] if name == "fed3r" else []
+    whole = train(*words, name="whole")
+    with killed_at(2):
+        train(*words, name="killed", code=130)
+    killed = train(*words, name="killed")
+    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    assert results(whole)["traffic"]["down"] == 0
+    assert [line["users"] for line in lines(whole)[:3]] == [4, 4, 4]
+    images = train(*words, EACH_ROUND, name="images")
+    ours, theirs = head(whole), head(images)  # whose features differ by rounding in float32
+    assert float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm()), (
+        "features differ by rounding in float32"
+    )
+    assert float(theirs.norm()) > 0
+
+
+def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
+    words = [*HEAD, "--federated.algorithm=fedcof", "--federated.num_rounds=3"]
+    words += ["--model.arch=lenet", "--runtime.checkpoint_every=1", "--local.learning_rate=0.01"]
+    whole = vision(*words, name="whole")
+    with killed_at(2):
+        vision(*words, name="killed", code=130)
+    killed = vision(*words, name="killed")
+    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    assert results(whole)["traffic"]["up"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--evaluation.best_by=loss",),
+            "fed3r has no model of all users before its last round: set it to last",
+        ),
+        (
+            ("--federated.cohort_size=5", "--federated.num_rounds=2"),
+            "asks each of 12 users once, 5 in a round",
+        ),
+        (("--model.trained=all",), "Fed3R computes the last layer alone: set model.trained to head"),
+        (
+            ("--local.learning_rate=0.5",),
+            "--local.learning_rate has no effect where federated.algorithm is fed3r",
+        ),
+        (("--server.optimizer=sgd",), "--server.optimizer has no effect where federated.algorithm is fed3r"),
+        (("--runtime.lanes=2",), "--runtime.lanes has no effect where federated.algorithm is fed3r"),
+        (("--federated.options.shrinkage=1",), "shrinkage is no option of fed3r, which has unit_features"),
+        (
+            ("--federated.algorithm=fedcof",),
+            "FedCOF is for images with one label each: choose fed3r or fedncm",
+        ),
+        (("--local_privacy.epsilon=8",), "local_privacy refuses federated.algorithm = fed3r"),
+        (("--config=pfl-r-17",), "privacy refuses federated.algorithm = fed3r"),
+    ],
+)
+def test_what_means_nothing_for_a_closed_form_is_one_line(
+    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*HEAD, "--federated.algorithm=fed3r", *words, code=2)
+    assert message in error_line(capsys)
