@@ -73,7 +73,8 @@ def build_backbone(
         num_labels: K, the number of outputs.
         generator: a CPU one.
         weights: None, as they were drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
-            architecture: torchvision's, or a run's ``model.safetensors``. The head is always new.
+            architecture: torchvision's, or a run's ``model.safetensors``. The head is new unless
+            ``config.keep_head``.
 
     Raises:
         ValueError: for a name or a file that does not fit.
@@ -94,7 +95,10 @@ def build_backbone(
     assert_no_live_batchnorm(backbone)
     _check_side(backbone, arch, config.input_size)
     if weights is not None:
-        load_weights(backbone, head_of(backbone)[0], arch, *read_weights(arch, weights))
+        head = None if config.keep_head else head_of(backbone)[0]
+        load_weights(backbone, head, arch, *read_weights(arch, weights))
+    if config.bottleneck is not None and config.keep_head:
+        raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
     if config.trained != "all":

@@ -25,6 +25,8 @@ class ModelConfig:
     """Mean and deviation of its input: ImageNet's; none; half: 0.5; EfficientNet-Lite's; the data's."""
     pretrained: bool = False
     """True: ImageNet weights and frozen BatchNorm statistics. False: from scratch, with GroupNorm."""
+    keep_head: bool = False
+    """The last layer of the weights file is taken over too; false: it is a new one."""
     groups: PositiveInt = 32
     """Most groups of a GroupNorm; the largest number up to it that divides the channels is taken."""
     bottleneck: PositiveInt | None = None

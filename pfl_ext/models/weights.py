@@ -54,19 +54,24 @@ def _read(path: Path) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def load_weights(backbone: nn.Module, head: str, arch: str, tensors: dict[str, Tensor], source: str) -> None:
+def load_weights(
+    backbone: nn.Module, head: str | None, arch: str, tensors: dict[str, Tensor], source: str
+) -> None:
     """Copy every tensor but those of the layers under ``head``: one, or two where the file has a bottleneck.
+
+    With ``head`` None every tensor is copied.
 
     Raises:
         ValueError: unless names and shapes are exactly the network's.
     """
     if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
         tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
-    wanted = {name: t for name, t in backbone.state_dict().items() if not name.startswith(f"{head}.")}
+    left_out = () if head is None else (f"{head}.",)
+    wanted = {name: t for name, t in backbone.state_dict().items() if not name.startswith(left_out)}
     loaded = {
         name: t
         for name, t in tensors.items()
-        if not name.startswith(f"{head}.") and not name.endswith("num_batches_tracked")
+        if not name.startswith(left_out) and not name.endswith("num_batches_tracked")
     }
     missing, unexpected = wanted.keys() - loaded.keys(), loaded.keys() - wanted.keys()
     if unexpected and all(name.endswith(("running_mean", "running_var")) for name in unexpected):

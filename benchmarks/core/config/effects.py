@@ -64,7 +64,8 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.model.pretrained:
         yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
     else:
-        yield Idle("model.weights_sha256", "model.pretrained is false", "set model.pretrained to true")
+        keys = "model.weights_sha256 model.keep_head"
+        yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")
 
 
 def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:

@@ -63,6 +63,9 @@ TABLE: Mapping[str, Rule] = {
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **each(OF_THE_DATA, "data", "image_size"),
     **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck trained init"),
+    "model.keep_head": only(
+        "a head with these labels may come from the same users, without any noise: take a new one", False
+    ),
     "model.weights_sha256": Rule("names the file that model.pretrained is about"),
     "model.pretrained": Rule("the weights' own training data is not covered, and privacy.json says so"),
     "model.normalisation": only(

@@ -34,6 +34,7 @@ YOUNGER = {
     "augment.padding": "zero",
     "model.normalisation": "imagenet",
     "model.dropout": False,
+    "model.keep_head": False,
     "local.shuffle": True,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""

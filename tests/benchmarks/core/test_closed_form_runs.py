@@ -46,6 +46,27 @@ def test_a_killed_run_goes_on_to_the_bit_and_features_give_the_head_of_images(
     assert float(theirs.norm()) > 0
 
 
+def test_training_goes_on_from_a_head_in_closed_form(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*HEAD, "--federated.algorithm=fed3r", "--federated.options.temperature=0.1")
+    start = train(*words, name="start")
+    more = (
+        *HEAD,
+        "--model.pretrained=true",
+        "--model.keep_head=true",
+        f"--weights={start}/model.safetensors",
+    )
+    first = lines(train(*more, name="more"))[0]["val"]
+    expected = results(start)["last"]["val"]
+    assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert {name: round(expected[name], 3) for name in first} == {
+        name: round(first[name], 3) for name in first
+    }
+    train(*more, "--config=pfl-r-17", name="private", code=2)
+    assert "privacy refuses model.keep_head = true" in error_line(capsys)
+
+
 def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
     words = [*HEAD, "--federated.algorithm=fedcof", "--federated.num_rounds=3"]
     words += ["--model.arch=lenet", "--runtime.checkpoint_every=1", "--local.learning_rate=0.01"]

@@ -313,6 +313,11 @@ def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Pat
     loaded = build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors")
     for name, tensor in model.backbone.state_dict().items():
         assert name.startswith("fc.") or torch.equal(loaded.state_dict()[name], tensor), name
+    kept = build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
+    for name, tensor in model.backbone.state_dict().items():
+        assert torch.equal(kept.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match="of the wrong shape or type fc"):
+        build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
 
 
 def broken(weights: dict[str, Tensor], fault: str) -> Any:
