@@ -67,6 +67,22 @@ def test_prefetched_keeps_order_and_runs_at_most_so_far_ahead(ahead: int) -> Non
         assert len(begun) <= i + 1 + ahead
 
 
+def test_work_that_has_not_begun_is_dropped_with_an_error() -> None:
+    begun = []
+    first = threading.Event()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number == 0:
+            raise ValueError
+        first.wait(0.2)
+        return number
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        next(iter(prefetched(work, range(10), ahead=9, threads=1)))
+    assert len(begun) <= 3
+
+
 def test_prefetched_raises_where_the_result_was_due_and_leaves_no_thread() -> None:
     def work(i: int) -> int:
         if i == 2:

@@ -15,10 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import h5py
 import numpy as np
 import pytest
+import simplejpeg  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
@@ -380,6 +382,14 @@ def test_decoding_in_place_gives_the_same_pixels_and_never_fewer_than_twice_the_
         apart = np.abs(np.asarray(expected).astype(int) - pixels)
     whole = image_size is None or min(shape) < 4 * image_size
     assert apart.max() == 0 if whole else apart.mean() < 2.0
+
+
+@pytest.mark.parametrize(("side", "decoded"), [(39, 39), (40, 20), (79, 40), (80, 20), (160, 20), (640, 80)])
+def test_a_jpeg_of_four_times_the_side_is_decoded_at_half(side: int, decoded: int) -> None:
+    data = jpeg_of(np.zeros((side, side, 3), np.uint8))
+    with mock.patch.object(simplejpeg, "decode_jpeg", side_effect=simplejpeg.decode_jpeg) as spy:
+        decode(data, 10)
+    assert spy.call_args.kwargs["min_height"] == decoded
 
 
 def test_a_cmyk_image_becomes_rgb() -> None:

@@ -19,7 +19,7 @@ from pfl_ext.engine.one_step import Sums, _Adding
 from pfl_ext.engine.probe import activation_bytes, group_size
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
-from pfl_ext.engine.trim import Trimmed, _cut, live_taps
+from pfl_ext.engine.trim import Trimmed, _cut, _same_outputs, live_taps
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.mechanisms import LARGEST, Clipping
@@ -346,3 +346,26 @@ def test_norms_are_exact_to_their_margin(size: int) -> None:
     assert float(squared_norm(x)) == pytest.approx(exact, rel=2.0**-15)
     x[size // 2] = float("nan")
     assert torch.isnan(squared_norm(x))
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_taps_are_cut_where_the_outputs_stay_as_many(kernel: int, stride: int, dilation: int) -> None:
+    seen = set()
+    for size in range(1, 9):
+        for padding in range(1, dilation * (kernel - 1) + 1):
+            if size + 2 * padding < dilation * (kernel - 1) + 1:
+                continue
+            layer = nn.Conv2d(1, 1, kernel, stride, padding, dilation)
+            taps = live_taps(size, kernel, stride, padding, dilation)
+            side = slice(taps[0], taps[-1] + 1)
+            less, x = padding - side.start * dilation, torch.zeros(1, 1, size, size)
+            weight = layer.weight[:, :, side, side]
+            same = weight.shape != layer.weight.shape and less >= 0
+            if same:
+                cut = nn.functional.conv2d(x, weight, None, stride, less, dilation)
+                same = cut.shape == layer(x).shape
+            assert _same_outputs(layer, (size, size), (side, side)) == same
+            seen.add(same)
+    assert True in seen

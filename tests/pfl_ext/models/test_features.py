@@ -74,9 +74,11 @@ def test_what_cannot_be_split_says_why(config: dict[str, Any], why: str) -> None
         Split(classifier(**config))
 
 
-def test_layers_after_the_trained_ones_are_noticed() -> None:
+@pytest.mark.parametrize("after", [nn.Softmax(1), nn.ReLU()], ids=str)
+def test_layers_after_the_trained_ones_are_noticed(after: nn.Module) -> None:
+    """Also one that changes no output by more than the largest of them."""
     whole = classifier(arch="lenet")
-    whole.backbone.add_module("after", nn.Softmax(1))
+    whole.backbone.add_module("after", after)
     with pytest.raises(ValueError, match="more than the layer fc3 follows"):
         Split(whole)
 

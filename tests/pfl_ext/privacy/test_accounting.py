@@ -94,6 +94,12 @@ def test_little_noise_is_accounted_at_an_order_near_one(noise: float, order: flo
     assert epsilon_spent(system, 1, orders=COMPUTE_NOISE_ORDERS) == best
 
 
+def test_the_orders_are_those_of_compute_noise() -> None:
+    """In quarters to 2.5, in halves to 5, whole to 63, then three more."""
+    steps = (*np.arange(1.25, 2.5, 0.25), *np.arange(2.5, 5, 0.5), *range(5, 64), 2**7, 2**8, 2**9)
+    assert steps == COMPUTE_NOISE_ORDERS
+
+
 def test_the_multiplier_of_a_fifth_of_the_cohort_by_pld() -> None:
     assert paper(1000).simulated.noise_multiplier == pytest.approx(3.553, abs=0.002)
 

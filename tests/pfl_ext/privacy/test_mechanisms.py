@@ -132,3 +132,10 @@ def test_noise_does_not_depend_on_how_parameters_are_cut_into_tensors() -> None:
     two, _ = mechanism.add_noise(MappedVectorStatistics(pieces), 1, seed=0)
     assert torch.equal(one["w"], torch.cat([two["a"].view(-1), two["b"]]))
     assert two["a"].shape == (2, 3)
+
+
+def test_an_l1_norm_is_summed_in_float64() -> None:
+    """Of a row of a thousand numbers, a sum in float32 may be off by more than the room that is left."""
+    vector = torch.rand(5000, generator=torch.Generator().manual_seed(0))
+    exact = float(vector.double().abs().sum())
+    assert float(clip([vector], [1], 1.0, order=1).norm) == pytest.approx(exact, rel=1e-12)
