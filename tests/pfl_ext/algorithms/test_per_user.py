@@ -180,13 +180,16 @@ def test_workers_share_the_users_and_their_sum_is_what_one_worker_finds(
             self.global_rank = rank
 
         def all_reduce(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            reduced.append(self.global_rank)
             return tensors
 
+    reduced: list[int] = []
     whole = personalise(network(), Store(), tuning())
     parts = []
     for rank in range(2):
         monkeypatch.setattr(pytorch_ops, "distributed", Share(rank))
         parts.append(personalise(network(), Store(), tuning()))
+    assert reduced == [0, 1], "each gives its sums to the other, once"
     for part in parts:
         assert part.users == whole.users
         np.testing.assert_array_equal(part.offsets, whole.offsets)

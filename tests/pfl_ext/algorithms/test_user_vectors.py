@@ -147,12 +147,3 @@ def test_without_a_path_the_file_has_no_name() -> None:
     vectors.end_round()
     np.testing.assert_array_equal(vectors.read(2), values(7))
     assert not vectors._path.exists()
-
-
-def test_after_a_checkpoint_without_vectors_the_file_begins_at_its_first_row(tmp_path: Path) -> None:
-    path = tmp_path / "vectors.f32"
-    tensors = UserVectors(USERS, LENGTH, path).tensors()
-    vectors = UserVectors(USERS, LENGTH, path)
-    vectors.load(tensors)
-    vectors.write(2, values(1))
-    assert path.stat().st_size == LENGTH * 4
