@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("slow machines")
 CPU_SECONDS = "cpu seconds"
 SLOW_LIST = Path(__file__).parent / "slow.txt"
 """Tests that use over `SLOW_SECONDS` of CPU time with all their parameters; FAST=1 leaves them out."""
-SLOW_SECONDS = 0.8
+SLOW_SECONDS = 0.5
 STARTED = pytest.StashKey[float]()
 LOOP = asyncio.new_event_loop()
 
