@@ -73,7 +73,7 @@ class ClosedForm(Algorithm[Sums]):
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     only_last: ClassVar[bool] = True
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate"
+    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate precision reduce"
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
@@ -190,16 +190,18 @@ class ClosedForm(Algorithm[Sums]):
 
     @torch.no_grad()
     def of_user(self, images: UserImages) -> Sums:
-        """What a user sends, on the device of the model."""
+        """What a user sends, on the device of the model if it has float64."""
         module: ImageClassifier = self.means.model.pytorch_model
         device = self.layer.weight.device
-        total = {name: torch.zeros_like(zeros, device=device) for name, zeros in self.zeros().items()}
+        wide = device if device.type == "cuda" else torch.device("cpu")  # Apple's devices have no float64
+        total = {name: zeros.to(wide) for name, zeros in self.zeros().items()}
         batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
         for batch in batches:
             ready = [part.to(device) for part in batch]
             features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
-            z = F.normalize(features.double()) if self.means.options.unit_features else features.double()
-            for name, part in self.of_batch(z, (targets > 0).double()).items():
+            z = features.to(wide).double()
+            z = F.normalize(z) if self.means.options.unit_features else z
+            for name, part in self.of_batch(z, (targets > 0).to(wide).double()).items():
                 total[name] += part
         return total
 

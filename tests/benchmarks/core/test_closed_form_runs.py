@@ -96,6 +96,10 @@ def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
         ),
         (("--server.optimizer=sgd",), "--server.optimizer has no effect where federated.algorithm is fed3r"),
         (("--runtime.lanes=2",), "--runtime.lanes has no effect where federated.algorithm is fed3r"),
+        (
+            ("--runtime.precision=bf16",),
+            "--runtime.precision has no effect where federated.algorithm is fed3r",
+        ),
         (("--federated.options.shrinkage=1",), "shrinkage is no option of fed3r, which has unit_features"),
         (
             ("--federated.algorithm=fedcof",),
