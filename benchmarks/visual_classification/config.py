@@ -181,7 +181,7 @@ RECIPES: Mapping[str, Tree] = {
 """The paper's data sets and methods: 6.5 and Section 5. ``vc`` and ``ir`` are FedVC and FedIR.
 
 ``head`` and ``private-images`` are ours: a last layer on EfficientNet-Lite0's features, and each image of
-CIFAR-10 a user. Nearly every update there is clipped, so that mostly its direction counts.
+CIFAR-10 a user. All updates there are clipped in the first rounds, and a third of them in the last.
 """
 
 

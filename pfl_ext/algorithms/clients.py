@@ -67,8 +67,6 @@ class Clients:
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()
-        line = {
-            **cohort_line(metrics),
-            "users": len(users),
-        }  # pfl counts the nobody of a worker without users
+        # pfl would also count the nobody that stands for the users of a worker without any
+        line = {**cohort_line(metrics), "users": len(users)}
         return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, line

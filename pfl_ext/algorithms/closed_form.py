@@ -70,6 +70,7 @@ class ClosedForm(Algorithm[Sums]):
     idle: ClassVar[str] = (
         "server. local.learning_rate local.effective_learning_rate local.max_grad_norm local.clip_by "
         "local.momentum local.weight_decay local.num_epochs local.straddle local.shuffle local.reshuffle "
+        "local.virtual_size "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     only_last: ClassVar[bool] = True
@@ -143,10 +144,8 @@ class ClosedForm(Algorithm[Sums]):
             sums, metrics = self._backend.gather_results(
                 self.means.model, _Users(self), central_context=context
             )
-        line = {
-            **cohort_line(metrics),
-            "users": len(asked),
-        }  # pfl counts the nobody of a worker without users
+        # pfl would also count the nobody that stands for the users of a worker without any
+        line = {**cohort_line(metrics), "users": len(asked)}
         return self.added(state, {name: sums[name].cpu() for name in sums}), line
 
     def added(self, state: Sums, sums: Sums) -> Sums:

@@ -81,6 +81,8 @@ def build_backbone(
     """
     if num_labels < 1:
         raise ValueError(f"num_labels is {num_labels}: a classifier has at least 1")
+    if config.bottleneck is not None and config.keep_head:
+        raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     arch = config.arch
     with _DrawFrom(generator):
         backbone = _untrained(arch, num_labels, config.input_size)
@@ -97,8 +99,6 @@ def build_backbone(
     if weights is not None:
         head = None if config.keep_head else head_of(backbone)[0]
         load_weights(backbone, head, arch, *read_weights(arch, weights))
-    if config.bottleneck is not None and config.keep_head:
-        raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
     if config.trained != "all":

@@ -95,6 +95,10 @@ def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
             "--local.learning_rate has no effect where federated.algorithm is fed3r",
         ),
         (("--server.optimizer=sgd",), "--server.optimizer has no effect where federated.algorithm is fed3r"),
+        (
+            ("--local.virtual_size=6", "--federated.weighting=users"),
+            "--local.virtual_size has no effect where federated.algorithm is fed3r",
+        ),
         (("--runtime.lanes=2",), "--runtime.lanes has no effect where federated.algorithm is fed3r"),
         (
             ("--runtime.precision=bf16",),
