@@ -78,6 +78,7 @@ MODEL = {
     "init": "torchvision",
     "normalisation": "imagenet",
     "dropout": False,
+    "keep_head": False,
 }
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 
