@@ -63,6 +63,7 @@ def test_training_goes_on_from_a_head_in_closed_form(
     assert {name: round(expected[name], 3) for name in first} == {
         name: round(first[name], 3) for name in first
     }
+    capsys.readouterr()
     train(*more, "--config=pfl-r-17", name="private", code=2)
     assert "privacy refuses model.keep_head = true" in error_line(capsys)
 
