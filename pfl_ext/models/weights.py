@@ -90,7 +90,8 @@ def load_weights(
         *([f"of the wrong shape or type {_some(wrong)}"] if wrong else []),
     ]
     if found:
-        raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}")
+        remedy = " with these labels, or set model.keep_head to false" if head is None else ""
+        raise ValueError(f"{source} does not fit {arch}: {'; '.join(found)}; give weights of {arch}{remedy}")
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(loaded[name])
