@@ -62,6 +62,8 @@ class Rule:
     """Weight of ``|w - w_central|^2 / 2`` in every user's loss. Not together with a correction."""
     correction: Correction | None = None
     """Where each user's correction is added; None: there are no corrections, and `user` is not called."""
+    corrects_all: bool = True
+    """Whether a correction may differ from 0 for weights that no image reaches: the engine keeps those."""
     whole_gradient: bool = False
     """Whether `UserRule.finish` needs the gradient over all images of the user, in one more pass."""
 

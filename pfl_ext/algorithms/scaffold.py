@@ -215,6 +215,8 @@ class CorrectedUser:
 class CorrectedRule(Rule):
     """Local SGD with SCAFFOLD's correction, for a round."""
 
+    corrects_all = False  # c and c_i are of gradients, and of weight decay where there is some
+
     def __init__(self, controls: Controls, form: Renewal) -> None:
         self._controls, self._form = controls, form
         self.correction, self.whole_gradient = form.correction, form.option == "I"

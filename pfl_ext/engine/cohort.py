@@ -182,11 +182,8 @@ class CohortEngine:
         self._fusable = self._fuse and fusable(model, self.lanes[0].net)
 
     def _prepare(self, local: LocalTraining) -> LocalTraining:
-        """Make the network the one that this training needs; the training as it will be done.
-
-        Weight decay changes weights that no image reaches: then none may be left out.
-        """
-        return replace(local, amp=self._prepare_network(local.amp, self._built[0] or local.weight_decay > 0))
+        """Make the network the one that this training needs; the training as it will be done."""
+        return replace(local, amp=self._prepare_network(local.amp, self._built[0] or local.moves_all))
 
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""

@@ -105,7 +105,7 @@ class LocalTraining:
     the weight of ``|w - w_central|^2 / 2`` in the loss. ``amp``: type of autocast, or None.
     ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
     ``v <- momentum v + g``, ``w <- w - lr v``, with v from 0 for each user. ``correction``: where each
-    user's is added, if there are any (`pfl_ext.rules`).
+    user's is added, if there are any, and ``corrects_all``: whether to all weights (`pfl_ext.rules`).
     """
 
     learning_rate: float
@@ -118,6 +118,12 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     correction: Correction | None = None
+    corrects_all: bool = False
+
+    @property
+    def moves_all(self) -> bool:
+        """Whether steps change weights that no image reaches."""
+        return self.weight_decay > 0 or self.corrects_all
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The precision that forward runs in."""
@@ -157,6 +163,7 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
         float(group["momentum"]),
         float(group["weight_decay"]),
         rule.correction,
+        rule.correction is not None and rule.corrects_all,
     )
 
 

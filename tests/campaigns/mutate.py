@@ -66,8 +66,8 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _MODULES = {
     "pfl_ext": "backend checkpoint evaluation randomness rules",
-    "pfl_ext/algorithms": "algorithm clients fedir fednova fedprox on_pfl optimizers per_user scaffold "
-    "user_vectors",
+    "pfl_ext/algorithms": "algorithm clients closed_form fed3r fedcof fedir fedncm fednova fedprox on_pfl "
+    "optimizers per_user scaffold user_vectors",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step tape training trim",

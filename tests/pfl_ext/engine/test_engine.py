@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from pfl.metrics import Metrics, StringMetricName, Weighted
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor, nn
 
+from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
@@ -23,6 +25,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig
 from pfl_ext.privacy.central import TALLY, metric_name, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
+from pfl_ext.rules import Rule
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
@@ -204,6 +207,46 @@ def tangled() -> nn.Module:
         for parameter in net.parameters():
             parameter.copy_(torch.empty_like(parameter).normal_(std=0.3, generator=torch_generator))
     return net
+
+
+class PullsAndCounts(Rule):
+    """Corrected local SGD whose updates are divided by their steps, and whose users send steps besides."""
+
+    correction = "gradient"
+
+    def __init__(self, pull: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._pull = pull
+
+    def scale(self, num_steps: int) -> float:
+        return 1 / max(num_steps, 1)
+
+    def zeros(self) -> dict[str, Tensor]:
+        return {"steps": torch.zeros(1)}
+
+    def user(self, user_id: str | None) -> Any:
+        return SimpleNamespace(
+            correction=self._pull,
+            finish=lambda update, steps, gradient: {"steps": torch.tensor([float(steps)])},
+        )
+
+
+class PulledMean(OnPfl):
+    """FedAvg's parameters with `PullsAndCounts`."""
+
+    def rule(self, model: Any, context: Any) -> Rule:
+        return PullsAndCounts({name: 0.01 * p.detach() for name, p in model.variable_map.items()})
+
+
+@pytest.mark.parametrize("by_images", [False, True])
+def test_what_a_corrected_user_sends_besides_is_weighted_and_not_scaled(by_images: bool) -> None:
+    setting = Setting([9, 2, 5], by_images=by_images, algorithm=PulledMean())
+    (theirs, weight, _), (ours, same_weight, _) = (setting.run(engine) for engine in (False, True))
+    steps = {9: 5, 2: 1, 5: 3}  # by images: of batches of 4, two epochs long
+    sent = sum(number * (images if by_images else 1) for images, number in steps.items())
+    assert theirs.pop("steps").item() == ours.pop("steps").item() == sent
+    assert weight == same_weight
+    assert distance(ours, theirs) <= rounding_of(setting)
 
 
 def test_networks_that_cannot_be_taken_apart_are_trained_user_by_user() -> None:
