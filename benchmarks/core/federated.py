@@ -90,6 +90,7 @@ def setup(
         num_rounds=federated.num_rounds,
         cohort_size=federated.cohort_size,
         by_images=federated.weighting == "images",
+        private=config.privacy is not None or config.local_privacy is not None,
         module=module,
         users=users,
         folder=None if directory is None else directory / "checkpoint",

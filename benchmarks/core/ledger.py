@@ -220,7 +220,8 @@ class CentralLedger(Ledger):
 
     def paragraph(self) -> str:
         """See `central_paragraph`."""
-        return central_paragraph(self.calibration, self.unit, self.secret.is_public)
+        sent = self._run_config.federated.chosen.sends
+        return central_paragraph(self.calibration, self.unit, self.secret.is_public, sent)
 
 
 class LocalLedger(Ledger):
@@ -301,7 +302,8 @@ class LocalLedger(Ledger):
         """See `local_paragraph`."""
         most, rounds = self._most_at_end, self._federated.num_rounds
         spent, public = self._epsilon(most), self.secret.is_public
-        return local_paragraph(self.config, self.unit, rounds, most, spent, public)
+        sent = self._federated.chosen.sends
+        return local_paragraph(self.config, self.unit, rounds, most, spent, public, sent)
 
 
 def open_ledger(

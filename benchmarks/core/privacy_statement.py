@@ -10,11 +10,13 @@ from importlib.metadata import version
 
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import dotted
+from pfl_ext.algorithms.algorithm import Choice
 from pfl_ext.privacy.accounting import Calibration
 from pfl_ext.privacy.banded import BandedFactor
 from pfl_ext.privacy.epsilon import System
 from pfl_ext.privacy.local import LocalPrivacyConfig
 
+UPDATE = Choice.sends
 WEAK_DELTA = 1e-4
 """A delta above this is warned of: with that probability the guarantee may fail as a whole."""
 
@@ -90,36 +92,34 @@ def _sampling(system: System, rounds: int, noun: str) -> str:
     )
 
 
-def _clipping(calibration: Calibration, noun: str) -> str:
+def _clipping(calibration: Calibration, noun: str, sent: str) -> str:
     config = calibration.config
     per_layer = ", layer by layer" if config.clipping == "per_layer" else ""
     if config.mechanism == "gaussian":
-        return (
-            f"Each {noun}'s model update was clipped to an L2 norm of {config.clipping_bound:g}{per_layer}."
-        )
+        return f"Each {noun}'s {sent} was clipped to an L2 norm of {config.clipping_bound:g}{per_layer}."
     return (
-        f"Each {noun}'s model update was clipped in L2 norm{per_layer} to a bound that started at "
+        f"Each {noun}'s {sent} was clipped in L2 norm{per_layer} to a bound that started at "
         f"{config.clipping_bound:g} and followed the {config.quantile:g} quantile of the norms (Andrew et "
         "al., 2021)."
     )
 
 
-def _noisy_sum(calibration: Calibration, multiplier: float) -> str:
+def _noisy_sum(calibration: Calibration, multiplier: float, noun: str) -> str:
     band = calibration.config.band
     std = f"a standard deviation of {multiplier:.4g} times the bound"
     if band == 1:
-        return f"Gaussian noise with {std} was added to the sum of the updates"
+        return f"Gaussian noise with {std} was added to the sum of what the {noun}s sent"
     largest = multiplier * float(BandedFactor(calibration.num_rounds, band).noise_scales.max())
     return (
         f"Gaussian noise, correlated over {band} rounds by a banded matrix factorisation, was added to the "
-        f"sum of the updates; it is made from independent noise with {std} and is in one round up to "
-        f"{largest:.4g} times the bound"
+        f"sum of what the {noun}s sent; it is made from independent noise with {std} and is in one round up "
+        f"to {largest:.4g} times the bound"
     )
 
 
-def _noise(calibration: Calibration, system: System) -> str:
+def _noise(calibration: Calibration, system: System, noun: str) -> str:
     scale = system.cohort_size / calibration.simulated.cohort_size
-    noisy_sum = _noisy_sum(calibration, calibration.value_noise_multiplier * scale)
+    noisy_sum = _noisy_sum(calibration, calibration.value_noise_multiplier * scale, noun)
     if calibration.config.mechanism == "gaussian":
         return f"{noisy_sum}."
     return (
@@ -141,10 +141,10 @@ def _origin(public: bool) -> str:
     )
 
 
-def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: bool) -> str:
+def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: bool, sent: str = UPDATE) -> str:
     """The guarantee of a finished run in sentences that a paper can print as they are.
 
-    The noise is ``public`` if it came from the run's seed.
+    The noise is ``public`` if it came from the run's seed; ``sent`` names what was clipped.
     """
     real, noun = calibration.executed, unit.noun
     accounting = (
@@ -171,9 +171,11 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
         )
     sentences += [
         _sampling(real, calibration.num_rounds, noun),
-        _clipping(calibration, noun),
-        _noise(calibration, real),
-        f"The noisy sum was divided by {real.cohort_size:,}.",
+        _clipping(calibration, noun, sent),
+        _noise(calibration, real, noun),
+        f"The noisy sum was divided by {real.cohort_size:,}."
+        if sent == UPDATE
+        else "The model was computed from the noisy sum.",
         f"Privacy loss was computed by {accounting}.",
         _origin(public),
         "The guarantee is for the model after every round; other figures of the run are not covered by it.",
@@ -182,7 +184,13 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
 
 
 def local_paragraph(
-    config: LocalPrivacyConfig, unit: ProtectedUnit, rounds: int, most: int, spent: float, public: bool
+    config: LocalPrivacyConfig,
+    unit: ProtectedUnit,
+    rounds: int,
+    most: int,
+    spent: float,
+    public: bool,
+    sent: str = UPDATE,
 ) -> str:
     """The same of a run whose updates were noised on each device.
 
@@ -192,15 +200,15 @@ def local_paragraph(
     once = f"epsilon = {config.epsilon:g}" + ("" if laplace else f" and delta = {rounded_up(config.delta)}")
     return " ".join(
         [
-            f"Every model update was made differentially private before it left its {noun}'s device, with "
-            f"{once} for one update: any two updates that a {noun} might send are neighbours.",
-            f"Updates were clipped to an {'L1' if laplace else 'L2'} norm of {config.clipping_bound:g} and "
+            f"Every {noun}'s {sent} was made differentially private before it left the device, with {once} "
+            f"for one of them: any two that a {noun} might send are neighbours.",
+            f"They were clipped to an {'L1' if laplace else 'L2'} norm of {config.clipping_bound:g} and "
             f"noised by the {'Laplace' if laplace else 'Gaussian'} mechanism.",
             f"Over {rounds:,} rounds the {noun} who took part most often did so {most:,} times, which "
             f"composes to {describe_epsilon(spent)} at delta = {rounded_up(config.delta)} (privacy loss "
             f"distributions of dp-accounting {version('dp-accounting')}).",
             "Devices were simulated: the noise of a round was drawn once, from the distribution of the sum "
-            "of its updates' noises.",
+            "of the devices' noises.",
             _origin(public),
         ]
     )

@@ -58,6 +58,8 @@ class Setup:
     cohort_size: int
     by_images: bool
     """Whether users weigh by their images; else they weigh alike."""
+    private: bool = False
+    """Whether what users send is clipped and noised, centrally or locally."""
     module: ImageClassifier
     users: FederatedImageDataset
     folder: Path | None = None
@@ -107,6 +109,8 @@ class Choice:
     """Keys of a config that it does not read, separated by blanks; one that ends with a dot: a section."""
     idle_in_runtime: ClassVar[str] = ""
     """Fields of a runtime that it does not read."""
+    sends: ClassVar[str] = "model update"
+    """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False
     """Whether only the model of the last round is one of all users."""
     files: ClassVar[tuple[str, ...]] = ()

@@ -6,6 +6,12 @@ the next users of a drawn order, so that after the last round each user has been
 
 Sums are kept in float64: how users are dealt to rounds and workers changes the head by rounding alone.
 
+Privacy, where the class does not refuse it: all that a user sends is one vector, which is clipped to the
+bound, and a user sends once. So without one user the sum over all users is at most the bound away (locally:
+any two vectors that a user may send are twice the bound apart), for which the mechanism adds its noise, once,
+in a single round of all users. The head is computed from the noisy sums and from the noise's deviation, which
+no data decides: post-processing.
+
 Shape letters: B images of a batch, D features of an image, K labels.
 """
 
@@ -34,10 +40,14 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import IntArray, UserImages
 from pfl_ext.models.classifier import ImageClassifier, head_of
 from pfl_ext.models.features import entering
+from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
 FLOAT = 4  # bytes of a number that is sent
+RIDGE = 0.01  # the authors'
+NOISE = "noise"
+"""In the sums of a private run: the standard deviation of the noise on each of their numbers."""
 Sums = dict[str, Tensor]
 """What users sent, added up, by name; float64 on the CPU."""
 
@@ -56,8 +66,9 @@ class HeadOptions:
 class RidgeOptions(HeadOptions):
     """Also a ridge."""
 
-    ridge: Annotated[float, Field(ge=0)] = 0.01
-    """Lambda: is added to the diagonal of the sum of z z' over all images."""
+    ridge: Annotated[float, Field(ge=0)] | None = None
+    """Lambda: is added to the diagonal of the sum of z z' over all images. none: 0.01; with privacy the
+    largest eigenvalue that noise alone is expected to give this sum."""
     normalise: bool = True
     """Each label's weights and bias are divided by the L2 norm of the weights."""
 
@@ -73,6 +84,7 @@ class ClosedForm(Algorithm[Sums]):
         "local.virtual_size "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
+    sends: ClassVar[str] = "vector of sums"
     only_last: ClassVar[bool] = True
     idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate precision reduce"
 
@@ -81,7 +93,7 @@ class ClosedForm(Algorithm[Sums]):
         self._backend = CentrallyEvaluatedBackend(
             means.users,
             seed=means.seed,
-            postprocessors=[WeightByUser()],
+            postprocessors=[WeightByUser(), *means.postprocessors[1:]],  # what follows weights: a mechanism
             accumulate=torch.float64,
             config_hash=means.config_hash,
         )
@@ -102,6 +114,11 @@ class ClosedForm(Algorithm[Sums]):
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
             raise ValueError(f"{name} computes the last layer alone: set model.trained to head")
         rounds = math.ceil(setup.users.num_users / setup.cohort_size)
+        if setup.private and rounds > 1:
+            raise ValueError(
+                f"private {name} adds its noise once, to the sum over all users: set federated.num_rounds "
+                f"to 1 and federated.cohort_size to {setup.users.num_users}"
+            )
         if setup.num_rounds != rounds:
             raise ValueError(
                 f"{name} asks each of {setup.users.num_users} users once, {setup.cohort_size} in a round: "
@@ -128,7 +145,8 @@ class ClosedForm(Algorithm[Sums]):
 
     def init(self, seed: int) -> Sums:
         """Nobody has been asked."""
-        return self.zeros()
+        noise = {NOISE: torch.zeros((), dtype=torch.float64)} if self.means.private else {}
+        return self.zeros() | noise
 
     def zeros(self) -> Sums:
         """The sums of a user without images."""
@@ -146,7 +164,13 @@ class ClosedForm(Algorithm[Sums]):
             )
         # pfl would also count the nobody that stands for the users of a worker without any
         line = {**cohort_line(metrics), "users": len(asked)}
-        return self.added(state, {name: sums[name].cpu() for name in sums}), line
+        sent = {name: sums[name].cpu() for name in sums}
+        for mechanism in self.means.postprocessors:
+            if isinstance(mechanism, NoisyMean):
+                line["privacy"] = mechanism.line(metrics)
+                deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
+                sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
+        return self.added(state, sent), line
 
     def added(self, state: Sums, sums: Sums) -> Sums:
         """The total with a round's sums."""
@@ -178,7 +202,7 @@ class ClosedForm(Algorithm[Sums]):
 
     def bytes(self, state: Sums) -> Traffic:
         """A user gets no numbers in the round, and sends its sums, as float32."""
-        return Traffic(0, FLOAT * sum(total.numel() for total in state.values()))
+        return Traffic(0, FLOAT * sum(total.numel() for total in self.zeros().values()))
 
     @property
     def layer(self) -> nn.Linear:
@@ -218,18 +242,20 @@ class _Users:
         return MappedVectorStatistics(self._algorithm.of_user(user_dataset)), Metrics()
 
 
-def solved(gram: Tensor, cross: Tensor) -> Tensor:
-    """The least ``w`` of all that minimise ``w' G w - 2 w' B``: the pseudo-inverse of G times B.
+def solved(gram: Tensor, cross: Tensor, ridge: float = 0.0) -> Tensor:
+    """The least ``w`` of all that minimise ``w' (G + ridge I) w - 2 w' B``.
 
     Args:
         gram: G, ``[n, n]``, of which the symmetric and positive part counts.
         cross: B, ``[n, K]``.
+        ridge: at least 0. With 0 the solution is the pseudo-inverse of G times B.
 
     Returns:
         ``[n, K]``.
     """
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
-    smallest = values[-1:].clamp(min=0) * len(gram) * torch.finfo(values.dtype).eps
+    values = values.clamp(min=0) + ridge
+    smallest = values[-1:] * len(gram) * torch.finfo(values.dtype).eps
     inverse = torch.where(values > smallest, 1 / values.clamp(min=1e-300), 0.0)
     solution: Tensor = vectors @ (inverse[:, None] * (vectors.T @ cross))
     return solution

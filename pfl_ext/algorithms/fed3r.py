@@ -7,10 +7,17 @@ head is ``(A + ridge I)^-1 B``: that of all images in one place, whoever owns th
 code, each class is divided by the norm of its weights, which changes which class comes first.
 
 A is symmetric, and a user sends its upper triangle.
+
+With privacy A and B are clipped as one vector, A as the whole matrix: an element off the diagonal and its
+mirror image get noise each, and the mean of the two counts, which is the noise that their triangle needs. The
+eigenvalues of A that noise made negative are set to 0, as A has none (Google's DP least squares does so too).
+The noise alone has a largest eigenvalue of about ``deviation sqrt(2 n)`` for A of ``[n, n]`` (the semicircle
+law), which is the ridge unless another is chosen.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -18,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Traffic, register
-from pfl_ext.algorithms.closed_form import FLOAT, ClosedForm, RidgeOptions, Sums, solved
+from pfl_ext.algorithms.closed_form import FLOAT, NOISE, RIDGE, ClosedForm, RidgeOptions, Sums, solved
+from pfl_ext.rules import Refusals
 
 
 @register("fed3r")
@@ -26,6 +34,7 @@ class Fed3R(ClosedForm):
     """Ridge regression."""
 
     options: ClassVar[type] = RidgeOptions
+    refusals: ClassVar[Refusals] = {}
 
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
         """A ``[D + 1, D + 1]`` and B ``[D + 1, K]``."""
@@ -35,9 +44,10 @@ class Fed3R(ClosedForm):
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
         """The solution, each label's divided by its norm if that is asked for."""
         gram, options = total["gram"], self.means.options
-        solution = solved(
-            gram + torch.full((len(gram),), options.ridge, dtype=gram.dtype).diag(), total["cross"]
-        )
+        ridge = options.ridge
+        if ridge is None:
+            ridge = float(total[NOISE]) * math.sqrt(2 * len(gram)) if NOISE in total else RIDGE
+        solution = solved(gram, total["cross"], ridge)
         weight, bias = solution[:-1].T, solution[-1]
         norms = weight.norm(dim=1) if options.normalise else torch.ones_like(bias)
         norms = torch.where(norms > 0, norms, 1.0)

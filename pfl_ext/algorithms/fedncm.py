@@ -9,17 +9,22 @@ images with several labels (the paper has one), an image counts for each of its 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import register
 from pfl_ext.algorithms.closed_form import ClosedForm, Sums
+from pfl_ext.rules import Refusals
 
 
 @register("fedncm")
 class FedNCM(ClosedForm):
     """Class means."""
+
+    refusals: ClassVar[Refusals] = {}
 
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
         """The sum of the features of each label, ``[K, D]``."""

@@ -36,7 +36,7 @@ from pfl_ext.algorithms.algorithm import (
 from pfl_ext.backend import cohort_line
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD
-from pfl_ext.privacy.central import METRICS, NoisyMean, metric_name
+from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE = "algorithm/"
@@ -249,8 +249,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         }
         for mechanism in self.means.postprocessors:
             if isinstance(mechanism, NoisyMean):
-                named = {name: str(metric_name(name, mechanism.local)) for name in METRICS}
-                line["privacy"] = {name: values[key] for name, key in named.items() if key in values}
+                line["privacy"] = mechanism.line(metrics)
                 line["users"] = int(line["privacy"]["users"])  # pfl counts the nobody of an empty cohort
         return line
 

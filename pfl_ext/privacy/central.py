@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from pfl.context import CentralContext, UserContext
-from pfl.metrics import Metrics, Weighted
+from pfl.metrics import Metrics, Weighted, get_overall_value
 from pfl.postprocessor.base import Postprocessor
 from pfl.privacy.adaptive_clipping import MutableClippingBound
 from pfl.privacy.privacy_mechanism import (
@@ -181,6 +181,12 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         metrics |= self._adapt(central_context, tally[4])
         self.rounds_done += 1
         return stats, metrics
+
+    def line(self, metrics: Metrics) -> dict[str, Any]:
+        """Of a round's metrics, `METRICS` by their descriptions: for ``metrics.jsonl``."""
+        values = {str(name): get_overall_value(value) for name, value in metrics}
+        named = {name: str(metric_name(name, self.local)) for name in METRICS}
+        return {name: values[key] for name, key in named.items() if key in values}
 
     def _round_metrics(self, bound: float, tally: Sequence[float], added: Metrics, divisor: float) -> Metrics:
         users, clipped, refused, norms, _ = tally

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
 
+from benchmarks.core.config.effects import reason_for
 from benchmarks.core.config.privacy_rules import (
     NOT_OF_TRAINING_USERS,
     OF_THE_DATA,
@@ -80,8 +81,9 @@ TABLE: Mapping[str, Rule] = {
     **each(AFTER_NOISE, "server", "optimizer learning_rate beta1 beta2 epsilon adam_form momentum"),
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
     "federated.algorithm": ArguedAlgorithms(
-        "fedavg and fedprox send one update a user, which is clipped; fednova scales updates by their steps "
-        "after that, and scaffold keeps and sends control variates that no clipping bounds; of any other "
+        "fedavg and fedprox send one update a user, which is clipped; fedncm and fed3r send one vector of "
+        "sums, which is clipped, and once; fednova scales updates by their steps after that, and scaffold "
+        "keeps and sends control variates that no clipping bounds; of any other "
         "its own file argues, or it is refused"
     ),
     **each(ACCOUNTED, "federated", "num_rounds cohort_size"),
@@ -142,6 +144,8 @@ def rules_for(kind: type[TrainingConfig]) -> Mapping[str, Rule]:
 def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     """Refuse a private run with an option whose value the table does not allow.
 
+    A key that the algorithm does not read may stand at its default, whatever that is.
+
     Raises:
         ValueError: one line that names the key, the argument and the values that are allowed.
     """
@@ -158,6 +162,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
             "to entropy"
         )
     rules = rules_for(type(config))
+    unread = dict.fromkeys(config.federated.chosen.idle.split(), "")
     for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
         head, within_options, _ = key.partition(".options.")
         rule = rules.get(f"{head}.options" if within_options else key)
@@ -166,7 +171,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
                 f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "
                 f"or in the benchmark's privacy_rules that it keeps the guarantee; set {section} to none"
             )
-        if not rule.allows(section, value):
+        if not rule.allows(section, value) and reason_for(key, unread) is None:
             words = " or ".join(as_word(v) for v in rule.allowed(section) or ())
             raise ValueError(
                 f"{section} refuses {key} = {as_word(value)} ({rule.argument}): set {key} to {words}"

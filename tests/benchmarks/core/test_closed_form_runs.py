@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,42 @@ def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
     assert results(whole)["traffic"]["up"] > 0
 
 
+ONCE = ("--federated.cohort_size=12", "--federated.num_rounds=1")
+CENTRAL = (
+    "--config=pfl-r-17",
+    "--privacy.noise_seed=run",
+    "--privacy.noise_cohort_size=none",
+    "--privacy.mechanism=gaussian",
+    "--privacy.delta=0.01",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "privacy"),
+    [
+        ("fedncm", CENTRAL),
+        ("fed3r", CENTRAL),
+        ("fed3r", ("--local_privacy.epsilon=8", "--local_privacy.noise_seed=run")),
+    ],
+)
+def test_a_private_head_is_killed_and_goes_on_and_says_what_was_protected(
+    name: str, privacy: tuple[str, ...], train: Train
+) -> None:
+    words = [*privacy, *HEAD, *ONCE, f"--federated.algorithm={name}"]
+    whole = train(*words, name="whole")
+    with killed_at(0):
+        train(*words, name="killed", code=130)
+    killed = train(*words, name="killed")
+    assert results(killed)["model_sha256"] == results(whole)["model_sha256"]
+    line = lines(whole)[0]
+    assert line["privacy"]["users"] == line["users"] == 12
+    statement = json.loads((whole / "privacy.json").read_text())
+    assert "vector of sums was" in statement["paragraph"]
+    assert "divided by" not in statement["paragraph"]
+    exact = train(*HEAD, *ONCE, f"--federated.algorithm={name}", name="exact")
+    assert float((head(whole) - head(exact)).norm()) > 0.01 * float(head(exact).norm()), "there was noise"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -110,8 +147,19 @@ def test_fedcof_is_killed_and_goes_on(vision: Train) -> None:
             ("--federated.algorithm=fedcof",),
             "FedCOF is for images with one label each: choose fed3r or fedncm",
         ),
-        (("--local_privacy.epsilon=8",), "local_privacy refuses federated.algorithm = fed3r"),
-        (("--config=pfl-r-17",), "privacy refuses federated.algorithm = fed3r"),
+        (
+            ("--federated.algorithm=fedcof", "--config=pfl-r-17"),
+            "privacy refuses federated.algorithm = fedcof",
+        ),
+        (
+            ("--local_privacy.epsilon=8",),
+            "private Fed3R adds its noise once, to the sum over all users: set federated.num_rounds to 1 and "
+            "federated.cohort_size to 12",
+        ),
+        (
+            (*CENTRAL, "--federated.cohort_size=6"),
+            "private Fed3R adds its noise once, to the sum over all users",
+        ),
     ],
 )
 def test_what_means_nothing_for_a_closed_form_is_one_line(

@@ -6,6 +6,7 @@ least a thousandth of the largest eigenvalue.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from pfl.aggregate.weighting import WeightByUser
 from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
 
 from pfl_ext.algorithms.algorithm import Means
-from pfl_ext.algorithms.closed_form import ClosedForm, HeadOptions, RidgeOptions, solved
+from pfl_ext.algorithms.closed_form import NOISE, ClosedForm, HeadOptions, RidgeOptions, Sums, solved
 from pfl_ext.algorithms.fed3r import Fed3R
 from pfl_ext.algorithms.fedcof import FedCOF, FedCOFOptions
 from pfl_ext.algorithms.fedncm import FedNCM
@@ -30,6 +32,7 @@ from pfl_ext.models.features import FeatureClassifier
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.tasks.task import Task
+from tests.pfl_ext.engine.setting import private
 from tests.pfl_ext.samplings import local_sampling
 
 Matrix = npt.NDArray[np.float64]
@@ -70,7 +73,13 @@ def network(task: Task) -> FeatureClassifier:
 
 
 def algorithm(
-    kind: type[ClosedForm], store: Features, options: Any, cohort_size: int, task: Task, seed: int = 0
+    kind: type[ClosedForm],
+    store: Features,
+    options: Any,
+    cohort_size: int,
+    task: Task,
+    seed: int = 0,
+    mechanism: Any = None,
 ) -> ClosedForm:
     module = network(task)
     sampling = local_sampling(1, 7, None, straddle=False, input_size=SIDE)
@@ -87,7 +96,8 @@ def algorithm(
             score=lambda model: Metrics(),
             server_rate=lambda number: 1.0,
             seed=seed,
-            postprocessors=[],
+            postprocessors=[WeightByUser(), *([] if mechanism is None else [mechanism])],
+            private=mechanism is not None,
             engine=None,
             accumulate=torch.float32,
             config_hash="",
@@ -250,3 +260,69 @@ def test_what_has_no_closed_form_is_refused() -> None:
     assert refused(FedCOF, network(MultiLabel())).endswith("one label each: choose fed3r or fedncm")
     words = "asks each of 2 users once, 1 in a round: set federated.num_rounds to 2"
     assert words in refused(Fed3R, network(SingleLabel()), cohort_size=1, num_rounds=1)
+
+
+BOUND, WITHOUT = 0.27, 2  # of `private`; the user who leaves
+
+
+def private_sums(kind: type[ClosedForm], store: Features, *, noisy: bool = False) -> Sums:
+    """What is known after the round of all users, who are clipped."""
+    users = len(store.user_ids)
+    made = algorithm(kind, store, kind.options(), users, SingleLabel(), mechanism=private(users, noisy=noisy))
+    state, line = made.round(made.init(0), 0)
+    assert line["privacy"]["users"] == np.count_nonzero(np.diff(store.user_offsets))
+    assert line["privacy"]["clipping bound"] == BOUND
+    return state
+
+
+@pytest.mark.parametrize("kind", [FedNCM, Fed3R])
+def test_without_one_user_the_sums_of_a_private_run_change_by_the_bound(kind: type[ClosedForm]) -> None:
+    """All of whose numbers are clipped together: by no more, and with so long features by no less."""
+    sizes = [15, 5, 30, 0, 10]
+    with_user, without = Features(sizes, ALL), Features(sizes, ALL)
+    first = sum(sizes[:WITHOUT])
+    gone = slice(first, first + sizes[WITHOUT])
+    without.user_ids = [user for n, user in enumerate(with_user.user_ids) if n != WITHOUT]
+    without.features = np.delete(with_user.features, gone, 0)
+    without.labels = np.delete(with_user.labels, gone, 0)
+    without.user_offsets = np.cumsum([0, *(n for u, n in enumerate(sizes) if u != WITHOUT)])
+    sums, fewer = private_sums(kind, with_user), private_sums(kind, without)
+    change = math.sqrt(
+        sum(float((sums[name] - fewer[name]).square().sum()) for name in fewer if name != NOISE)
+    )
+    assert BOUND * (1 - 2**-13) < change <= BOUND
+    with_user.features[gone] = np.nan
+    refused = private_sums(kind, with_user)
+    assert all(torch.equal(refused[name], fewer[name]) for name in fewer if name != NOISE), "counts as zero"
+
+
+@pytest.mark.parametrize("kind", [FedNCM, Fed3R])
+def test_a_private_head_is_that_of_noisy_sums(kind: type[ClosedForm]) -> None:
+    store = Features([20, 10, 30], ALL)
+    exact, noisy = private_sums(kind, store), private_sums(kind, store, noisy=True)
+    deviation = float(noisy[NOISE])
+    noise = torch.cat([(noisy[name] - exact[name]).flatten() for name in exact if name != NOISE])
+    # The deviation of n draws is within 5 / sqrt(2 n) of theirs, but for one draw in a million.
+    assert float(noise.square().mean().sqrt()) == pytest.approx(deviation, rel=5 / math.sqrt(2 * len(noise)))
+    made = algorithm(kind, store, kind.options(), 3, SingleLabel(), mechanism=private(3))
+    weight, bias = made.head(noisy)
+    assert made.bytes(noisy) == made.bytes(made.zeros())
+    if kind is FedNCM:
+        near(weight.numpy(), (noisy["sums"] / noisy["sums"].norm(dim=1, keepdim=True)).numpy())
+        return
+    gram = noisy["gram"].numpy()
+    values, vectors = np.linalg.eigh((gram + gram.T) / 2)
+    assert values[0] < 0, "noise made it something that no features have"
+    inverse = (
+        vectors @ np.diag(1 / (np.maximum(values, 0) + deviation * math.sqrt(2 * len(gram)))) @ vectors.T
+    )
+    solution = inverse @ noisy["cross"].numpy()
+    solution /= np.linalg.norm(solution[:-1], axis=0)
+    near(np.concatenate([weight.T.numpy(), bias[None].numpy()]), solution)
+
+
+def test_noise_alone_has_the_eigenvalues_of_which_the_ridge_is_the_largest() -> None:
+    """Of a matrix and its mirror image with noise each."""
+    noise = np.random.default_rng(0).normal(size=(400, 400))
+    largest = np.linalg.eigvalsh((noise + noise.T) / 2)[-1]
+    assert largest == pytest.approx(math.sqrt(2 * 400), rel=400 ** (-2 / 3) * 5)

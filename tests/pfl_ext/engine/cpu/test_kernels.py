@@ -344,6 +344,8 @@ from pfl_ext.engine.cpu.kernels import CpuKernels, Form
 kernels, form = CpuKernels(), Form(3, 3, 1, 1, 1)
 x, weight = torch.ones(2, 32, 64, 64), torch.ones(512, 32, 3, 3)
 torch.set_num_threads(THREADS)
+small = x[:, :, :8, :8].contiguous(memory_format=torch.channels_last)
+kernels.convolution(small, weight[:32], form)  # then threads have their stacks
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**24 + 2**21, -1))  # room for the output and no more
 try:
