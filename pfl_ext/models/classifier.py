@@ -203,7 +203,7 @@ def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> Non
         elif isinstance(module, nn.Linear):
             limit = math.sqrt(6 / (module.in_features + module.out_features))
             module.weight.uniform_(-limit, limit, generator=generator)
-        elif isinstance(module, (_BatchNorm, nn.GroupNorm)):
+        elif isinstance(module, (_BatchNorm, nn.GroupNorm)) and module.affine:
             module.weight.fill_(1)
         else:
             continue
@@ -222,11 +222,13 @@ def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
     channels = bn.num_features
     if config.pretrained:
         frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
-        frozen.load_state_dict({name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim})
+        given = {name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim}
+        frozen.load_state_dict({**frozen.state_dict(), **given})
         return frozen
     divisor = next(g for g in range(min(config.groups, channels), 0, -1) if channels % g == 0)
-    group = nn.GroupNorm(divisor, channels, eps=1e-5)
-    group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
+    group = nn.GroupNorm(divisor, channels, eps=1e-5, affine=bn.affine)
+    if bn.affine:
+        group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
     return group
 
 
