@@ -32,7 +32,7 @@ def pictures(count: int = 3, side: int = 32, seed: int = 1) -> Tensor:
 
 def by_colour(features: Tensor) -> Tensor:
     """``[B, 3, 81, n, n]``: the average, 16 moduli, and 8 x 8 moduli of moduli."""
-    return features.unflatten(1, (3, 81))
+    return features.view(len(features), 3, 81, *features.shape[2:])
 
 
 @pytest.mark.parametrize("side", [32, 64])
