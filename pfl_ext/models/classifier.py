@@ -29,6 +29,7 @@ from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Paddin
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.small import NETWORKS
+from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
@@ -95,6 +96,10 @@ def build_backbone(
     if config.dropout and next(number) == 0:
         raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
     assert_no_live_batchnorm(backbone)
+    if config.channel_norm == "data" and standardised_in(backbone) is None:
+        raise ValueError(
+            f"model.channel_norm is data, and {arch} has no norm without parameters: leave it out"
+        )
     _check_side(backbone, arch, config.input_size)
     if weights is not None:
         head = None if config.keep_head else head_of(backbone)[0]
@@ -220,6 +225,8 @@ def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> No
 
 def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
     channels = bn.num_features
+    if config.channel_norm == "data" and not bn.affine:
+        return Standardised(channels)
     if config.pretrained:
         frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
         given = {name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim}

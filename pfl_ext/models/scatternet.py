@@ -136,9 +136,10 @@ def low(spectra: Tensor, octaves: int, axis: int) -> Tensor:
 class ScatterNet(nn.Module):
     """The network; its features are the ``[B, C F S**2 / 4**J]`` that enter ``classifier``.
 
-    In the place of ``norm``, `pfl_ext.models.classifier` puts a group norm without scale and shift. Each of
-    its ``model.groups`` groups are neighbouring channels, over all pixels of one image. It looks at no other
-    image, so that the features of a user depend on no other user.
+    ``norm`` is replaced by what ``model.channel_norm`` says. A group norm without scale and shift has
+    ``model.groups`` groups of neighbouring channels, over all pixels of one image; it looks at no other
+    image, so that the features of a user depend on no other user. The other choice is
+    `pfl_ext.models.standardised`, by moments of all users' images, which a private run must release.
     """
 
     def __init__(self, num_labels: int, input_size: int) -> None:
