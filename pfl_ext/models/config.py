@@ -11,6 +11,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
+ChannelNorm = Literal["group", "data"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -29,6 +30,8 @@ class ModelConfig:
     """The last layer of the weights file is taken over too; false: it is a new one."""
     groups: PositiveInt = 32
     """Most groups of a GroupNorm; the largest number up to it that divides the channels is taken."""
+    channel_norm: ChannelNorm = "group"
+    """Norm without parameters, where a network has one: of an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
     """Units of one more linear layer before the classifier; none: there is no such layer."""
     trained: Literal["all", "head", "two_layers"] = "all"

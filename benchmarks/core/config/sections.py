@@ -35,6 +35,10 @@ YOUNGER = {
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
+    "model.channel_norm": "group",
+    "privacy.moments_multiplier": None,
+    "privacy.mean_bound": 1.0,
+    "privacy.square_bound": 1.0,
     "local.shuffle": True,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
