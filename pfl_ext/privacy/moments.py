@@ -72,10 +72,11 @@ def channel_moments(
 
 
 def clipped(vectors: npt.NDArray[np.float64], bound: float) -> npt.NDArray[np.float64]:
-    """Each of ``[U, C]`` with a norm of at most ``bound``."""
+    """Each of ``[U, C]`` with a norm of at most ``bound``; zeros for one that is not finite."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: npt.NDArray[np.float64] = vectors * np.minimum(1.0, bound / np.maximum(norms, 1e-300))
-    return scaled
+    limit = bound * (1 - 2.0**-40)  # room for rounding
+    scaled = vectors * np.minimum(1.0, limit / np.maximum(norms, 1e-300))
+    return np.where(np.isfinite(norms), scaled, 0.0)
 
 
 def _vectors(read: Read, users: Partition, channels: int) -> Iterator[npt.NDArray[np.float64]]:
