@@ -120,8 +120,11 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         ValueError: when there is no room for the features.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
-    by_moments = standardised_in(module) is not None
-    assert not by_moments or run.config.model.trained != "all"
+    layer = standardised_in(module)
+    by_moments = layer is not None
+    if layer is not None:
+        assert run.config.model.trained != "all"
+        layer.clear()  # its features are the same for all runs
     if by_moments and not run.runtime.cache_features:
         raise ValueError(
             "model.channel_norm is data, which is for features that are computed once: set "

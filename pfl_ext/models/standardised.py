@@ -27,6 +27,11 @@ class Standardised(nn.Module):
         self.register_buffer("mean", torch.zeros(num_channels))
         self.register_buffer("scale", torch.ones(num_channels))
 
+    def clear(self) -> None:
+        """Be the identity again, whatever weights were loaded."""
+        self.mean.zero_()
+        self.scale.fill_(1)
+
     def set(self, mean: Tensor, mean_square: Tensor) -> None:
         """Take over moments ``[C]``; a channel whose variance is not above zero becomes zero."""
         variance = mean_square - mean.square()

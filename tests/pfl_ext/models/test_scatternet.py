@@ -14,6 +14,7 @@ from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.features import Split
 from pfl_ext.models.scatternet import Scattering, gabor, morlet
+from pfl_ext.models.standardised import standardised_in
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
 
@@ -22,7 +23,7 @@ PATH = 6 * 4 * math.log2(40)
 
 
 def build(seed: int = 0, **options: Any) -> nn.Module:
-    config = ModelConfig("scatternet", **{"input_size": 32, "trained": "head", **options})
+    config = ModelConfig(**{"arch": "scatternet", "input_size": 32, "trained": "head", **options})
     return build_backbone(config, 10, torch.Generator().manual_seed(seed))
 
 
@@ -117,6 +118,25 @@ def test_features_are_normalised_in_groups_of_one_image(groups: int, made: int, 
     assert_close_as_vector(alone, features, 2 * PATH)
 
 
+def test_a_network_standardises_channels_once_their_moments_are_set() -> None:
+    net, images = build(channel_norm="data"), pictures(8)
+    plain = net.get_submodule("scattering")(images)
+    layer = standardised_in(net)
+    assert layer is not None
+    assert torch.equal(layer(plain), plain)
+    mean, mean_square = plain.mean((0, 2, 3)), plain.square().mean((0, 2, 3))
+    mean_square[5] = mean[5].square() / 2  # as noise may have it
+    layer.set(mean, mean_square)
+    made = layer(plain)
+    assert not made[:, 5].any()
+    others = [channel for channel in range(243) if channel != 5]
+    expected = F.batch_norm(plain.double(), None, None, training=True)[:, others]
+    # of small variances, the difference of two moments in float32 has lost some digits
+    assert float((made[:, others] - expected).norm() / expected.norm()) < 1e-3
+    layer.clear()
+    assert torch.equal(layer(plain), plain)
+
+
 def test_the_features_of_all_seeds_are_one_cache() -> None:
     splits = [Split(ImageClassifier(build(seed), task=SingleLabel(), input_size=32)) for seed in (0, 1)]
     assert splits[0].digest() == splits[1].digest()
@@ -133,6 +153,10 @@ def test_the_features_of_all_seeds_are_one_cache() -> None:
             "input_size is 30, but scatternet halves the image 2 times: use a multiple of 4",
         ),
         ({"input_size": 4}, "use a multiple of 4 above 4"),
+        (
+            {"arch": "resnet18", "channel_norm": "data"},
+            "resnet18 has no norm without parameters: leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) -> None:
