@@ -73,10 +73,12 @@ def channel_moments(
 
 def clipped(vectors: npt.NDArray[np.float64], bound: float) -> npt.NDArray[np.float64]:
     """Each of ``[U, C]`` with a norm of at most ``bound``; zeros for one that is not finite."""
+    finite = np.isfinite(vectors).all(1, keepdims=True)
+    vectors = np.where(finite, vectors, 0.0)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     limit = bound * (1 - 2.0**-40)  # room for rounding
-    scaled = vectors * np.minimum(1.0, limit / np.maximum(norms, 1e-300))
-    return np.where(np.isfinite(norms), scaled, 0.0)
+    scaled: npt.NDArray[np.float64] = vectors * np.minimum(1.0, limit / np.maximum(norms, 1e-300))
+    return scaled
 
 
 def _vectors(read: Read, users: Partition, channels: int) -> Iterator[npt.NDArray[np.float64]]:
