@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pfl_ext.data.federated_dataset import Partition
 from pfl_ext.privacy.mechanisms import gaussian_noise
 from pfl_ext.randomness import derive
 
@@ -34,6 +34,19 @@ Read = Callable[[IntArray], npt.NDArray[np.float32]]
 
 IMAGES = 512  # that are read at a time
 MOMENTS = ("mean", "mean square")
+
+
+class Owners(Protocol):
+    """Whose the rows are: a `pfl_ext.data.federated_dataset.Partition`."""
+
+    @property
+    def sizes(self) -> IntArray:
+        """Images of each user, ``[U]``."""
+        ...
+
+    def rows_of(self, user: int) -> IntArray:
+        """The rows of one user."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class Release:
 
 
 def channel_moments(
-    read: Read, users: Partition, channels: int, release: Release | None = None
+    read: Read, users: Owners, channels: int, release: Release | None = None
 ) -> tuple[Tensor, Tensor]:
     """The mean ``[C]`` over users of each channel's mean, and of its mean square, float32.
 
@@ -67,7 +80,7 @@ def channel_moments(
         for moment, bound in enumerate(release.bounds):
             seed = derive(release.noise_seed, "channel moments", MOMENTS[moment])
             totals[moment] += release.multiplier * bound * gaussian_noise(seed, channels).double().numpy()
-    first, second = torch.from_numpy(totals / len(users.user_ids)).float()
+    first, second = torch.from_numpy(totals / len(users.sizes)).float()
     return first, second
 
 
@@ -81,7 +94,7 @@ def clipped(vectors: npt.NDArray[np.float64], bound: float) -> npt.NDArray[np.fl
     return scaled
 
 
-def _vectors(read: Read, users: Partition, channels: int) -> Iterator[npt.NDArray[np.float64]]:
+def _vectors(read: Read, users: Owners, channels: int) -> Iterator[npt.NDArray[np.float64]]:
     """``[2, u, C]``: both moments of some users, one group of users after another."""
     sizes = users.sizes
     owners = np.flatnonzero(sizes)
