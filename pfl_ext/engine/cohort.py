@@ -379,13 +379,14 @@ class CohortEngine:
         self, dataset: FederatedImageDataset, members: Sequence[Member], local: LocalTraining
     ) -> tuple[Batch, list[int]]:
         """The only batches of users with one step, as one, and their sizes."""
-        rows = dataset.single_features(members)
+        rows, device = dataset.single_features(members), self._layout.device
         if rows is None:
-            return joined([batch for m in members for batch in self._batches(dataset.read(m), local)])
+            users = [batch for m in members for batch in self._batches(dataset.read(m), local)]
+            whole, sizes = joined(users)
+            return Batch(*(pinned(t, device) for t in whole)), sizes
         features, targets, crops = rows
         alone = [self._central.task.settled(row) for row in torch.split(targets, 1)]
         settled_targets, shares = (torch.cat(parts) for parts in zip(*alone))
-        device = self._layout.device
         parts = (features, settled_targets, crops, shares)
         return Batch(*(pinned(t, device) for t in parts)), [1] * len(members)
 
