@@ -33,7 +33,8 @@ from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
-from pfl_ext.engine.cohort import CohortEngine, dealt
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, is_private
 from pfl_ext.randomness import seed32

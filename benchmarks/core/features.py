@@ -117,19 +117,17 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         data: the data file.
 
     Raises:
-        ValueError: when there is no room for the features.
+        ValueError: when there is no room for the features, or a network needs them and they are not cached.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
     layer = standardised_in(module)
-    by_moments = layer is not None
     if layer is not None:
-        assert run.config.model.trained != "all"
+        if not run.runtime.cache_features:
+            raise ValueError(
+                "model.channel_norm is data, which is for features that are computed once: set "
+                "runtime.cache_features to true, or model.channel_norm to group"
+            )
         layer.clear()  # its features are the same for all runs
-    if by_moments and not run.runtime.cache_features:
-        raise ValueError(
-            "model.channel_norm is data, which is for features that are computed once: set "
-            "runtime.cache_features to true, or model.channel_norm to group"
-        )
     if run.config.model.trained == "all" or not run.runtime.cache_features:
         return images
     why = reason_against(run.config)
@@ -142,7 +140,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         split, why = None, str(fault)
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
     if split is None or len(stores) < len(splits):
-        if by_moments:
+        if layer is not None:
             raise ValueError(f"model.channel_norm is data, and features are not computed once: {why}")
         if is_main() and why:
             print(f"the frozen layers are computed in every round: {why}", flush=True)

@@ -58,7 +58,7 @@ class Setup:
     cohort_size: int
     by_images: bool
     """Whether users weigh by their images; else they weigh alike."""
-    private: bool = False
+    private: bool
     """Whether what users send is clipped and noised, centrally or locally."""
     module: ImageClassifier
     users: FederatedImageDataset

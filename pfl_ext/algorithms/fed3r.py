@@ -11,8 +11,7 @@ A is symmetric, and a user sends its upper triangle.
 With privacy A and B are clipped as one vector, A as the whole matrix: an element off the diagonal and its
 mirror image get noise each, and the mean of the two counts, which is the noise that their triangle needs. The
 eigenvalues of A that noise made negative are set to 0, as A has none (Google's DP least squares does so too).
-The noise alone has a largest eigenvalue of about ``deviation sqrt(2 n)`` for A of ``[n, n]`` (the semicircle
-law), which is the ridge unless another is chosen.
+The ridge is by default the largest eigenvalue that noise alone would give A (`largest_of_noise`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Fed3R(ClosedForm):
         gram, options = total["gram"], self.means.options
         ridge = options.ridge
         if ridge is None:
-            ridge = float(total[NOISE]) * math.sqrt(2 * len(gram)) if NOISE in total else RIDGE
+            ridge = largest_of_noise(float(total[NOISE]), len(gram)) if NOISE in total else RIDGE
         solution = solved(gram, total["cross"], ridge)
         weight, bias = solution[:-1].T, solution[-1]
         norms = weight.norm(dim=1) if options.normalise else torch.ones_like(bias)
@@ -57,3 +56,11 @@ class Fed3R(ClosedForm):
         """Of A the upper triangle."""
         n = len(state["gram"])
         return Traffic(0, FLOAT * (n * (n + 1) // 2 + state["cross"].numel()))
+
+
+def largest_of_noise(deviation: float, size: int) -> float:
+    """The expected largest eigenvalue of the symmetric part of ``[size, size]`` independent noise.
+
+    Off the diagonal elements have a variance of ``deviation**2 / 2``; the semicircle law says the rest.
+    """
+    return deviation * math.sqrt(2 * size)

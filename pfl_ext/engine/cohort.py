@@ -16,18 +16,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dataset.files import prefetched
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
-from pfl_ext.data.schedule import longest_first
 from pfl_ext.data.transfer import pinned
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import train_one_step
+from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Plan, Task, grouped, plan
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
 from pfl_ext.engine.trim import Trimmed
@@ -36,79 +35,9 @@ from pfl_ext.models.features import FeatureClassifier
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.rules import Rule
 
-MAX_USERS = 16
-"""Of one group, where a bound must know every user's norm: their gradients are held together."""
-MAX_USERS_OF_FEATURES = 256
-"""The same where features are trained on, of which a gradient is held as its two factors."""
-STEP, FUSED = 5.0, 1.3
-"""Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
 GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
 NO_ROOM = "the device has no memory to train on: choose a smaller network, input or batch"
 PLAIN = Rule()
-WIDE = 0.8
-"""Speed of a step on all cores over that of as many steps side by side."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """Users who are trained together: several with one step each, or one."""
-
-    members: tuple[Member, ...]
-    together: bool
-
-    @property
-    def work(self) -> float:
-        """Predicted, in passes of one image."""
-        if self.together:
-            return FUSED * sum(m.num_passes for m in self.members) + STEP
-        (member,) = self.members
-        return member.num_passes + STEP * member.num_steps
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes.
-
-    A lane begins with its lightest, so that it need not wait long for the first to be read.
-    """
-
-    wide: list[Task]
-    lanes: list[list[Task]]
-
-
-def grouped(members: Sequence[Member], max_images: int, fuse: bool, max_users: int = MAX_USERS) -> list[Task]:
-    """A cohort's tasks. They depend on neither workers nor lanes, so that no rounding does."""
-    tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
-    group: list[Member] = []
-    images = 0
-    for member in (m for m in members if fuse and m.num_steps == 1):
-        images += member.num_passes
-        if group and (len(group) == max_users or images > max_images):
-            tasks.append(Task(tuple(group), True))
-            group, images = [], member.num_passes
-        group.append(member)
-    return [*tasks, Task(tuple(group), True)] if group else tasks
-
-
-def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
-    """The tasks of each of so many workers or lanes, heaviest first."""
-    shares = longest_first(np.array([task.work for task in tasks]), parts)
-    return [[tasks[position] for position in share] for share in shares]
-
-
-def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
-    """The least predicted time. A user too heavy for one lane is trained on all cores."""
-    tasks = sorted(tasks, key=lambda task: -task.work)
-    best, least = Plan([], []), float("inf")
-    for count in range(len(tasks) + 1):
-        if count and tasks[count - 1].together:
-            break
-        lanes = dealt(tasks[count:], num_lanes)
-        time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
-        time += max(sum(task.work for task in lane) for lane in lanes)
-        if time < least:
-            best, least = Plan(tasks[:count], [lane[::-1] for lane in lanes]), time
-    return best
 
 
 @dataclass(frozen=True)
@@ -299,10 +228,11 @@ class CohortEngine:
         lane = self.lanes[0]
         torch.cuda.empty_cache()
         while self._fuses(local, scaling):
-            each = -(-self._max_images[local] // MAX_USERS)
-            group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS)
+            users = min(self._max_users, self._max_images[local])
+            each = -(-self._max_images[local] // users)
+            group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * users)
             try:
-                train_one_step(lane.net, self._model, *group, [0.0] * MAX_USERS, local, scaling, lane.sums)
+                train_one_step(lane.net, self._model, *group, [0.0] * users, local, scaling, lane.sums)
                 torch.cuda.synchronize(self._layout.device)
                 return
             except torch.OutOfMemoryError:
@@ -379,16 +309,16 @@ class CohortEngine:
         self, dataset: FederatedImageDataset, members: Sequence[Member], local: LocalTraining
     ) -> tuple[Batch, list[int]]:
         """The only batches of users with one step, as one, and their sizes."""
-        rows, device = dataset.single_features(members), self._layout.device
+        rows, task = dataset.single_features(members), self._central.task
         if rows is None:
-            users = [batch for m in members for batch in self._batches(dataset.read(m), local)]
-            whole, sizes = joined(users)
-            return Batch(*(pinned(t, device) for t in whole)), sizes
-        features, targets, crops = rows
-        alone = [self._central.task.settled(row) for row in torch.split(targets, 1)]
-        settled_targets, shares = (torch.cat(parts) for parts in zip(*alone))
-        parts = (features, settled_targets, crops, shares)
-        return Batch(*(pinned(t, device) for t in parts)), [1] * len(members)
+            each = (batch for m in members for batch in self._raw(dataset.read(m), local))
+            whole, sizes = joined(list(settled(each, task, torch.device("cpu"))))
+        else:
+            features, targets, crops = rows
+            alone = [task.settled(row) for row in torch.split(targets, 1)]
+            whole = Batch(features, torch.cat([t for t, _ in alone]), crops, torch.cat([s for _, s in alone]))
+            sizes = [1] * len(members)
+        return Batch(*(pinned(t, self._layout.device) for t in whole)), sizes
 
     def _train_corrected(
         self,
@@ -416,9 +346,12 @@ class CohortEngine:
                 lane.besides[name] = torch.zeros_like(sent, dtype=self._accumulate)
             lane.besides[name].add_(sent, alpha=weights[0])
 
+    @staticmethod
+    def _raw(dataset: Any, local: LocalTraining) -> Iterator[Any]:
+        return (batch for _ in range(local.num_epochs) for batch in dataset.iter(local.batch_size))
+
     def _batches(self, dataset: Any, local: LocalTraining) -> Iterator[Batch]:
-        every = (batch for _ in range(local.num_epochs) for batch in dataset.iter(local.batch_size))
-        return self._settled(every)
+        return self._settled(self._raw(dataset, local))
 
     def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
         return settled(batches, self._central.task, self._layout.device)

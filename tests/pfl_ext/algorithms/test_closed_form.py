@@ -23,7 +23,7 @@ from torch import nn
 
 from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.closed_form import NOISE, ClosedForm, HeadOptions, RidgeOptions, Sums, solved
-from pfl_ext.algorithms.fed3r import Fed3R
+from pfl_ext.algorithms.fed3r import Fed3R, largest_of_noise
 from pfl_ext.algorithms.fedcof import FedCOF, FedCOFOptions
 from pfl_ext.algorithms.fedncm import FedNCM
 from pfl_ext.data.federated_dataset import FederatedImageDataset
@@ -321,8 +321,8 @@ def test_a_private_head_is_that_of_noisy_sums(kind: type[ClosedForm]) -> None:
     near(np.concatenate([weight.T.numpy(), bias[None].numpy()]), solution)
 
 
-def test_noise_alone_has_the_eigenvalues_of_which_the_ridge_is_the_largest() -> None:
-    """Of a matrix and its mirror image with noise each."""
-    noise = np.random.default_rng(0).normal(size=(400, 400))
+def test_the_default_ridge_is_the_largest_eigenvalue_of_noise() -> None:
+    """Of which the relative spread is of the order of n^(-2/3)."""
+    noise = 3 * np.random.default_rng(0).normal(size=(400, 400))
     largest = np.linalg.eigvalsh((noise + noise.T) / 2)[-1]
-    assert largest == pytest.approx(math.sqrt(2 * 400), rel=400 ** (-2 / 3) * 5)
+    assert largest_of_noise(3, 400) == pytest.approx(largest, rel=5 * 400 ** (-2 / 3))

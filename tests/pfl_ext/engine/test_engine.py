@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from pfl_ext.algorithms.on_pfl import OnPfl
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
-from pfl_ext.engine.cohort import MAX_USERS, CohortEngine, dealt, grouped, plan
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.plan import MAX_USERS, dealt, grouped, plan
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Mechanism, PrivacyConfig

@@ -12,8 +12,8 @@ from torch import nn
 
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
-from pfl_ext.engine import cohort
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
@@ -103,6 +103,6 @@ def test_a_group_with_a_user_of_several_rows_is_read_one_by_one() -> None:
 
 
 def test_groups_of_images_stay_as_small_as_they_were() -> None:
-    assert (cohort.MAX_USERS, cohort.MAX_USERS_OF_FEATURES) == (16, 256)
+    assert (MAX_USERS, MAX_USERS_OF_FEATURES) == (16, 256)
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, CLASSES))
     assert CohortEngine(ImageClassifier(backbone, task=SingleLabel(), input_size=4))._max_users == 16

@@ -1,0 +1,85 @@
+"""Which users of a round are trained together, on which worker and in which lane; predicted work decides.
+
+It depends on the cohort alone, so that the order of every floating-point sum is the same in every repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pfl_ext.data.federated_dataset import Member
+from pfl_ext.data.schedule import longest_first
+
+MAX_USERS = 16
+"""Of one group, where a bound must know every user's norm: their gradients are held together."""
+MAX_USERS_OF_FEATURES = 256
+"""The same where features are trained on, of which a gradient is held as its two factors."""
+STEP, FUSED = 5.0, 1.3
+"""Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
+WIDE = 0.8
+"""Speed of a step on all cores over that of as many steps side by side."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Users who are trained together: several with one step each, or one."""
+
+    members: tuple[Member, ...]
+    together: bool
+
+    @property
+    def work(self) -> float:
+        """Predicted, in passes of one image."""
+        if self.together:
+            return FUSED * sum(m.num_passes for m in self.members) + STEP
+        (member,) = self.members
+        return member.num_passes + STEP * member.num_steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes.
+
+    A lane begins with its lightest, so that it need not wait long for the first to be read.
+    """
+
+    wide: list[Task]
+    lanes: list[list[Task]]
+
+
+def grouped(members: Sequence[Member], max_images: int, fuse: bool, max_users: int = MAX_USERS) -> list[Task]:
+    """A cohort's tasks. They depend on neither workers nor lanes, so that no rounding does."""
+    tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
+    group: list[Member] = []
+    images = 0
+    for member in (m for m in members if fuse and m.num_steps == 1):
+        images += member.num_passes
+        if group and (len(group) == max_users or images > max_images):
+            tasks.append(Task(tuple(group), True))
+            group, images = [], member.num_passes
+        group.append(member)
+    return [*tasks, Task(tuple(group), True)] if group else tasks
+
+
+def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
+    """The tasks of each of so many workers or lanes, heaviest first."""
+    shares = longest_first(np.array([task.work for task in tasks]), parts)
+    return [[tasks[position] for position in share] for share in shares]
+
+
+def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
+    """The least predicted time. A user too heavy for one lane is trained on all cores."""
+    tasks = sorted(tasks, key=lambda task: -task.work)
+    best, least = Plan([], []), float("inf")
+    for count in range(len(tasks) + 1):
+        if count and tasks[count - 1].together:
+            break
+        lanes = dealt(tasks[count:], num_lanes)
+        time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)
+        time += max(sum(task.work for task in lane) for lane in lanes)
+        if time < least:
+            best, least = Plan(tasks[:count], [lane[::-1] for lane in lanes]), time
+    return best
