@@ -98,7 +98,7 @@ def build_backbone(
     assert_no_live_batchnorm(backbone)
     if config.channel_norm == "data" and standardised_in(backbone) is None:
         raise ValueError(
-            f"model.channel_norm is data, and {arch} has no norm without parameters: leave it out"
+            f"model.channel_norm is data, and {arch} has no norm that it could be: set it to group"
         )
     _check_side(backbone, arch, config.input_size)
     if weights is not None:

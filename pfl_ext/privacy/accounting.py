@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pfl_ext.configs import STRICT
 from pfl_ext.privacy.epsilon import (
     COMPUTE_NOISE_ORDERS,
+    LARGEST_MULTIPLIER,
     LEAST_DELTA,
     RELATIONS,
     Accountant,
@@ -106,11 +107,11 @@ class PrivacyConfig:
     """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
     noise: Noise = "calibrated"
     """Amount of noise: what the budget needs, or what code asks for that passes rounds for epochs."""
-    moments_multiplier: PositiveFloat | None = None
+    moments_multiplier: Annotated[float, Field(gt=0, le=LARGEST_MULTIPLIER)] | None = None
     """Noise multiplier of each of the two moments that model.channel_norm data needs; none: no release."""
-    mean_bound: PositiveFloat = 1.0
+    mean_bound: ClippingBound = 1.0
     """L2 norm to which a user's vector of channel means is clipped before the release."""
-    square_bound: PositiveFloat = 1.0
+    square_bound: ClippingBound = 1.0
     """The same of its vector of channel mean squares."""
 
     @property
@@ -193,6 +194,12 @@ class PrivacyConfig:
         quiet = System(
             noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant, self.releases
         )
+        alone = epsilon_spent(replace(quiet, noise_multiplier=LARGEST_MULTIPLIER), 0)
+        if alone >= self.epsilon:
+            raise ValueError(
+                f"privacy.moments_multiplier is {self.moments_multiplier:g}: its two releases alone spend an "
+                f"epsilon of {alone:.3g}, and privacy.epsilon is {self.epsilon:g}: raise one of them"
+            )
         simulated = replace(quiet, noise_multiplier=self._multiplier(quiet, num_rounds))
         less = simulated.noise_multiplier * (cohort_size / noise_cohort)
         executed = replace(simulated, population=population, cohort_size=cohort_size, noise_multiplier=less)

@@ -194,10 +194,11 @@ def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ..
     if sampler == "cyclic":
         noise_multiplier /= math.sqrt(system.participations(rounds))
         times = 1
-    if noise_multiplier < NO_GUARANTEE_BELOW:
+    smallest = min((noise_multiplier, *system.releases))
+    if smallest < NO_GUARANTEE_BELOW:
         return None
     interval = max(1e-4, GRID / math.sqrt(max(times, 50))) * (5 if coarse else 1)
-    interval *= max(1.0, noise_multiplier**-2)
+    interval *= max(1.0, smallest**-2)
     share = system.sampling_probability
     if sampler == "fixed" and system.accountant == "pld":
         return _WithoutReplacement.rounds(noise_multiplier, share, times, interval)
@@ -261,6 +262,7 @@ class PrivacyProfile:
 
 EPSILONS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 MU_POINTS = 256  # of the grid of epsilons on which mu is found
+LARGEST_MULTIPLIER = 1e6  # of noise that is searched for
 LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 
@@ -303,7 +305,7 @@ def least_multiplier(epsilon_of: Callable[[float], float], epsilon: float, start
     low = 0  # no noise: never private
     while epsilon_of(high * STEP) > epsilon:
         low, high = high, 2 * high
-        if high * STEP > 1e6:
+        if high * STEP > LARGEST_MULTIPLIER:
             raise ValueError(f"privacy.epsilon = {epsilon:g} needs a noise multiplier above 1e6: raise it")
     stride = max(1, high // 512)
     while high - stride > low:

@@ -373,8 +373,16 @@ def test_releases_take_their_part_of_the_budget() -> None:
     calibration = config.calibrate(1000, 100, 50)
     assert calibration.epsilon <= 2.0
     assert calibration.to_json()["as_executed"]["releases_before_training"] == [8.0, 8.0]
-    with pytest.raises(ValueError, match="needs a noise multiplier above 1e6"):
+    with pytest.raises(ValueError, match=r"moments_multiplier is 8: .* alone spend an epsilon of 0\.6"):
         replace(config, epsilon=0.1).calibrate(1000, 100, 50)
+    for tiny in (1e-300, 1e-5, 0.01):
+        with pytest.raises(ValueError, match="alone spend an epsilon of"):
+            replace(config, moments_multiplier=tiny).calibrate(1000, 100, 50)
+    odd = {"moments_multiplier": 1e300, "mean_bound": 1e300, "square_bound": 1e-300}
+    for key, value in odd.items():
+        given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
+        with pytest.raises(ValueError, match=r"should be (less|greater) than or equal to"):
+            PrivacyConfig(**given)
 
 
 @pytest.mark.parametrize(
