@@ -27,6 +27,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.views import SplitImages
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.features import Split
 from pfl_ext.workers.distributed import barrier, is_main
 
@@ -53,7 +54,7 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         ValueError: when there is no room for the features.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
-    if run.config.model.trained == "all" or not run.runtime.cache_features:
+    if run.config.model.trained not in ON_FEATURES or not run.runtime.cache_features:
         return images
     why = reason_against(run.config)
     names = dict.fromkeys(("train", "val", *experiment.final_splits))

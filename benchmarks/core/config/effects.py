@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.rules import refuse
 
 
@@ -61,6 +62,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
+    for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
+        if config.model.trained != kind:
+            yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
     if config.model.pretrained:
         yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
     else:
@@ -121,8 +125,9 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if runtime.engine == "stock":
         yield Idle("lanes fuse cpu_kernels", "runtime.engine is stock", "set runtime.engine to fast")
-    if config.model.trained == "all":
-        yield Idle("cache_features", "model.trained is all", "set model.trained to head")
+    if config.model.trained not in ON_FEATURES:
+        because = f"model.trained is {config.model.trained}"
+        yield Idle("cache_features", because, "set model.trained to head")
     if runtime.track != "wandb":
         keys = "project entity name artifact"
         yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")

@@ -35,6 +35,9 @@ YOUNGER = {
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
+    "model.last_blocks": 1,
+    "model.lora_rank": 8,
+    "model.lora_alpha": 8.0,
     "local.shuffle": True,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
