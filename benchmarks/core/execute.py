@@ -174,6 +174,7 @@ def _train(
         )
     inputs = inputs_of(experiment, module, data_path)
     files.begin()
+    inputs = inputs.standardised(experiment, module, files)
     recorder = Recorder(files, experiment.followed)
     shown = Tracking(run, files.path, data_path.stem, recorder.unit)
     with contextlib.closing(recorder.progress), shown as recorder.tracking:

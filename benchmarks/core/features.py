@@ -21,14 +21,18 @@ from tqdm import tqdm
 from benchmarks.core.config.benchmark import Run
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
+from benchmarks.core.run_directory import RunDirectory
+from benchmarks.core.secret import Secret
 from dataset.files import locked, prefetched, written
 from dataset.store.features import FeatureCache, FloatArray, IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SplitImages
-from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partition
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.features import Split
+from pfl_ext.models.standardised import Standardised, standardised_in
+from pfl_ext.privacy.moments import Release, channel_moments
 from pfl_ext.workers.distributed import barrier, is_main
 
 BATCH = 32  # images of one pass
@@ -40,6 +44,69 @@ class Inputs:
 
     module: ImageClassifier
     split: Callable[[str], ImageStore]
+
+    def standardised(
+        self, experiment: Experiment[Any], whole: ImageClassifier, files: RunDirectory
+    ) -> Inputs:
+        """The same with features by whose moments over the training users a network standardises them.
+
+        The layer of the whole network is set, too. Moments are a function of the features and the secret of
+        the run: one that is killed and goes on releases the same again.
+
+        Args:
+            experiment: of the run.
+            whole: the network before its first step.
+            files: the run's directory, which holds the secret.
+        """
+        layer = standardised_in(whole)
+        if layer is None:
+            return self
+        train, partition, secret = self.split("train"), experiment.partition(), files.secret()
+        assert isinstance(train, SplitImages)
+        layer.set(*_moments(experiment.config, train, partition or natural_partition(train), secret, layer))
+        width = int(self.module.input_shape[0]) // layer.num_channels
+        mean, scale = (t.cpu().numpy().repeat(width) for t in (layer.mean, layer.scale))
+
+        def split(name: str) -> ImageStore:
+            store = self.split(name)
+            assert isinstance(store, SplitImages)
+            return dataclasses.replace(store, pixels=_Standardised(store.pixels, mean, scale))
+
+        return Inputs(self.module, split)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Standardised:
+    """Features that are standardised where they are read."""
+
+    features: Any
+    mean: FloatArray
+    scale: FloatArray
+
+    def read(self, split: str, rows: IntArray) -> FloatArray:
+        """``[n, D]``."""
+        found: FloatArray = self.features.read(split, rows)
+        found = found - self.mean
+        found *= self.scale
+        return found
+
+
+def _moments(
+    config: TrainingConfig, train: SplitImages, users: Partition, secret: Secret | None, layer: Standardised
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Private where the run is."""
+    release = None
+    if secret is not None:
+        assert config.privacy is not None, "local privacy has no such release"
+        assert config.privacy.moments_multiplier is not None
+        bounds = (config.privacy.mean_bound, config.privacy.square_bound)
+        release = Release(config.privacy.moments_multiplier, bounds, secret.noise_seed)
+
+    def read(rows: IntArray) -> FloatArray:
+        found: FloatArray = train.pixels.read(train.file_split, train.file_rows[rows])
+        return found
+
+    return channel_moments(read, users, layer.num_channels, release)
 
 
 def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) -> Inputs:
@@ -54,6 +121,16 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         ValueError: when there is no room for the features.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
+    layer = standardised_in(module)
+    by_moments = layer is not None
+    if layer is not None:
+        assert run.config.model.trained in ON_FEATURES
+        layer.clear()  # its features are the same for all runs
+    if by_moments and not run.runtime.cache_features:
+        raise ValueError(
+            "model.channel_norm is data, which is for features that are computed once: set "
+            "runtime.cache_features to true, or model.channel_norm to group"
+        )
     if run.config.model.trained not in ON_FEATURES or not run.runtime.cache_features:
         return images
     why = reason_against(run.config)
@@ -66,6 +143,8 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         split, why = None, str(fault)
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
     if split is None or len(stores) < len(splits):
+        if by_moments:
+            raise ValueError(f"model.channel_norm is data, and features are not computed once: {why}")
         if is_main() and why:
             print(f"the frozen layers are computed in every round: {why}", flush=True)
         return images

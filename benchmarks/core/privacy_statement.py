@@ -129,6 +129,19 @@ def _noise(calibration: Calibration, system: System, noun: str) -> str:
     )
 
 
+def _releases(calibration: Calibration, noun: str) -> list[str]:
+    """What was released before training."""
+    config = calibration.config
+    if config.moments_multiplier is None:
+        return []
+    return [
+        "Before training, the mean and the mean square of each feature channel were released: the vectors "
+        f"of each {noun} were clipped to L2 norms of {config.mean_bound:g} and {config.square_bound:g}, and "
+        f"Gaussian noise with a standard deviation of {config.moments_multiplier:g} times these bounds was "
+        f"added to the sums over all {noun}s; both releases are part of epsilon."
+    ]
+
+
 def _origin(public: bool) -> str:
     if public:
         return (
@@ -170,6 +183,7 @@ def central_paragraph(calibration: Calibration, unit: ProtectedUnit, public: boo
             f"neighbours if {_changed(real.sampler, noun)}."
         )
     sentences += [
+        *_releases(calibration, noun),
         _sampling(real, calibration.num_rounds, noun),
         _clipping(calibration, noun, sent),
         _noise(calibration, real, noun),

@@ -217,16 +217,16 @@ class ClosedForm(Algorithm[Sums]):
         module: ImageClassifier = self.means.model.pytorch_model
         device = self.layer.weight.device
         wide = device if device.type == "cuda" else torch.device("cpu")  # Apple's devices have no float64
-        total = {name: zeros.to(wide) for name, zeros in self.zeros().items()}
+        total: Sums = {}
         batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
         for batch in batches:
             ready = [part.to(device) for part in batch]
             features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
             z = features.to(wide).double()
             z = F.normalize(z) if self.means.options.unit_features else z
-            for name, part in self.of_batch(z, (targets > 0).to(wide).double()).items():
-                total[name] += part
-        return total
+            part = self.of_batch(z, (targets > 0).to(wide).double())
+            total = {name: total[name] + part[name] for name in part} if total else part
+        return total or {name: zeros.to(wide) for name, zeros in self.zeros().items()}
 
 
 class _Users:

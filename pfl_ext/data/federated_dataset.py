@@ -22,7 +22,7 @@ from dataset.files import prefetched
 from pfl_ext.data import fedvc
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
-from pfl_ext.data.transforms import draw_crops_of, draw_keys
+from pfl_ext.data.transforms import CROP_COLUMNS, draw_crops_of, draw_keys
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -312,6 +312,23 @@ class FederatedImageDataset(FederatedDataset):
     def read(self, member: Member) -> UserImages:
         """What this member of the round's cohort trains on."""
         return self.user_dataset(member.user, member.turn)
+
+    def single_features(self, members: Sequence[Member]) -> Batch | None:
+        """Features ``[n, D]``, targets and crops of n users who own one row each, in one reading.
+
+        It is what their `read` gives, one after another, as nothing is drawn for them: one row has one order
+        and features have no crops. None where a user owns more, or its row is an image or has keys.
+        """
+        users = np.array([member.user for member in members], np.int64)
+        plain = self._reweight is None and not self._sampling.keys and self._sampling.num_epochs == 1
+        if not plain or (self.partition.sizes[users] != 1).any() or (self._sampling.virtual_size or 1) != 1:
+            return None
+        nobody, _ = self._store.read(np.empty(0, np.int64))
+        if nobody.ndim != 2:
+            return None
+        features, targets = self._store.read(self.partition.rows[self.partition.offsets[users]])
+        crops = np.zeros((len(users), CROP_COLUMNS), np.float32)
+        return torch.from_numpy(features), self._collate(targets), torch.from_numpy(crops)
 
     def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
         """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""

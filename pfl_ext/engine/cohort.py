@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,19 +23,23 @@ from torch import Tensor
 from dataset.files import prefetched
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.schedule import longest_first
+from pfl_ext.data.transfer import pinned
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import train_one_step
-from pfl_ext.engine.probe import MOST_IMAGES, fusable, group_size
-from pfl_ext.engine.training import Batch, LocalTraining, settled
+from pfl_ext.engine.probe import fusable, group_size, most_images
+from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.features import FeatureClassifier
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.rules import Rule
 
 MAX_USERS = 16
 """Of one group, where a bound must know every user's norm: their gradients are held together."""
+MAX_USERS_OF_FEATURES = 256
+"""The same where features are trained on, of which a gradient is held as its two factors."""
 STEP, FUSED = 5.0, 1.3
 """Predicted work, in passes of one image: of a step besides its images; of an image in a group."""
 GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
@@ -73,14 +76,16 @@ class Plan:
     lanes: list[list[Task]]
 
 
-def grouped(members: Sequence[Member], max_images: int, fuse: bool) -> list[Task]:
+def grouped(members: Sequence[Member], max_images: int, fuse: bool, max_users: int = MAX_USERS) -> list[Task]:
     """A cohort's tasks. They depend on neither workers nor lanes, so that no rounding does."""
     tasks = [Task((m,), False) for m in members if not (fuse and m.num_steps == 1)]
     group: list[Member] = []
+    images = 0
     for member in (m for m in members if fuse and m.num_steps == 1):
-        if group and (len(group) == MAX_USERS or sum(m.num_passes for m in [*group, member]) > max_images):
+        images += member.num_passes
+        if group and (len(group) == max_users or images > max_images):
             tasks.append(Task(tuple(group), True))
-            group = []
+            group, images = [], member.num_passes
         group.append(member)
     return [*tasks, Task(tuple(group), True)] if group else tasks
 
@@ -140,7 +145,7 @@ class CohortEngine:
         lanes: users trained at the same time; on a CPU each lane is a thread that computes on one core. None:
             as many as torch has threads, or ``GPU_LANES``.
         accumulate: type of the sums over users.
-        prefetch: users read ahead of need, by each lane.
+        prefetch: users, or groups of them, read ahead of need by each lane.
         fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought to
             be faster with graphs for them too, as a pass without one is some thousand launches.
         cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
@@ -163,6 +168,7 @@ class CohortEngine:
             lanes = torch.get_num_threads() if on_cpu else GPU_LANES
         self._fuse = on_cpu if fuse is None else fuse
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
+        self._max_users = MAX_USERS_OF_FEATURES if isinstance(model, FeatureClassifier) else MAX_USERS
         self._prefetch, self._readers = prefetch, reader_threads
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
@@ -211,7 +217,7 @@ class CohortEngine:
         The same on every worker, so nothing here may depend on a device's free memory: see `_fitting`.
         """
         local = self._prepare(local)
-        return grouped(members, MOST_IMAGES[self._layout.device.type], self._fuses(local, scaling))
+        return grouped(members, most_images(self._central), self._fuses(local, scaling), self._max_users)
 
     def _fuses(self, local: LocalTraining, scaling: PrivateMean | None) -> bool:
         """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
@@ -224,7 +230,9 @@ class CohortEngine:
         if local not in self._max_images:
             self._max_images[local] = group_size(self._model, local, len(self.lanes))
         most = self._max_images[local]
-        return [part for task in tasks for part in grouped(task.members, most, task.together)]
+        return [
+            part for task in tasks for part in grouped(task.members, most, task.together, self._max_users)
+        ]
 
     def train(
         self,
@@ -292,9 +300,9 @@ class CohortEngine:
         torch.cuda.empty_cache()
         while self._fuses(local, scaling):
             each = -(-self._max_images[local] // MAX_USERS)
-            group = [Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS
+            group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * MAX_USERS)
             try:
-                train_one_step(lane.net, self._model, group, [0.0] * MAX_USERS, local, scaling, lane.sums)
+                train_one_step(lane.net, self._model, *group, [0.0] * MAX_USERS, local, scaling, lane.sums)
                 torch.cuda.synchronize(self._layout.device)
                 return
             except torch.OutOfMemoryError:
@@ -340,31 +348,47 @@ class CohortEngine:
     ) -> None:
         """Train these one after another."""
 
-        def read(member: Member) -> tuple[list[Batch], list[Batch]]:
-            user = dataset.read(member)
+        def read(task: Task) -> tuple[list[Batch], list[Batch], list[int]]:
+            if task.together:
+                whole, sizes = self._joined(dataset, task.members, local)
+                return [whole], [], sizes
+            user = dataset.read(task.members[0])
             once = self._settled(user.once()) if rule.whole_gradient else ()
-            return list(self._batches(user, local)), list(once)
+            return list(self._batches(user, local)), list(once), []
 
-        order = [member for task in tasks for member in task.members]
-        read_ahead = prefetched(read, order, ahead=self._prefetch, threads=self._readers)
-        users = self.watch.iterator("data", read_ahead)
+        read_ahead = prefetched(read, tasks, ahead=self._prefetch, threads=self._readers)
         with lane.working():
-            for task in tasks:
+            for task, (steps, once, sizes) in zip(tasks, self.watch.iterator("data", read_ahead)):
                 weights = [weight_of(m) * rule.scale(m.num_steps) for m in task.members]
-                batches = list(islice(users, len(task.members)))
                 if task.together:
-                    firsts = [batch for (batch,), _ in batches]
                     with self.watch.charge("training"):
-                        train_one_step(lane.net, self._model, firsts, weights, local, scaling, lane.sums)
+                        train_one_step(
+                            lane.net, self._model, steps[0], sizes, weights, local, scaling, lane.sums
+                        )
                     lane.decay(sum(weights), local, scaling)
                 elif rule.correction is None:
                     with self.watch.charge("training"):
-                        lane.train(batches[0][0], local)
+                        lane.train(steps, local)
                     lane.add(weights[0], scaling)
                 else:
                     user_id = dataset.partition.user_ids[task.members[0].user]
                     scales = weight_of(task.members[0]), weights[0]
-                    self._train_corrected(lane, user_id, *batches[0], scales, local, rule)
+                    self._train_corrected(lane, user_id, steps, once, scales, local, rule)
+
+    def _joined(
+        self, dataset: FederatedImageDataset, members: Sequence[Member], local: LocalTraining
+    ) -> tuple[Batch, list[int]]:
+        """The only batches of users with one step, as one, and their sizes."""
+        rows, device = dataset.single_features(members), self._layout.device
+        if rows is None:
+            users = [batch for m in members for batch in self._batches(dataset.read(m), local)]
+            whole, sizes = joined(users)
+            return Batch(*(pinned(t, device) for t in whole)), sizes
+        features, targets, crops = rows
+        alone = [self._central.task.settled(row) for row in torch.split(targets, 1)]
+        settled_targets, shares = (torch.cat(parts) for parts in zip(*alone))
+        parts = (features, settled_targets, crops, shares)
+        return Batch(*(pinned(t, device) for t in parts)), [1] * len(members)
 
     def _train_corrected(
         self,

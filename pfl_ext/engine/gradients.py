@@ -129,7 +129,8 @@ class Weight(Gradient):
         if isinstance(self.layer, nn.Conv2d) and self.layer.groups > 1:
             return False
         d, p = weight.shape[0], weight[0].numel()
-        squares = sum(((s.stop - s.start) * self._positions) ** 2 for s in self.users.spans)
+        count = self._positions
+        squares = sum(((stop - start) * count) ** 2 for start, stop in pairwise(self.users.starts))
         return bool(2 * (p + d) * squares < PASS * weight.numel() * len(self.users))
 
     def _gradient(self, x: Tensor, e: Tensor) -> Tensor:
@@ -174,8 +175,10 @@ class Weight(Gradient):
         cancel, that may be more than the margin of the norm, and the user's gradient must be made.
         """
         columns, signals = self._columns(), self._signals()
-        norms, reliable, start, count = [], [], 0, self._positions
-        starts = self.users.starts
+        starts, count = self.users.starts, self._positions
+        if count == 1 and starts == tuple(range(len(self.users) + 1)):
+            return _single_norms(columns, signals)
+        norms, reliable, start = [], [], 0
         while start < len(self.users):
             stop = start + 1
             while stop < len(self.users) and (starts[stop + 1] - starts[start]) * count <= GRAM:
@@ -248,6 +251,13 @@ class Weight(Gradient):
             self.e[self.users.spans[user]] = 0
             if user in self._own:
                 self._own[user].zero_()
+
+
+def _single_norms(columns: Tensor, signals: Tensor) -> tuple[Tensor, Tensor]:
+    """`Weight._gram_norms` of users with one position each, of whom a Gram matrix is a number."""
+    inputs, e = (torch.linalg.vector_norm(t, dim=1, dtype=torch.float64) for t in (columns, signals))
+    norms = inputs * e
+    return norms.square(), (3 * UNIT * norms <= MARGIN * norms) & (inputs <= LARGEST_INPUT)
 
 
 def convolution_backward(

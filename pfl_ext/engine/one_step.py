@@ -39,18 +39,19 @@ class Sums:
 def train_one_step(
     net: TapedNetwork,
     model: ImageClassifier,
-    batches: Sequence[Batch],
+    batch: Batch,
+    sizes: Sequence[int],
     weights: Sequence[float],
     local: LocalTraining,
     scaling: PrivateMean | None,
     sums: Sums,
 ) -> None:
-    """Add ``weights[u] * scale_u * update_u`` of U users, of whom each has one batch, to ``sums``."""
+    """Add ``weights[u] * scale_u * update_u`` of U users to ``sums``.
+
+    ``batch`` holds what each of them has, one after another: user u has ``sizes[u]`` images.
+    """
     device = model.mean.device
-    images, targets, crops, shares = (
-        torch.cat([t.to(device, non_blocking=True) for t in parts]) for parts in zip(*batches)
-    )
-    sizes = [len(batch.images) for batch in batches]
+    images, targets, crops, shares = (t.to(device, non_blocking=True) for t in batch)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)

@@ -13,11 +13,14 @@ from pfl_ext.engine.gradients import Gradient, Users
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.features import FeatureClassifier
 
 CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
 """Of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but leave a small cohort's
 lanes less even (README); on a card still to be measured."""
+MOST_FEATURES = 256
+"""Of a group where features are trained on, which take no pass through layers worth the name."""
 GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
 COPIES = 3.0  # a group's memory over that of its saved activations: their gradients and a layer's scratch
 TOLERANCE = 1e-3  # relative, of each variable's gradient
@@ -93,6 +96,11 @@ def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
     return max(1, sum(kept.values()) // 2)
 
 
+def most_images(model: ImageClassifier) -> int:
+    """Of a group, whatever the memory: the same on every worker."""
+    return MOST_FEATURES if isinstance(model, FeatureClassifier) else MOST_IMAGES[model.mean.device.type]
+
+
 def group_size(model: ImageClassifier, local: LocalTraining, lanes: int) -> int:
     """Images of one group: what memory allows, and no more than is of use."""
     device = model.mean.device
@@ -100,4 +108,4 @@ def group_size(model: ImageClassifier, local: LocalTraining, lanes: int) -> int:
         budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes
     else:
         budget = float(CPU_BYTES)
-    return int(min(max(budget / (COPIES * activation_bytes(model, local)), 1), MOST_IMAGES[device.type]))
+    return int(min(max(budget / (COPIES * activation_bytes(model, local)), 1), most_images(model)))

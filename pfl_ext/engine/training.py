@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -183,6 +183,13 @@ class Batch(NamedTuple):
     targets: Tensor  # [B, ...], settled
     crops: Tensor  # [B, 6]
     shares: Tensor  # [B], of the loss
+
+
+def joined(batches: Sequence[Batch]) -> tuple[Batch, list[int]]:
+    """Several users' batches as one, and their sizes."""
+    if len(batches) == 1:
+        return batches[0], [len(batches[0].images)]
+    return Batch(*(torch.cat(parts) for parts in zip(*batches))), [len(batch.images) for batch in batches]
 
 
 def settled(batches: Iterable[Any], task: Task, device: torch.device) -> Iterator[Batch]:

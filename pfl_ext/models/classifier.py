@@ -29,6 +29,7 @@ from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Paddin
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.small import NETWORKS
+from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import choose_trained
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
@@ -96,6 +97,10 @@ def build_backbone(
     if config.dropout and next(number) == 0:
         raise ValueError(f"model.dropout is true, and {arch} has no dropout: leave it out")
     assert_no_live_batchnorm(backbone)
+    if config.channel_norm == "data" and standardised_in(backbone) is None:
+        raise ValueError(
+            f"model.channel_norm is data, and {arch} has no norm without parameters: leave it out"
+        )
     _check_side(backbone, arch, config.input_size)
     if weights is not None:
         head = None if config.keep_head else head_of(backbone)[0]
@@ -200,7 +205,7 @@ def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> Non
         elif isinstance(module, nn.Linear):
             limit = math.sqrt(6 / (module.in_features + module.out_features))
             module.weight.uniform_(-limit, limit, generator=generator)
-        elif isinstance(module, (_BatchNorm, nn.GroupNorm)):
+        elif isinstance(module, (_BatchNorm, nn.GroupNorm)) and module.affine:
             module.weight.fill_(1)
         else:
             continue
@@ -217,13 +222,17 @@ def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> No
 
 def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
     channels = bn.num_features
+    if config.channel_norm == "data" and not bn.affine:
+        return Standardised(channels)
     if config.pretrained:
         frozen = FrozenStatisticsBatchNorm2d(channels, bn.eps)
-        frozen.load_state_dict({name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim})
+        given = {name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim}
+        frozen.load_state_dict({**frozen.state_dict(), **given})
         return frozen
     divisor = next(g for g in range(min(config.groups, channels), 0, -1) if channels % g == 0)
-    group = nn.GroupNorm(divisor, channels, eps=1e-5)
-    group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
+    group = nn.GroupNorm(divisor, channels, eps=1e-5, affine=bn.affine)
+    if bn.affine:
+        group.load_state_dict({"weight": bn.weight, "bias": bn.bias})
     return group
 
 

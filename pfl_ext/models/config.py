@@ -14,6 +14,7 @@ Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` with which all trained layers take one vector for each image."""
+ChannelNorm = Literal["group", "data"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,6 +33,8 @@ class ModelConfig:
     """The last layer of the weights file is taken over too; false: it is a new one."""
     groups: PositiveInt = 32
     """Most groups of a GroupNorm; the largest number up to it that divides the channels is taken."""
+    channel_norm: ChannelNorm = "group"
+    """Norm without parameters, where a network has one: of an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
     """Units of one more linear layer before the classifier; none: there is no such layer."""
     trained: Trained = "all"

@@ -81,11 +81,16 @@ def _last_blocks(
             f"model.trained is last_blocks, and the blocks of {config.arch} are not run one after another, "
             "each once: set model.trained to another value"
         )
+    if len(blocks) < 2:
+        raise ValueError(
+            f"model.trained is last_blocks, and {config.arch} has no more than one block before its last "
+            "layer: set model.trained to all"
+        )
     if config.last_blocks >= len(blocks):
-        most = f"choose at most {len(blocks) - 1}, or set" if len(blocks) > 1 else "set"
         raise ValueError(
             f"model.last_blocks is {config.last_blocks}, and {config.arch} has {len(blocks)} blocks before "
-            f"its last layer, of which one must stay as it is: {most} model.trained to all"
+            f"its last layer, of which one stays as it is: choose at most {len(blocks) - 1}, or set "
+            "model.trained to all"
         )
     return blocks[-config.last_blocks :]
 

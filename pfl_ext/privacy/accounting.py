@@ -106,8 +106,31 @@ class PrivacyConfig:
     """Rounds over which noise is correlated, so that less of it adds up; above 1 with the cyclic sampler."""
     noise: Noise = "calibrated"
     """Amount of noise: what the budget needs, or what code asks for that passes rounds for epochs."""
+    moments_multiplier: PositiveFloat | None = None
+    """Noise multiplier of each of the two moments that model.channel_norm data needs; none: no release."""
+    mean_bound: PositiveFloat = 1.0
+    """L2 norm to which a user's vector of channel means is clipped before the release."""
+    square_bound: PositiveFloat = 1.0
+    """The same of its vector of channel mean squares."""
+
+    @property
+    def releases(self) -> tuple[float, ...]:
+        """Noise multipliers of what is released before the first round."""
+        return () if self.moments_multiplier is None else (self.moments_multiplier,) * 2
 
     def __post_init__(self) -> None:
+        if self.moments_multiplier is not None:
+            for key, value, needed in (
+                ("sampler", self.sampler, "poisson"),
+                ("noise", self.noise, "calibrated"),
+                ("noise_cohort_size", self.noise_cohort_size, None),
+                ("noise_population", self.noise_population, None),
+            ):
+                if value != needed:
+                    raise ValueError(
+                        f"privacy.{key} is {value}, and privacy.moments_multiplier is accounted for Poisson "
+                        f"sampling of the data's own users: set {key} to {needed or 'none'}"
+                    )
         if self.band > 1 and self.sampler != "cyclic":
             raise ValueError(
                 f"privacy.band is {self.band}, which needs users to take part at fixed distances: "
@@ -167,7 +190,9 @@ class PrivacyConfig:
                 "its rounding, so that it would ask for far too much noise: raise it, or set "
                 "privacy.accountant to rdp"
             )
-        quiet = System(noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant)
+        quiet = System(
+            noise_population, noise_cohort, 0.0, delta, self.sampler, self.accountant, self.releases
+        )
         simulated = replace(quiet, noise_multiplier=self._multiplier(quiet, num_rounds))
         less = simulated.noise_multiplier * (cohort_size / noise_cohort)
         executed = replace(simulated, population=population, cohort_size=cohort_size, noise_multiplier=less)
@@ -332,6 +357,7 @@ class Calibration:
             "sampling_probability": system.sampling_probability,
             **(cyclic if system.sampler == "cyclic" else {}),
             "noise_multiplier": system.noise_multiplier,
+            **({"releases_before_training": list(system.releases)} if system.releases else {}),
             "epsilon_spent": finite(system.epsilon_after(counted)),
             "epsilon_at_end": finite(system.epsilon_after(self.num_rounds)),
             "epsilon_at_end_rdp": finite(system.epsilon_after(self.num_rounds, "rdp")),

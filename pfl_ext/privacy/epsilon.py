@@ -74,9 +74,12 @@ class System:
     delta: float
     sampler: Sampler
     accountant: Accountant
+    releases: tuple[float, ...] = ()
+    """Noise multipliers of Gaussian mechanisms before the first round in which every user takes part."""
 
     def __post_init__(self) -> None:
         assert 0 < self.cohort_size <= self.population
+        assert not self.releases or self.sampler == "poisson", "argued for users added or removed"
 
     @property
     def sampling_probability(self) -> float:
@@ -93,7 +96,7 @@ class System:
         Every run of a circle starts its own, so a user may take part in each as often as in one.
         """
         if self.sampler != "cyclic":
-            return self.epsilon_after(runs * rounds)
+            return replace(self, releases=self.releases * runs).epsilon_after(runs * rounds)
         noisier = replace(self, noise_multiplier=self.noise_multiplier / math.sqrt(runs))
         return noisier.epsilon_after(rounds)
 
@@ -210,7 +213,9 @@ def _composed(system: System, rounds: int, coarse: bool, orders: tuple[float, ..
         ledger = RdpAccountant(range(2, 64, 4) if coarse else orders, neighboring_relation=RELATIONS[sampler])
     else:
         ledger = PLDAccountant(RELATIONS[sampler], value_discretization_interval=interval)
-    return ledger.compose(event, times)
+    for multiplier in system.releases:
+        ledger.compose(dp_accounting.GaussianDpEvent(multiplier))
+    return ledger.compose(event, times) if times else ledger
 
 
 @lru_cache(maxsize=512)
@@ -223,7 +228,7 @@ def epsilon_spent(
     ``orders``: RDP's, or the library's.
     """
     assert rounds >= 0
-    if rounds == 0:
+    if rounds == 0 and not system.releases:
         return 0.0
     ledger = _composed(system, rounds, coarse, orders)
     return math.inf if ledger is None else float(ledger.get_epsilon(system.delta))
@@ -266,7 +271,7 @@ def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
     Mu is an upper bound: between two points of a grid of epsilons, delta is taken from the left one, and the
     Gaussian's from the right one.
     """
-    if rounds == 0:
+    if rounds == 0 and not system.releases:
         return PrivacyProfile(dict.fromkeys(EPSILONS, 0.0), 0.0)
     ledger = _composed(system, rounds, False, None)
     if ledger is None:

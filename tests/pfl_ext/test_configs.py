@@ -67,6 +67,9 @@ PRIVACY = {
     "sampler": "poisson",
     "band": 1,
     "noise": "calibrated",
+    "moments_multiplier": None,
+    "mean_bound": 1.0,
+    "square_bound": 1.0,
 }
 MODEL = {
     "arch": "resnet18",
@@ -82,6 +85,7 @@ MODEL = {
     "normalisation": "imagenet",
     "dropout": False,
     "keep_head": False,
+    "channel_norm": "group",
 }
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 

@@ -25,7 +25,8 @@ def config_tree(config: TrainingConfig) -> Tree:
         if tree[section]["options"] is None:
             del tree[section]["options"]
     for key, neutral in YOUNGER.items():
-        if dotted(tree).get(key) == neutral:
+        flat = dotted(tree)
+        if key in flat and flat[key] == neutral:
             section, _, name = key.partition(".")
             del tree[section][name]
     for key, (old, new) in OLD_WORDS.items():

@@ -65,6 +65,8 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
         if config.model.trained != kind:
             yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
+    if config.model.channel_norm == "data":
+        yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:
         yield Idle("model.groups", "model.pretrained is true", "set model.pretrained to false")
     else:
@@ -110,6 +112,9 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
     if config.privacy is not None and config.privacy.mechanism != "adaptive":
         keys = "privacy.quantile privacy.clip_step privacy.indicator_std_fraction"
         yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
+    if config.privacy is not None and config.model.channel_norm == "group":
+        keys = "privacy.moments_multiplier privacy.mean_bound privacy.square_bound"
+        yield Idle(keys, "model.channel_norm is group", "set model.channel_norm to data")
 
 
 def _idle_by_algorithm(config: TrainingConfig, keys: str) -> Idle:
@@ -143,6 +148,16 @@ def check_training(config: TrainingConfig) -> None:
         raise ValueError(
             f"model.input_size is {config.model.input_size}, more than data.image_size = "
             f"{config.data.image_size}: the network's input is cut from the image"
+        )
+    if config.model.channel_norm == "data" and config.model.trained not in ON_FEATURES:
+        raise ValueError(
+            "model.channel_norm is data, which is for features of frozen layers, and model.trained is "
+            f"{config.model.trained}: set it to head, or model.channel_norm to group"
+        )
+    if config.model.channel_norm == "data" and config.privacy and config.privacy.moments_multiplier is None:
+        raise ValueError(
+            "model.channel_norm is data, which reads all training images, and privacy.moments_multiplier is "
+            "none: give the noise multiplier of that release, or set model.channel_norm to group"
         )
     federated = config.federated
     if config.mode == "federated":

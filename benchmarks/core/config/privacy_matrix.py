@@ -70,6 +70,12 @@ TABLE: Mapping[str, Rule] = {
     ),
     "model.weights_sha256": Rule("names the file that model.pretrained is about"),
     "model.pretrained": Rule("the weights' own training data is not covered, and privacy.json says so"),
+    "model.channel_norm": Rule(
+        "group looks at one image; data needs two sums over all users, which only privacy.moments_multiplier "
+        "clips, noises and counts",
+        None,
+        ("group",),
+    ),
     "model.normalisation": only(
         "the mean and deviation of all training images are no sum that is clipped and noised",
         *(name for name in get_args(Normalisation) if name != "data"),
@@ -114,6 +120,7 @@ TABLE: Mapping[str, Rule] = {
     "privacy": Rule(ONE_KIND, None, (None,)),
     **each(ACCOUNTED, "privacy", "epsilon delta mechanism clipping clipping_bound quantile clip_step"),
     **each(ACCOUNTED, "privacy", "indicator_std_fraction accountant sampler band noise"),
+    **each(ACCOUNTED, "privacy", "moments_multiplier mean_bound square_bound"),
     **each(SIMULATED, "privacy", "noise_cohort_size noise_population"),
     **each(SEEDED, "privacy", "noise_seed"),
     "privacy.release": Rule("public needs noise_seed=entropy and no simulation, and is refused otherwise"),

@@ -38,6 +38,10 @@ YOUNGER = {
     "model.last_blocks": 1,
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
+    "model.channel_norm": "group",
+    "privacy.moments_multiplier": None,
+    "privacy.mean_bound": 1.0,
+    "privacy.square_bound": 1.0,
     "local.shuffle": True,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""

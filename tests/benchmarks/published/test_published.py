@@ -89,7 +89,8 @@ def test_every_row_says_what_was_published_and_can_be_run(name: str) -> None:
     recipe = read_name(partition)
     assert recipe is not None, "drawn from any file of these images"
     assert recipe.seed == (1 if row.by_seed else 42)
-    assert (config.federated.cohort_size, recipe.num_clients) in ((10, 10), (10, 100), (50, 1000))
+    sizes = (config.federated.cohort_size, recipe.num_clients)
+    assert sizes in ((10, 10), (10, 100), (50, 1000), (8192, 50_000))
     text = row.path.read_text()
     assert f"make published ROW={name} " in text
 
@@ -142,6 +143,26 @@ def test_the_protocol_of_pfls_benchmark() -> None:
     assert (private.epsilon, private.delta, private.clipping_bound) == (2, 1e-6, 0.4)
     assert (private.noise_cohort_size, private.noise_population) == (1000, 1_000_000)
     assert replace(private, noise_cohort_size=None, noise_population=None) == true
+
+
+def test_the_protocol_of_private_features() -> None:
+    config = VISION.parse(read_row("scatternet-linear").words(0)).config
+    local, federated, model, server = config.local, config.federated, config.model, config.server
+    assert (local.learning_rate, local.num_epochs, local.batch_size, local.max_grad_norm) == (1, 1, 1, None)
+    assert (local.momentum, local.weight_decay) == (0, 0)
+    assert (server.optimizer, server.learning_rate, server.momentum) == ("sgd", 4, 0.9)
+    assert federated.num_rounds == 60 * (50_000 // 8192), "the source drops the last batch of an epoch"
+    assert (model.arch, model.init, model.channel_norm) == ("scatternet", "torchvision", "data")
+    assert (model.trained, model.normalisation, config.augment.flip) == ("head", "imagenet", "none")
+    privacy = config.privacy
+    assert privacy is not None
+    assert (privacy.sampler, privacy.mechanism, privacy.clipping_bound) == ("poisson", "gaussian", 0.1)
+    calibration = privacy.calibrate(50_000, federated.cohort_size, federated.num_rounds)
+    assert calibration.simulated.noise_multiplier == 5.67
+    assert calibration.simulated.releases == (8, 8)
+    assert round(calibration.epsilon, 2) == 2.38, "where the source says 3"
+    assert round(calibration.epsilon_rdp, 2) == 2.59
+    assert not calibration.is_simulation
 
 
 @pytest.mark.parametrize(

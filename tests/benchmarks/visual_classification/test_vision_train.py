@@ -173,7 +173,7 @@ def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--federated.algorithm=fednova"], "set federated.algorithm to fedavg"),
+        (["--federated.algorithm=fednova"], "set federated.algorithm to fed3r or fedavg"),
         (["--federated.sampling=proportional"], "set federated.sampling to uniform"),
     ],
 )

@@ -344,6 +344,55 @@ def test_without_simulation_the_run_is_the_system_accounted_for() -> None:
     assert "nothing is simulated" in report["claim"]
 
 
+def test_releases_before_training_are_composed_with_the_rounds() -> None:
+    """By dp-accounting itself; of several runs each has releases of its own."""
+
+    def direct(rounds: int, releases: int) -> float:
+        ledger = PLDAccountant(REMOVE, value_discretization_interval=3e-4)
+        ledger.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(2.0)), rounds)
+        ledger.compose(dp_accounting.GaussianDpEvent(8.0), releases)
+        return float(ledger.get_epsilon(1e-5))
+
+    plain = System(1000, 100, 2.0, 1e-5, "poisson", "pld")
+    system = replace(plain, releases=(8.0, 8.0))
+    assert system.epsilon_after(50) == pytest.approx(direct(50, 2), rel=1e-3)
+    assert system.epsilon_after(50) > 1.01 * plain.epsilon_after(50)
+    assert system.epsilon_of_runs(3, 50) == pytest.approx(direct(150, 6), rel=1e-3)
+    mu = math.sqrt(2) / 8
+    assert gaussian_delta(system.epsilon_after(0), mu) == pytest.approx(1e-5, rel=0.01)
+    assert plain.epsilon_after(0) == 0
+
+
+def test_releases_take_their_part_of_the_budget() -> None:
+    config = PrivacyConfig(epsilon=2.0, delta=1e-5, moments_multiplier=8.0)
+    noises = [
+        c.calibrate(1000, 100, 50).simulated.noise_multiplier
+        for c in (replace(config, moments_multiplier=None), config, replace(config, moments_multiplier=4.0))
+    ]
+    assert noises[0] < noises[1] < noises[2]
+    calibration = config.calibrate(1000, 100, 50)
+    assert calibration.epsilon <= 2.0
+    assert calibration.to_json()["as_executed"]["releases_before_training"] == [8.0, 8.0]
+    with pytest.raises(ValueError, match="needs a noise multiplier above 1e6"):
+        replace(config, epsilon=0.1).calibrate(1000, 100, 50)
+
+
+@pytest.mark.parametrize(
+    "key, value, needed",
+    [
+        ("sampler", "fixed", "poisson"),
+        ("sampler", "cyclic", "poisson"),
+        ("noise", "rounds_as_epochs", "calibrated"),
+        ("noise_cohort_size", 500, "none"),
+        ("noise_population", 5000, "none"),
+    ],
+)
+def test_releases_are_refused_where_nobody_has_argued_for_them(key: str, value: Any, needed: str) -> None:
+    given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
+    with pytest.raises(ValueError, match=rf"privacy\.{key} is {value}, and .*: set {key} to {needed}"):
+        PrivacyConfig(**given)
+
+
 def test_the_config_nests_in_a_strict_pydantic_config() -> None:
     @strict_dataclass(frozen=True)
     class Outer:
