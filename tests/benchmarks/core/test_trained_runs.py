@@ -15,7 +15,7 @@ from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
 from pfl_ext import checkpoint
 from tests.benchmarks.conftest import RESNET18, Train, killed_at
-from tests.benchmarks.core.test_private import PRIVATE
+from tests.benchmarks.core.test_private import LOCAL, PRIVATE
 from tests.benchmarks.test_train import error_line, results
 from tests.closeness import assert_close_as_vector
 
@@ -78,6 +78,7 @@ def test_norms_are_trained_where_there_are_some(train: Train, capsys: pytest.Cap
         (),
         ("--runtime.engine=stock",),
         (*PRIVATE, "--privacy.noise_seed=run"),
+        (*LOCAL, "--local_privacy.noise_seed=run"),
         ("--config=c-r-17",),
         ("--federated.algorithm=scaffold",),
     ],
@@ -139,6 +140,7 @@ def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
             "choose at most 3, or set model.trained to",
         ),
         (("--model.trained=lora", "--model.lora_rank=0"), "model.lora_rank is '0': input should be greater"),
+        ((*LORA, "--model.channel_norm=data"), "and model.trained is lora: set it to head, or"),
         ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
     ],
     ids=str,
