@@ -276,7 +276,7 @@ class Runtime:
     cache_gb: NonNegativeFloat = 4.0
     """Memory for decoded images of all splits together, in GB."""
     cache_features: bool = True
-    """Keep what frozen layers give for each image beside the data file, where it never changes."""
+    """Keep what frozen layers give for an image, where it never changes: on disk, or for a round."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between two checkpoints."""
     checkpoint_minutes: PositiveFloat = 2.0

@@ -166,3 +166,52 @@ def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
         "as in runs before there were any"
     )
     assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
+
+
+BLOCKS = (
+    "--model.trained=last_blocks",
+    "--model.last_blocks=2",
+    "--model.input_size=20",
+    "--augment.flip=none",
+    "--runtime.accumulate=fp64",
+)
+EACH_STEP = "--runtime.cache_features=false"
+ONCE = "the layers up to conv2 are computed once a round for each user"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--local.num_epochs=2",),
+        ("--runtime.engine=stock",),
+        ("--federated.algorithm=scaffold",),
+        ("--local.virtual_size=6", "--federated.weighting=users"),
+        (*PRIVATE, "--privacy.noise_seed=run"),
+        ("--config=c-r-17",),
+    ],
+    ids=" ".join,
+)
+def test_frozen_blocks_that_run_once_a_round_give_the_model_of_those_that_run_in_every_step(
+    words: tuple[str, ...], train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the run is killed, and goes on in the other way."""
+    options = [word for word in (*BLOCKS, *words) if not ("--config=c-r-17" in words and "accumul" in word)]
+    once = train(*options, name="once")
+    assert ONCE in capsys.readouterr().out
+    train(*options, EACH_STEP, name="each")
+    assert ONCE not in capsys.readouterr().out
+    for name, then in (("killed", ()), ("other", (EACH_STEP,))):
+        with killed_at(1):
+            train(*options, name=name, code=130)
+        train(*options, *then, name=name)
+    models = {name: saved(once.with_name(name)) for name in ("killed", "each", "other")}
+    assert all(t.equal(models["killed"][name]) for name, t in saved(once).items())
+    for name in ("each", "other"):
+        assert_close_as_vector(saved(once), models[name], roundings=3 * 40 * 64)
+
+
+def test_a_run_with_drawn_flips_says_why_frozen_blocks_run_in_every_step(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*BLOCKS, "--augment.flip=horizontal", "--federated.num_rounds=1")
+    assert "computed in every step: augment.flip is horizontal; with none" in capsys.readouterr().out
