@@ -38,6 +38,7 @@ from dataset.store.probe import probe
 from pfl_ext import checkpoint
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
+from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
 from pfl_ext.workers.distributed import connected, current, is_main
 
 PFL_DEVICE = "PFL_PYTORCH_DEVICE"
@@ -223,12 +224,16 @@ def _write_results(
 ) -> Tree:
     """``model.safetensors``, plots and ``results.json``, which says that the run has ended.
 
+    What adapters add is merged into the model's layers, and `ADAPTERS_FILE` holds them by themselves.
     The secret of a private run is deleted after that.
     """
     from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
 
     config, directory = experiment.config, recorder.files.path
     of_config = {"config_sha256": recorder.files.config_sha256}
+    adapters, module = adapter_tensors(module), merged(module)
+    if adapters:
+        checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
     checkpoint.save(directory / "model.safetensors", module.state_dict(), of_config)
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()

@@ -28,8 +28,11 @@ from dataset.store.features import FeatureCache, FloatArray, IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import SplitImages
 from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partition
+from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.features import Split
+from pfl_ext.models.prefix import Prefix
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.privacy.moments import Release, channel_moments
 from pfl_ext.workers.distributed import barrier, is_main
@@ -128,7 +131,9 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
                 "runtime.cache_features to true, or model.channel_norm to group"
             )
         layer.clear()  # its features are the same for all runs
-    if run.config.model.trained == "all" or not run.runtime.cache_features:
+    if run.config.model.trained == "last_blocks" and run.runtime.cache_features:
+        return _maps(experiment, images)
+    if run.config.model.trained not in ON_FEATURES or not run.runtime.cache_features:
         return images
     why = reason_against(run.config)
     names = dict.fromkeys(("train", "val", *experiment.final_splits))
@@ -148,6 +153,48 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
     cache = _filled(run, split, stores, data, experiment.file)
     fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
     return Inputs(split.classifier, fed.__getitem__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maps:
+    """What frozen blocks give, computed where a user's images are read: once a round."""
+
+    images: Any
+    prefix: Prefix
+
+    def read(self, split: str, rows: IntArray) -> FloatArray:
+        """``[n, ...]``."""
+        batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)] or [rows]
+        parts = [torch.from_numpy(self.images.read(split, batch)) for batch in batches]
+        return np.concatenate([self.prefix.maps(part) for part in parts])
+
+
+def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
+    """Maps for training, where each image has one; scores are of images all the same if there is none."""
+    run, module = experiment.run, images.module.to(get_default_device())
+    why = reason_against(run.config)
+    if module.mean.device.type != "cpu":
+        why = why or "images are on a CPU, and the network is not"
+    names = dict.fromkeys(("train", "val", *experiment.final_splits))
+    splits = {name: experiment.split(name) for name in names}
+    stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
+    compiled = run.runtime.engine == "fast" and run.runtime.cpu_kernels
+    layers = layers_for(kernels_for(module) if compiled and not why else None, None)
+    try:
+        prefix = None
+        if not why and len(stores) == len(splits):
+            faster = (lambda network: network) if layers is None else layers.replaced
+            prefix = Prefix(module, faster)
+    except ValueError as fault:
+        why = str(fault)
+    if prefix is None:
+        if is_main() and why:
+            print(f"the frozen layers are computed in every step: {why}", flush=True)
+        return images
+    if is_main():
+        print(f"the layers up to {prefix.last} are computed once a round for each user", flush=True)
+    fed = {n: dataclasses.replace(store, pixels=_Maps(store.pixels, prefix)) for n, store in stores.items()}
+    return Inputs(prefix.classifier, fed.__getitem__)
 
 
 def reason_against(config: TrainingConfig) -> str | None:

@@ -31,6 +31,7 @@ from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from pfl_ext.algorithms.per_user import QUANTILES
 from pfl_ext.evaluation import SCORES, CentralEvaluation
+from pfl_ext.models.lora import ADAPTERS_FILE, load_merged
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.multi_label_scores import PRESENT, shown
 
@@ -60,7 +61,10 @@ def evaluate(directory: Path, run: Run) -> Tree:
             )
         weights = model_file if config.model.pretrained else None
         module = build_model(config, len(names), weights, MultiLabel(), task.split)
-        module.load_state_dict(load_file(model_file))
+        adapters = directory / ADAPTERS_FILE if config.model.trained == "lora" else None
+        if adapters is not None and not adapters.is_file():
+            raise ValueError(f"{adapters} is missing: what the run trained is needed to score its users")
+        load_merged(module, load_file(model_file), {} if adapters is None else load_file(adapters))
         model = PyTorchModel(
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )

@@ -33,10 +33,14 @@ class Tape:
     users: Users
     on_gradient: Callable[[str, Gradient], None]
     """Called with (name of the variable, its `Gradient`) as soon as it is known."""
+    trained: frozenset[str]
+    """The names of the variables that are asked for: of a layer these may be some, as its bias alone."""
 
     def put(self, layer: nn.Module, name: str, gradient: Gradient) -> None:
-        """Hand a gradient over under its full name."""
-        self.on_gradient(f"{layer.tape_name}.{name}", gradient)
+        """Hand a gradient over under its full name, if it is asked for."""
+        full = f"{layer.tape_name}.{name}"
+        if full in self.trained:
+            self.on_gradient(full, gradient)
 
 
 class _Layer(torch.autograd.Function):
@@ -176,6 +180,7 @@ class TapedNetwork:
         self.tape: Tape | None = None
         device = next(backbone.parameters()).device
         self._token = torch.zeros((), device=device, requires_grad=True)
+        self._trained = frozenset(name for name, p in backbone.named_parameters() if p.requires_grad)
         frozen = {name for name, layer in backbone.named_modules() if not _trained(layer)}
         for name, layer in self.backbone.named_modules():
             if isinstance(layer, KINDS) and name not in frozen:
@@ -211,7 +216,7 @@ class TapedNetwork:
         ``x`` ``[B, 3, S, S]``; ``image_losses`` gives the losses ``[B]`` of the outputs, each from its own
         image alone; ``shares`` ``[B]`` float32, settled for each user's batch by itself.
         """
-        self.tape = Tape(users, on_gradient)
+        self.tape = Tape(users, on_gradient, self._trained)
         try:
             with torch.enable_grad(), autocast:
                 outputs = self.backbone(x)

@@ -30,6 +30,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
+from pfl_ext.models.trained import choose_trained
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
@@ -106,11 +107,7 @@ def build_backbone(
         load_weights(backbone, head, arch, *read_weights(arch, weights))
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
-    if config.trained != "all":
-        backbone.requires_grad_(False)
-        head = head_of(backbone)[0]
-        trained = head.rpartition(".")[0] if config.trained == "two_layers" else head
-        backbone.get_submodule(trained).requires_grad_(True)
+    choose_trained(backbone, head_of(backbone)[0], config, generator)
     return backbone
 
 

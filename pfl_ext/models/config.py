@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
+Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
+ON_FEATURES = ("head", "two_layers")
+"""Values of ``trained`` with which all trained layers take one vector for each image."""
 ChannelNorm = Literal["group", "data"]
 
 
@@ -34,8 +37,14 @@ class ModelConfig:
     """Norm without parameters, where a network has one: of an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
     """Units of one more linear layer before the classifier; none: there is no such layer."""
-    trained: Literal["all", "head", "two_layers"] = "all"
-    """Which layers learn; head: the last; two_layers: bottleneck and last. The others stay as they are."""
+    trained: Trained = "all"
+    """What learns besides the last layer and the bottleneck; head, two_layers: nothing; lora: adapters."""
+    last_blocks: PositiveInt = 1
+    """Blocks before the last layer that learn (residual blocks; in a small network, layers)."""
+    lora_rank: PositiveInt = 8
+    """Rank of what LoRA adds to each linear layer and each convolution without groups."""
+    lora_alpha: PositiveFloat = 8.0
+    """What LoRA adds is multiplied by this and divided by the rank."""
     init: Init = "torchvision"
     """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False

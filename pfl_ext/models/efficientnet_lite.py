@@ -40,13 +40,14 @@ class Convolution(nn.Module):
     ) -> None:
         super().__init__()
         padding = kernel // 2 if stride == 1 else 0
+        self._kernel, self._stride = kernel, stride
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(outputs, EPS)
         self.relu = nn.ReLU6(inplace=True) if relu else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> ``[B, outputs, ceil(H / stride), ceil(W / stride)]``."""
-        (kernel, _), (stride, _) = self.conv.kernel_size, self.conv.stride
+        kernel, stride = self._kernel, self._stride
         if stride > 1:
             missing = [max(kernel - ((size - 1) % stride + 1), 0) for size in (x.shape[3], x.shape[2])]
             x = F.pad(x, [side for total in missing for side in (total // 2, total - total // 2)])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.rules import refuse
 
 
@@ -61,6 +62,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if config.augment.crop != "padded":
         because = f"augment.crop is {config.augment.crop}"
         yield Idle("augment.padding", because, "set augment.crop to padded")
+    for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
+        if config.model.trained != kind:
+            yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:
@@ -126,8 +130,9 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if runtime.engine == "stock":
         yield Idle("lanes fuse cpu_kernels", "runtime.engine is stock", "set runtime.engine to fast")
-    if config.model.trained == "all":
-        yield Idle("cache_features", "model.trained is all", "set model.trained to head")
+    if config.model.trained not in (*ON_FEATURES, "last_blocks"):
+        because = f"model.trained is {config.model.trained}"
+        yield Idle("cache_features", because, "set model.trained to head")
     if runtime.track != "wandb":
         keys = "project entity name artifact"
         yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")
@@ -144,10 +149,10 @@ def check_training(config: TrainingConfig) -> None:
             f"model.input_size is {config.model.input_size}, more than data.image_size = "
             f"{config.data.image_size}: the network's input is cut from the image"
         )
-    if config.model.channel_norm == "data" and config.model.trained == "all":
+    if config.model.channel_norm == "data" and config.model.trained not in ON_FEATURES:
         raise ValueError(
-            "model.channel_norm is data, which is for features of frozen layers, and model.trained is all: "
-            "set it to head, or model.channel_norm to group"
+            "model.channel_norm is data, which is for features of frozen layers, and model.trained is "
+            f"{config.model.trained}: set it to head, or model.channel_norm to group"
         )
     if config.model.channel_norm == "data" and config.privacy and config.privacy.moments_multiplier is None:
         raise ValueError(

@@ -35,6 +35,9 @@ YOUNGER = {
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
+    "model.last_blocks": 1,
+    "model.lora_rank": 8,
+    "model.lora_alpha": 8.0,
     "model.channel_norm": "group",
     "privacy.moments_multiplier": None,
     "privacy.mean_bound": 1.0,
@@ -273,7 +276,7 @@ class Runtime:
     cache_gb: NonNegativeFloat = 4.0
     """Memory for decoded images of all splits together, in GB."""
     cache_features: bool = True
-    """Keep what frozen layers give for each image beside the data file, where it never changes."""
+    """Keep what frozen layers give for an image, where it never changes: on disk, or for a round."""
     checkpoint_every: PositiveInt = 20
     """Rounds (epochs, when centralised) between two checkpoints."""
     checkpoint_minutes: PositiveFloat = 2.0

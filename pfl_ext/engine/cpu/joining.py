@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from pfl_ext.models.lora import LowRank
+
 SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 RELUS = {nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"}
 
@@ -50,7 +52,7 @@ class Pooled(nn.MaxPool2d):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not list(m.children())
+        return isinstance(m, LowRank) or not list(m.children())
 
 
 def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Module]) -> nn.Module:

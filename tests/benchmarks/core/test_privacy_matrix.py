@@ -225,7 +225,7 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
     return float((whole - less).norm()), float(2**-22 * whole.norm())
 
 
-TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.", "model.dropout")
+TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.", "model.dropout", "model.trained")
 NOT_OF_THE_SUM = (
     "privacy.accountant",
     "privacy.noise",
@@ -250,6 +250,8 @@ BESIDE = {
     ("privacy.sampler", "fixed"): ("--federated.cohort_size=5",),
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),
+    ("model.trained", "two_layers"): ("--model.bottleneck=4",),
+    ("model.trained", "norms"): ("--model.arch=resnet18",),
     ("model.dropout", True): ("--model.arch=simple_cnn",),
     ("runtime.cache_features", False): ("--model.trained=head",),
 }

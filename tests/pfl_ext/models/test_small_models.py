@@ -167,7 +167,10 @@ def test_what_cannot_be_built_is_refused(arch: str, options: dict[str, Any], mes
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("trained", "first", "'all', 'head' or 'two_layers'"),
+        ("trained", "first", "'all', 'head', 'two_layers', 'last_blocks', 'lora', 'bias' or 'norms'"),
+        ("lora_rank", 0, "greater than 0"),
+        ("lora_alpha", 0, "greater than 0"),
+        ("last_blocks", 0, "greater than 0"),
         ("init", "lecun", "'torchvision' or 'xavier'"),
         ("bottleneck", 0, "greater than 0"),
         ("groups", 0, "greater than 0"),

@@ -1,0 +1,163 @@
+"""LoRA: frozen layers with trained low-rank updates beside them.
+
+Hu et al. 2022 (LoRA, arXiv 2106.09685): a layer's output is ``W x + (alpha / rank) B A x``, of which only A
+and B are trained. B is zero at first, so that the network begins as it was. For a convolution A is a
+convolution of the same kernel, stride and padding to ``rank`` channels, and B a 1 x 1 convolution from these
+to its outputs; together they are one convolution of the layer's own shape, which is what `merged` adds to its
+weights.
+
+A convolution with groups gets no adapter. Of a depthwise one, each channel's kernel is a single row of k x k
+numbers: an adapter of any rank would be larger than the kernel itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.models.config import ModelConfig
+
+ADAPTERS = ("lora_a", "lora_b")
+"""What the two layers of an adapter are called, behind the name of the layer that they belong to."""
+ADAPTERS_FILE = "adapters.safetensors"
+"""Of a run directory: the adapters by themselves, under the names that checkpoints have for them."""
+SomeModule = TypeVar("SomeModule", bound=nn.Module)
+
+
+class LowRank(nn.Module):
+    """A frozen layer and its adapter.
+
+    Args:
+        base: the layer, of which nothing is trained from here on.
+        config: the rank, and alpha.
+        generator: draws A as torch draws such a layer, uniformly within ``1 / sqrt(inputs of one output)``.
+    """
+
+    def __init__(self, base: nn.Linear | nn.Conv2d, config: ModelConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a, self.lora_b = _adapter(base, config.lora_rank)
+        self.scale = config.lora_alpha / config.lora_rank
+        bound = 1 / math.sqrt(self.lora_a.weight[0].numel())
+        with torch.no_grad():
+            self.lora_a.weight.uniform_(-bound, bound, generator=generator)
+            self.lora_b.weight.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer's."""
+        out: Tensor = self.base(x) + self.scale * self.lora_b(self.lora_a(x))
+        return out
+
+    def extra_repr(self) -> str:
+        """As torch's layers say it."""
+        return f"scale={self.scale}"
+
+    @torch.no_grad()
+    def added(self) -> Tensor:
+        """What `forward` adds, as weights of the layer's shape; summed in float64."""
+        a, b = (layer.weight.double().flatten(1) for layer in (self.lora_a, self.lora_b))
+        return (self.scale * (b @ a)).view(self.base.weight.shape)
+
+
+def _adapter(base: nn.Linear | nn.Conv2d, rank: int) -> tuple[nn.Linear | nn.Conv2d, nn.Linear | nn.Conv2d]:
+    """A and B, whose weights are not drawn yet: torch would draw them from its global generator."""
+    skip: Callable[..., nn.Linear | nn.Conv2d] = nn.utils.skip_init
+    if isinstance(base, nn.Linear):
+        shapes = (base.in_features, rank), (rank, base.out_features)
+        return skip(nn.Linear, *shapes[0], bias=False), skip(nn.Linear, *shapes[1], bias=False)
+    form = {name: getattr(base, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+    return (
+        skip(nn.Conv2d, base.in_channels, rank, base.kernel_size, bias=False, **form),
+        skip(nn.Conv2d, rank, base.out_channels, 1, bias=False),
+    )
+
+
+def add_adapters(
+    backbone: nn.Module, head: str, config: ModelConfig, generator: torch.Generator, images: Tensor
+) -> None:
+    """Put `LowRank` in the place of every linear layer and every convolution but those under ``head``.
+
+    Layers that the network never calls, as it reads their weights itself (a transformer's projection of
+    attention), and convolutions with groups stay as they are, and frozen.
+
+    Args:
+        backbone: the network.
+        head: name of the last layer, or of the module that holds it and the bottleneck.
+        config: rank and alpha.
+        generator: draws each A, in the order of the layers.
+        images: ``[B, 3, S, S]``, with which the network can be run.
+
+    Raises:
+        ValueError: when there is no such layer.
+    """
+    called: set[str] = set()
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        for name, layer in backbone.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d) and not f"{name}.".startswith(f"{head}.")
+    ]
+    with torch.no_grad():
+        backbone(images)
+    for hook in hooks:
+        hook.remove()
+    found = False
+    for name, layer in list(backbone.named_modules()):
+        if name in called and isinstance(layer, nn.Linear | nn.Conv2d) and getattr(layer, "groups", 1) == 1:
+            backbone.set_submodule(name, LowRank(layer, config, generator))
+            found = True
+    if not found:
+        raise ValueError(
+            f"model.trained is lora, and before the last layer of {config.arch} there is no linear layer and "
+            "no convolution without groups: set model.trained to all or head"
+        )
+
+
+def adapters_of(module: nn.Module) -> dict[str, LowRank]:
+    """By the name of the layer; empty where the network has none."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LowRank)}
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A and B of every adapter under their names in ``module``."""
+    return {
+        f"{name}.{part}.weight": layer.get_parameter(f"{part}.weight")
+        for name, layer in adapters_of(module).items()
+        for part in ADAPTERS
+    }
+
+
+@torch.no_grad()
+def merged(module: SomeModule) -> SomeModule:
+    """A copy whose layers hold what their adapters add, by the plain network's names; else ``module`` itself.
+
+    Its outputs differ by rounding: what a layer and its adapter give is added before the product, not after.
+    """
+    if not adapters_of(module):
+        return module
+    plain = copy.deepcopy(module)
+    for name, layer in adapters_of(plain).items():
+        weight = layer.base.weight
+        weight.copy_(weight.double() + layer.added())
+        plain.set_submodule(name, layer.base)
+    return plain
+
+
+@torch.no_grad()
+def load_merged(module: nn.Module, tensors: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> None:
+    """Load what `merged` has by name, and the adapters that it holds, to go on training them.
+
+    Args:
+        module: a network with adapters, or a plain one, for which there are no adapters.
+        tensors: all of a merged network.
+        adapters: as `adapter_tensors` gives them.
+    """
+    found = adapters_of(module)
+    names = {f"{name}.{part}": f"{name}.base.{part}" for name in found for part in ("weight", "bias")}
+    module.load_state_dict({**{names.get(name, name): t for name, t in tensors.items()}, **adapters})
+    for layer in found.values():
+        layer.base.weight.copy_(layer.base.weight.double() - layer.added())

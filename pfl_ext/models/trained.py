@@ -1,0 +1,150 @@
+"""Which parameters of a network are trained: ``model.trained``.
+
+The last layer is always among them, and so is the bottleneck before it, which is as new. Besides these,
+
+* ``last_blocks`` trains the last N blocks of the network, whole;
+* ``lora`` trains adapters of the other layers (`pfl_ext.models.lora`), and no weight of theirs;
+* ``bias`` trains every bias (Ben Zaken et al. 2022, BitFit, arXiv 2106.10199), those of norms too;
+* ``norms`` trains scale and shift of every norm (Frankle et al. 2021, arXiv 2003.00152).
+
+What is not trained is never summed, clipped, noised, sent or counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.lora import add_adapters
+
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+def choose_trained(backbone: nn.Module, head: str, config: ModelConfig, generator: torch.Generator) -> None:
+    """Freeze what ``config.trained`` leaves as it is, and add the adapters of lora.
+
+    Args:
+        backbone: with its first weights.
+        head: name of the last layer.
+        config: of the network.
+        generator: draws what is added.
+
+    Raises:
+        ValueError: in one line, when the network has nothing of the kind that is to be trained.
+    """
+    if config.trained == "all":
+        return
+    head = head if config.bottleneck is None else head.rpartition(".")[0]
+    images = torch.zeros(1, 3, config.input_size, config.input_size)
+    backbone.requires_grad_(False)
+    if config.trained == "last_blocks":
+        for name in [name for block in _last_blocks(backbone, head, config, images) for name in block]:
+            backbone.get_submodule(name).requires_grad_(True)
+    elif config.trained == "lora":
+        add_adapters(backbone, head, config, generator, images)
+    elif config.trained in ("bias", "norms"):
+        kind = _biases if config.trained == "bias" else _of_norms
+        found = [p for name, p in kind(backbone) if not name.startswith(f"{head}.")]
+        if not found:
+            what = "bias" if config.trained == "bias" else "norm with a scale"
+            raise ValueError(
+                f"model.trained is {config.trained}, and before the last layer of {config.arch} there is no "
+                f"{what}: set model.trained to all or head"
+            )
+        for parameter in found:
+            parameter.requires_grad_(True)
+    backbone.get_submodule(head).requires_grad_(True)
+
+
+def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By their names, which torch's layers end in ``bias``."""
+    return ((name, p) for name, p in backbone.named_parameters() if name.endswith("bias") and p.ndim == 1)
+
+
+def _of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that layers have whose type calls itself a norm, as all of torch's and ours do."""
+    for layer, module in backbone.named_modules():
+        if "Norm" in type(module).__name__:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{layer}.{name}", parameter
+
+
+def _last_blocks(
+    backbone: nn.Module, head: str, config: ModelConfig, images: Tensor
+) -> Sequence[Sequence[str]]:
+    blocks = blocks_of(backbone, head)
+    if not _follow_one_another(backbone, [*(name for block in blocks for name in block), head], images):
+        raise ValueError(
+            f"model.trained is last_blocks, and the blocks of {config.arch} are not run one after another, "
+            "each once: set model.trained to another value"
+        )
+    if len(blocks) < 2:
+        raise ValueError(
+            f"model.trained is last_blocks, and {config.arch} has no more than one block before its last "
+            "layer: set model.trained to all"
+        )
+    if config.last_blocks >= len(blocks):
+        raise ValueError(
+            f"model.last_blocks is {config.last_blocks}, and {config.arch} has {len(blocks)} blocks before "
+            f"its last layer, of which one stays as it is: choose at most {len(blocks) - 1}, or set "
+            "model.trained to all"
+        )
+    return blocks[-config.last_blocks :]
+
+
+def blocks_of(backbone: nn.Module, head: str) -> list[list[str]]:
+    """The names of the modules of every block before the head, first to last.
+
+    A block is what a network repeats: the residual block of a ResNet or an EfficientNet, the encoder block
+    of a transformer, a single layer of a small network. To find them, a network is taken apart into its
+    children, and so are those of them that are plain sequences or hold a sequence of modules of one class;
+    no other is. A norm by itself belongs to the block before it.
+    """
+    blocks: list[list[str]] = []
+    for name in _pieces(backbone, "", head):
+        has_layer = any(isinstance(layer, LAYERS) for layer in backbone.get_submodule(name).modules())
+        if has_layer or not blocks:
+            blocks.append([])
+        blocks[-1].append(name)
+    return blocks
+
+
+def _pieces(module: nn.Module, prefix: str, head: str) -> Iterator[str]:
+    """The names of the modules with parameters that are not taken apart further, without the head."""
+    for child_name, child in module.named_children():
+        name = prefix + child_name
+        if name == head:
+            continue
+        if head.startswith(f"{name}.") or type(child) in (nn.Sequential, nn.ModuleList) or _repeats(child):
+            yield from _pieces(child, f"{name}.", head)
+        elif next(child.parameters(), None) is not None:
+            yield name
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether it is, or has as a child, a sequence of several modules of one class that have children."""
+    for sequence in (module, *module.children()):
+        kinds = {type(part) for part in sequence.children()}
+        if isinstance(sequence, nn.Sequential | nn.ModuleList) and len(sequence) > 1 and len(kinds) == 1:
+            first = next(sequence.children())
+            # layers with norm and activation, of which torchvision's blocks consist, are sequences
+            if next(first.children(), None) is not None and not isinstance(first, nn.Sequential):
+                return True
+    return False
+
+
+def _follow_one_another(backbone: nn.Module, names: Sequence[str], images: Tensor) -> bool:
+    """Whether the network runs these modules in this order, and each once."""
+    entered: list[str] = []
+    hooks = [
+        backbone.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+        for name in names
+    ]
+    with torch.no_grad():
+        backbone(images)
+    for hook in hooks:
+        hook.remove()
+    return entered == list(names)

@@ -1,0 +1,217 @@
+"""Runs that train part of a network: what they count, send and save, and how they go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.core.config.digests import config_tree, digest
+from benchmarks.flair.config import FLAIR, parse
+from benchmarks.flair.per_user import main as score_users
+from dataset.cli import run
+from pfl_ext import checkpoint
+from tests.benchmarks.conftest import RESNET18, Train, killed_at
+from tests.benchmarks.core.test_private import LOCAL, PRIVATE
+from tests.benchmarks.test_train import error_line, results
+from tests.closeness import assert_close_as_vector
+
+LORA = ("--model.trained=lora", "--model.lora_rank=2", "--model.lora_alpha=4")
+PLAIN = {  # parameters of lenet with inputs of 18 pixels and 17 labels, by layer
+    "conv1": 6 * 75 + 6,
+    "conv2": 16 * 150 + 16,
+    "fc1": 120 * 16 + 120,
+    "fc2": 84 * 120 + 84,
+    "fc3": 17 * 84 + 17,
+}
+ADDED = 2 * (75 + 6) + 2 * (150 + 16) + 2 * (16 + 120) + 2 * (120 + 84)
+VALUES: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "lora": (LORA, ADDED, ADDED + PLAIN["fc3"]),
+    "last_blocks": (
+        ("--model.trained=last_blocks", "--model.last_blocks=2"),
+        0,
+        sum(PLAIN[name] for name in ("fc1", "fc2", "fc3")),
+    ),
+    "bias": (("--model.trained=bias",), 0, 6 + 16 + 120 + 84 + PLAIN["fc3"]),
+}
+"""Words, parameters that the network has besides, and those that are trained."""
+
+
+def saved(directory: Path) -> dict[str, Any]:
+    return dict(load_file(directory / "model.safetensors"))
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_run_counts_and_sends_what_is_trained_and_saves_a_plain_network(value: str, train: Train) -> None:
+    words, more, trained = VALUES[value]
+    directory = train(*words)
+    found = results(directory)
+    assert found["parameters"] == sum(PLAIN.values()) + more
+    assert found["trainable_parameters"] == trained
+    assert found["traffic"] == {"down": 4 * trained, "up": 4 * trained}
+    tensors = checkpoint.load(directory / "checkpoint" / "last.safetensors")[0]
+    adapters = {name for name in tensors if name.startswith("model/") and "lora_" in name}
+    assert bool(adapters) == (value == "lora")
+    names = {f"backbone.{layer}.{part}" for layer in PLAIN for part in ("weight", "bias")}
+    assert set(saved(directory)) == names
+    assert (directory / "adapters.safetensors").exists() == (value == "lora")
+    if value == "lora":
+        kept = load_file(directory / "adapters.safetensors")
+        assert {f"model/{name}" for name in kept} == adapters
+    assert sum(t.numel() for t in saved(directory).values()) == sum(PLAIN.values())
+
+
+def test_norms_are_trained_where_there_are_some(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(train(*RESNET18, "--model.trained=norms", "--federated.num_rounds=1"))
+    norms = 2 * (64 + 4 * 64 + 5 * 128 + 5 * 256 + 5 * 512)
+    assert found["trainable_parameters"] == norms + 513 * 17
+    train("--model.trained=norms", name="none", code=2)
+    assert "before the last layer of lenet there is no norm with a scale: set" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--runtime.engine=stock",),
+        (*PRIVATE, "--privacy.noise_seed=run"),
+        (*LOCAL, "--local_privacy.noise_seed=run"),
+        ("--config=c-r-17",),
+        ("--federated.algorithm=scaffold",),
+    ],
+    ids=" ".join,
+)
+def test_a_killed_run_of_adapters_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
+    whole = train(*LORA, *words, name="whole")
+    with killed_at(1):
+        train(*LORA, *words, name="killed", code=130)
+    again = train(*LORA, *words, name="killed")
+    for name in ("model.safetensors", "adapters.safetensors"):
+        assert (again / name).read_bytes() == (whole / name).read_bytes()
+    assert results(again)["model_probe"] == results(whole)["model_probe"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_both_engines_train_the_same(value: str, train: Train) -> None:
+    ours, theirs = (
+        saved(train(*VALUES[value][0], f"--runtime.engine={engine}", name=engine))
+        for engine in ("fast", "stock")
+    )
+    assert_close_as_vector(ours, theirs, roundings=3 * 40 * 64)  # rounds, steps, and sums of 4,096 terms
+
+
+def test_a_run_of_adapters_is_a_start_for_the_plain_network(train: Train) -> None:
+    first = train(*LORA)
+    start = (f"--weights={first / 'model.safetensors'}", "--model.pretrained=true", "--model.keep_head=true")
+    second = train(*start, "--federated.num_rounds=1", "--evaluation.best_by=loss", name="second")
+    scored = json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["val"]
+    assert scored["loss"] == pytest.approx(results(first)["val"]["loss"], rel=1e-5)
+
+
+def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--personal.num_epochs=1", "--personal.min_images=2", "--evaluation.per_user=true")
+    at_end, later = train(*LORA, *words, name="at_end"), train(*LORA, name="later")
+    assert run(score_users, [str(later), *words[:2]]) == 0
+    found = [json.loads((directory / "per_user.json").read_text()) for directory in (at_end, later)]
+    after = [users["personal"]["quantiles"]["after"]["O-AP"]["mean"] for users in found]
+    assert after[0] == pytest.approx(after[1], abs=1e-3)
+    (later / "adapters.safetensors").unlink()
+    assert run(score_users, [str(later)]) == 2
+    assert "adapters.safetensors is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ("--model.lora_rank=4",),
+            "--model.lora_rank has no effect where model.trained is all: remove it, or",
+        ),
+        (("--model.trained=bias", "--model.lora_alpha=2"), "has no effect where model.trained is bias"),
+        (("--model.trained=lora", "--model.last_blocks=2"), "has no effect where model.trained is lora"),
+        ((*LORA, "--runtime.cache_features=false"), "has no effect where model.trained is lora: remove it"),
+        (
+            ("--model.trained=last_blocks", "--model.last_blocks=4"),
+            "choose at most 3, or set model.trained to",
+        ),
+        (("--model.trained=lora", "--model.lora_rank=0"), "model.lora_rank is '0': input should be greater"),
+        ((*LORA, "--model.channel_norm=data"), "and model.trained is lora: set it to head, or"),
+        ((*LORA, "--federated.algorithm=fedncm", "--evaluation.best_by=last"), "set model.trained to head"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_or_cannot_be_is_one_line(
+    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*words, code=2)
+    assert message in error_line(capsys)
+
+
+def test_rank_and_alpha_belong_to_a_run_of_adapters_alone() -> None:
+    words = ("--model.trained=lora",)
+    runs = [
+        words,
+        (*words, "--model.lora_rank=4"),
+        (*words, "--model.lora_alpha=4"),
+        ("--model.trained=bias",),
+    ]
+    assert len({digest(parse([*run_words]).config) for run_words in runs}) == len(runs)
+    tree = config_tree(parse([*words]).config)
+    assert not {"lora_rank", "lora_alpha", "last_blocks"} & set(tree["model"]), (
+        "as in runs before there were any"
+    )
+    assert FLAIR.read(tree, "config.yaml") == parse([*words]).config
+
+
+BLOCKS = (
+    "--model.trained=last_blocks",
+    "--model.last_blocks=2",
+    "--model.input_size=20",
+    "--augment.flip=none",
+    "--runtime.accumulate=fp64",
+)
+EACH_STEP = "--runtime.cache_features=false"
+ONCE = "the layers up to conv2 are computed once a round for each user"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--local.num_epochs=2",),
+        ("--runtime.engine=stock",),
+        ("--federated.algorithm=scaffold",),
+        ("--local.virtual_size=6", "--federated.weighting=users"),
+        (*PRIVATE, "--privacy.noise_seed=run"),
+        ("--config=c-r-17",),
+    ],
+    ids=" ".join,
+)
+def test_frozen_blocks_that_run_once_a_round_give_the_model_of_those_that_run_in_every_step(
+    words: tuple[str, ...], train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the run is killed, and goes on in the other way."""
+    options = [word for word in (*BLOCKS, *words) if not ("--config=c-r-17" in words and "accumul" in word)]
+    once = train(*options, name="once")
+    assert ONCE in capsys.readouterr().out
+    train(*options, EACH_STEP, name="each")
+    assert ONCE not in capsys.readouterr().out
+    for name, then in (("killed", ()), ("other", (EACH_STEP,))):
+        with killed_at(1):
+            train(*options, name=name, code=130)
+        train(*options, *then, name=name)
+    models = {name: saved(once.with_name(name)) for name in ("killed", "each", "other")}
+    assert all(t.equal(models["killed"][name]) for name, t in saved(once).items())
+    for name in ("each", "other"):
+        assert_close_as_vector(saved(once), models[name], roundings=3 * 40 * 64)
+
+
+def test_a_run_with_drawn_flips_says_why_frozen_blocks_run_in_every_step(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*BLOCKS, "--augment.flip=horizontal", "--federated.num_rounds=1")
+    assert "computed in every step: augment.flip is horizontal; with none" in capsys.readouterr().out
