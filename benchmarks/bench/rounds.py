@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from pfl.postprocessor.base import Postprocessor
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.facts import commit, hardware
+from benchmarks.core.features import Inputs
 from benchmarks.core.federated import means, setup, training_data
 from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
@@ -36,7 +37,6 @@ from dataset.files import write_json
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.engine.cohort import Watch
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 
@@ -47,24 +47,14 @@ STOCK = ("--runtime.engine=stock", "--runtime.prefetch=0", "--runtime.cache_gb=0
 """Stock as pfl's users have it: float32, a read for each user when its turn comes."""
 
 
-class Trainable(Protocol):
-    """The part of an `Experiment` that a round needs."""
-
-    def split(self, name: str) -> ImageStore:
-        """The store of a split by its name."""
-
-    def module(self) -> ImageClassifier:
-        """A network."""
-
-
 @dataclass(frozen=True)
 class Sides:
     """What is compared: two runs that differ in their runtime, and what both train on."""
 
     stock: AnyRun
     fast: AnyRun
-    opened: Callable[[Run[Any]], Trainable]
-    """What a run learns."""
+    opened: Callable[[Run[Any]], Inputs]
+    """The network that a run trains, and what it is fed with."""
     scored: str | None = None
     """A split that is scored every tenth round, a tenth of which is charged to each; None: no evaluation."""
     privacy: PrivacyConfig | None = None
@@ -101,11 +91,11 @@ class Side:
     """One engine with a model of its own, a round at a time."""
 
     def __init__(self, sides: Sides, run: AnyRun) -> None:
-        trainable = sides.opened(run)
-        store, module = trainable.split("train"), trainable.module()
+        inputs = sides.opened(run)
+        store, module = inputs.split("train"), inputs.module
         self.data = training_data(run, store, module.task)
         evaluation = CentralEvaluation(
-            trainable.split(sides.scored or "train"), threads=run.runtime.reader_threads
+            inputs.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
         training = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
         self.engine, self.model = training.engine, training.model

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
 from benchmarks.core.config.trees import Tree
-from benchmarks.flair.config import parse
+from benchmarks.core.features import Inputs, inputs_of
+from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import Flair
 from dataset.cli import run as run_command
 from dataset.flair.mini import MiniSpec, write_mini
@@ -42,8 +43,14 @@ class Case:
     private: bool = False
     runtime: tuple[str, ...] = ()
     """Further words for the fast engine."""
+    network: str = ""
+    """Words for both: another network than ResNet-18 from scratch, fed with images as they are stored."""
 
 
+HEAD = (
+    "--model.arch efficientnet_lite0 --model.normalisation efficientnet_lite --model.pretrained true "
+    "--model.trained head --augment.flip none"
+)
 CPU = [
     Case("32 px, 17 labels", 32, cohort=100),
     Case("32 px, 1,628 labels, with evaluation", 32, labels=1628, cohort=100, val_users=100),
@@ -52,6 +59,7 @@ CPU = [
     Case("64 px, bf16", 64, cohort=50, precision="bf16"),
     Case("224 px", 224, cohort=10, users=300),
     Case("224 px, bf16", 224, cohort=10, users=300, precision="bf16"),
+    Case("128 px, head alone, cohort of 200", 128, cohort=200, users=1000, network=HEAD),
 ]
 CURVES = [
     *(Case(f"cohort of {n}", 32, cohort=n) for n in (10, 100, 1000)),
@@ -76,13 +84,13 @@ SETS = {"cpu": CPU, "curves": CURVES, "gpu": GPU, "all": CPU + CURVES + GPU}
 
 
 def _stored(case: Case) -> int:
-    """Pixels of the images in the file, of which training sees crops."""
-    return case.pixels + case.pixels // 8
+    """Pixels of the images in the file, of which training of all layers sees crops."""
+    return case.pixels if case.network else case.pixels + case.pixels // 8
 
 
 def data_file(case: Case, folder: Path) -> Path:
     """The mini set with FLAIR's histogram at this size, drawn once."""
-    path = folder / f"bench-{case.pixels}-{case.users}-{max(case.val_users, 1)}.hdf5"
+    path = folder / f"bench-{_stored(case)}-{case.users}-{max(case.val_users, 1)}.hdf5"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         spec = MiniSpec(case.users, max(case.val_users, 1), test_users=1, image_size=_stored(case))
@@ -96,14 +104,20 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     common = (
         f"--config fl-r-{1628 if case.labels > 17 else 17} --data.image_size {_stored(case)} "
         f"--model.input_size {case.pixels} --federated.cohort_size {case.cohort} "
-        f"--federated.weighting {'users' if case.private else 'images'}"
+        f"--federated.weighting {'users' if case.private else 'images'} {case.network}"
     ).split()
-    with DataFile(data_file(case, options.data_dir)) as file:
+    path = data_file(case, options.data_dir)
+    with DataFile(path) as file:
+
+        def opened(run: Run) -> Inputs:
+            experiment = Flair(run, file)
+            return inputs_of(experiment, experiment.module(), path)
+
         simulated = PrivacyConfig(2.0, clipping_bound=0.1, noise_cohort_size=5000, noise_population=41131)
         sides = Sides(
-            parse([*common, *STOCK]),
+            parse([*common, *STOCK, *(["--runtime.cache_features=false"] if case.network else [])]),
             parse([*common, *words]),
-            lambda run: Flair(run, file),
+            opened,
             "val" if case.val_users else None,
             simulated if case.private else None,
             RESNET18_FLOPS * case.pixels**2,

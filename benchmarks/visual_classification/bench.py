@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench.rounds import STOCK, Sides, Trainable, measure, report_cases
+from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import build_model
+from benchmarks.core.features import Inputs, inputs_of
 from benchmarks.visual_classification.config import Run, parse
 from benchmarks.visual_classification.train import VisualClassification
 from dataset.cli import run as run_command
 from dataset.store.hdf5 import DataFile
 from pfl_ext.data.federated_dataset import ByteArray, IntArray
-from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.tasks.single_label import SingleLabel
 
@@ -87,9 +87,15 @@ class RandomImages:
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
     if options.data_path is not None:
-        with DataFile(options.data_path) as file:
-            return _compare(case, rounds, lambda run: VisualClassification(run, file))
-    return _compare(case, rounds, lambda run: Drawn(run, case))
+        path = options.data_path
+        with DataFile(path) as file:
+
+            def opened(run: Run) -> Inputs:
+                experiment = VisualClassification(run, file)
+                return inputs_of(experiment, experiment.module(), path)
+
+            return _compare(case, rounds, opened)
+    return _compare(case, rounds, lambda run: Drawn(run, case).inputs())
 
 
 @dataclass(frozen=True)
@@ -104,12 +110,13 @@ class Drawn:
         users = self.case.users if name == "train" else 10
         return RandomImages(self.case, self.run.config.data.image_size, users)
 
-    def module(self) -> ImageClassifier:
-        """The network of the case's config."""
-        return build_model(self.run.config, self.case.classes, None, SingleLabel(), self.split)
+    def inputs(self) -> Inputs:
+        """These, and the network of the case's config."""
+        module = build_model(self.run.config, self.case.classes, None, SingleLabel(), self.split)
+        return Inputs(module, self.split)
 
 
-def _compare(case: Case, rounds: int, opened: Callable[[Run], Trainable]) -> Tree:
+def _compare(case: Case, rounds: int, opened: Callable[[Run], Inputs]) -> Tree:
     common = [*case.words, f"--federated.cohort_size={case.cohort}"]
     sides = Sides(
         parse([*common, *STOCK]),

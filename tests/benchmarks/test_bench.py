@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.bench import cpu_kernels, engine_parts
 from benchmarks.bench.rounds import Clock
+from benchmarks.core.features import inputs_of
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.cli import run as run_command
@@ -58,6 +61,27 @@ def test_a_private_round_is_measured_beside_a_plain_one(
     assert len(cost["plain"]) == len(cost["private"]) == 1
     assert cost["ratio"] == pytest.approx(cost["private"][0] / cost["plain"][0])
     assert f"tiny: {cost['ratio']:.2f} times a plain round" in capsys.readouterr().out
+
+
+def test_a_head_is_measured_on_features_beside_pfls_loop_on_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(bench.SETS, "cpu", [replace(TINY, network=bench.HEAD, val_users=0)])
+    read: dict[str, tuple[int, ...]] = {}
+
+    def watched(*given: Any) -> Any:
+        inputs = inputs_of(*given)
+        engine = given[0].run.runtime.engine
+        read[engine] = inputs.split("train").read(np.arange(2))[0].shape
+        return inputs
+
+    monkeypatch.setattr("benchmarks.flair.bench.inputs_of", watched)
+    output = tmp_path / "bench.json"
+    words = ["--cases", "cpu", "--rounds", "1", "--data_dir", str(tmp_path), "--output", str(output)]
+    assert run_command(bench.main, words) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert read == {"stock": (2, 32, 32, 3), "fast": (2, 1280)}
+    assert result["deviation_of_the_models_first_move"] < 0.01
 
 
 def test_the_training_of_lanes_made_later_is_charged_too() -> None:
