@@ -34,7 +34,7 @@ PAUSE_S = 0.001
 class Transport(ABC):
     """What `pfl_ext.workers.distributed.Workers` needs. Tensors of bytes are uint8."""
 
-    _nccl = False
+    _nccl: bool  # set by `choose`
 
     @abstractmethod
     def choose(self, *, on_own_gpus: bool) -> str:

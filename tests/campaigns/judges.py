@@ -2,6 +2,7 @@
 
 A line that runs at import alone (a default, a constant, a decorator) is judged by the tests that execute
 anything of the function, class or module around it. So is a line that no test executes in its own process.
+A constant is judged as well by the tests that have its name, which may execute nothing of its module.
 Tests that changed since the coverage was collected count as well: all tests of a changed file that executed
 anything of the module, and of a new file that names it.
 """
@@ -105,11 +106,13 @@ class Judges:
     def of(self, module: str, line: int, budget: float) -> Judgement:
         """The judges of a fault in this line, from the quickest test, of ``budget`` CPU seconds together."""
         lines = self._tests_of_lines(module)
-        around = levels(ast.parse((self._root / module).read_text()), line)
+        tree = ast.parse((self._root / module).read_text())
+        around = levels(tree, line)
         everyone = set[str]().union(*lines.values())
         direct = next(
             filter(None, (set[str]().union(*(lines.get(n, ()) for n in level)) for level in around)), everyone
         )
+        direct = direct | self._tests_with(constants(tree, line))
         files = {file_of(test) for test in everyone}
         candidates = self._changed if files else self._files
         whole = {name for name in candidates if name in files or self._names(name, module)}
@@ -123,6 +126,17 @@ class Judges:
                 if spent <= budget or not chosen:
                     chosen[test] = self.seconds.get(test, 0.0)
         return Judgement(chosen, frozenset(whole))
+
+    def _tests_with(self, names: Collection[str]) -> set[str]:
+        """The tests in whose code one of these names stands."""
+        found = set[str]()
+        for file in self._files if names else ():
+            text = (self._root / file).read_text()
+            if any(name in text for name in names):
+                for node in ast.parse(text).body:
+                    if isinstance(node, _FUNCTIONS) and words_of(node).intersection(names):
+                        found.add(f"{file}::{node.name}")
+        return {test for test in self.seconds if test.partition("[")[0] in found}
 
     def _names(self, test_file: str, module: str) -> bool:
         """Whether a test file imports a module."""
@@ -172,6 +186,24 @@ def levels(tree: ast.Module, line: int) -> Iterator[set[int]]:
             yield set[int]().union(
                 *(_body(inner) for inner in ast.walk(node) if isinstance(inner, _FUNCTIONS))
             )
+
+
+def constants(tree: ast.Module, line: int) -> set[str]:
+    """The names that a statement of the module assigns in this line."""
+    return {
+        node.id
+        for statement in tree.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and line in _whole(statement)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """All names and attributes in the code."""
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

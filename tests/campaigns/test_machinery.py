@@ -212,6 +212,7 @@ def test_judges_are_found_where_lines_moved_and_tests_changed(tmp_path: Path) ->
     write("a/m.py", SOUND)
     for name in ("kept", "changed", "apart"):
         write(f"tests/test_{name}.py", "import a.m")
+    write("tests/test_apart.py", "import a.m\n\n\ndef test(): a.m.x\n")
     write("tests/test_cached.py", "@functools.cache")
     git("init", "-q")
     git("add", ".")
@@ -251,5 +252,6 @@ def test_judges_are_found_where_lines_moved_and_tests_changed(tmp_path: Path) ->
         tests["changed"],
         other,
     }
-    write("a/unseen.py", "x = 1\n")
+    assert tests["apart"] in judges.of("a/m.py", 1, 99).seconds, "it executes nothing there"
+    write("a/unseen.py", "y = 1\n")
     assert judges.of("a/unseen.py", 1, 99) == Judgement({})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.pool import Pool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -26,7 +27,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_index
 from dataset.store.native import checksum
 from dataset.store.probe import probe
-from dataset.store.validate import main, validate
+from dataset.store.validate import _label_lines, main, validate
 from tests.dataset.drawn import label_rows, records, write_parquet
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
@@ -57,6 +58,20 @@ def test_a_sound_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1.000 labels/image" in text
     assert "jpeg, grouped by user, valid" in text
     assert "source: drawn" in text
+
+
+def test_what_comes_after_equal_labels_is_described_too() -> None:
+    def classes(*counts: int) -> SimpleNamespace:
+        return SimpleNamespace(kind="one class", counts=lambda: np.array(counts))
+
+    annotations = {"a": classes(3, 4), "b": classes(3, 4), "c": classes(5, 2)}
+    mappings = {key: {"cat": 0, "dog": 1} for key in annotations}
+    reader, split = SimpleNamespace(label_mappings=mappings), SimpleNamespace(annotations=annotations)
+    file: Any = SimpleNamespace(reader=reader, splits=["train"], split=lambda name: split)
+    assert _label_lines(file) == [
+        *("a: 2, with images in train", "  dog: 4", "  cat: 3", "b: the same 2"),
+        *("c: 2, with images in train", "  cat: 5", "  dog: 2"),
+    ]
 
 
 def test_a_description_names_the_labels_and_counts_their_images(
