@@ -57,6 +57,8 @@ def test_a_multi_label_image_is_weighted_label_by_label() -> None:
     capped = ImportanceWeights([0.5, 0.5], WeightedMultiLabel(), cap=1.5)(of_user, of_user)
     np.testing.assert_allclose(np.abs(capped).max(0), [1.5, 1.5])
     assert np.array_equal(np.sign(capped), np.sign(expected))
+    least = ImportanceWeights([0.5, 0.5], WeightedMultiLabel(), cap=0.5)(of_user, of_user)
+    assert np.array_equal(least, 0.5 * np.sign(expected)), "a cap may be below 1"
 
 
 def test_weighted_frequencies_are_the_targets() -> None:
