@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -178,3 +179,22 @@ def test_local_training_of_other_steps_is_refused(optimizer: Any, more: Any, mes
     context = training_context(0, 1, NNTrainHyperParams(**words), ScaffoldParams(1, 1, 1, 1, 1.0))
     with pytest.raises(ValueError, match=message):
         Scaffold(Controls(module, ["user"])).rule(model, context)
+
+
+@pytest.mark.parametrize("cohort, rounds, users", [(2, 3, 10), (4, 3, 10)])
+def test_the_state_of_all_users_who_can_come_is_four_bytes_for_each_number(
+    cohort: int, rounds: int, users: int
+) -> None:
+    module = nn.Sequential(nn.Linear(99, 10), nn.Linear(5, 5).requires_grad_(False))
+    gigabytes = 4e-9 * 1000 * min(users, cohort * rounds)
+
+    def check(most: float) -> None:
+        people, options = SimpleNamespace(num_users=users), SimpleNamespace(max_state_gb=most)
+        setup: Any = SimpleNamespace(
+            users=people, options=options, module=module, cohort_size=cohort, num_rounds=rounds
+        )
+        Scaffold.check(setup)
+
+    check(1.001 * gigabytes)
+    with pytest.raises(ValueError, match=r"above federated\.max_state_gb"):
+        check(0.999 * gigabytes)

@@ -89,6 +89,16 @@ def test_users_gradients_come_out_of_one_pass(norm: str, side: int, channels_las
         assert_close_as_vector(total, expected, roundings)
 
 
+@pytest.mark.parametrize("positions", [1, 2, 3])
+def test_norms_of_users_with_one_image_by_gram_matrices(positions: int) -> None:
+    draw = torch.Generator().manual_seed(positions)
+    x, e = (torch.randn(5, positions, n, generator=draw) for n in (30, 40))
+    gradient = Weight(nn.Linear(30, 40, bias=False), x, e, Users(tuple(range(6)), x.device))
+    assert gradient.by_gram
+    expected = torch.einsum("upo,upi->uoi", e.double(), x.double()).flatten(1).norm(dim=1)
+    assert_close_as_vector(gradient.squared_norms().sqrt(), expected, 30 + 40)
+
+
 def test_taping_leaves_the_network_and_its_gradients_alone() -> None:
     backbone = small_backbone()
     before = [p.detach().clone() for p in backbone.parameters()]
