@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from pfl_ext.privacy.moments import Release, channel_moments
 from pfl_ext.workers.distributed import barrier, is_main
 
 BATCH = 32  # images of one pass
+NO_FILE = "its images are read from no data file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +124,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         ValueError: when there is no room for the features, or a network needs them and they are not cached.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
+    needed = next(_needs_kept(run.config), None)
+    if needed is not None and not run.runtime.cache_features:
+        raise ValueError(
+            f"{needed[0]}, which is for features that are computed once: set runtime.cache_features to true, "
+            f"or {needed[1]}"
+        )
     layer = standardised_in(module)
     if layer is not None:
-        if not run.runtime.cache_features:
-            raise ValueError(
-                "model.channel_norm is data, which is for features that are computed once: set "
-                "runtime.cache_features to true, or model.channel_norm to group"
-            )
         layer.clear()  # its features are the same for all runs
     if run.config.model.trained == "last_blocks" and run.runtime.cache_features:
         return _maps(experiment, images)
@@ -145,14 +147,22 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         split, why = None, str(fault)
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
     if split is None or len(stores) < len(splits):
-        if layer is not None:
-            raise ValueError(f"model.channel_norm is data, and features are not computed once: {why}")
+        if needed is not None:
+            raise ValueError(f"{needed[0]}, and features are not computed once: {why or NO_FILE}")
         if is_main() and why:
             print(f"the frozen layers are computed in every round: {why}", flush=True)
         return images
     cache = _filled(run, split, stores, data, experiment.file)
     fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
     return Inputs(split.classifier, fed.__getitem__)
+
+
+def _needs_kept(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """What a run has that gives other numbers if features are not kept, and what a run without it sets."""
+    if config.model.channel_norm == "data":
+        yield "model.channel_norm is data", "model.channel_norm to group"
+    if config.model.feature_format != "float32":
+        yield f"model.feature_format is {config.model.feature_format}", "model.feature_format to float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +237,7 @@ def _filled(
         earlier = wanted.get(store.file_split, np.empty(0, np.int64))
         wanted[store.file_split] = np.concatenate([earlier, store.file_rows])
     counts = {name: file.split(name).num_images for name in wanted}
-    cache = FeatureCache(data, depends_on, counts, split.width)
+    cache = FeatureCache(data, depends_on, counts, split.width, run.config.model.feature_format)
     if is_main() and cache.missing(wanted):
         _fill(cache, wanted, split, pixels, run.runtime.reader_threads)
     barrier()

@@ -80,7 +80,7 @@ TABLE: Mapping[str, Rule] = {
         "the mean and deviation of all training images are no sum that is clipped and noised",
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
-    **each(BEFORE_CLIPPING, "model", "dropout"),
+    **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
     **each(BEFORE_CLIPPING, "augment", "crop flip padding"),
     **each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),

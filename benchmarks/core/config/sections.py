@@ -39,6 +39,7 @@ YOUNGER = {
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
     "model.channel_norm": "group",
+    "model.feature_format": "float32",
     "privacy.moments_multiplier": None,
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,
