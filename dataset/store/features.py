@@ -89,7 +89,7 @@ class FeatureColumn:
         largest, end = float(np.abs(features).max(initial=0)), float(np.finfo(self._kind).max)
         if largest > end:
             raise ValueError(
-                f"the frozen layers give numbers of up to {largest:.4g}, and model.feature_format "
+                f"the frozen layers give numbers of up to {largest:.6g}, and model.feature_format "
                 f"{self._kind.name} ends at {end:.6g}: set it to {FULL}"
             )
         content = np.ascontiguousarray(features, self._kind).tobytes()
@@ -155,6 +155,7 @@ class FeatureCache:
         self._about = {**depends_on, **({} if kind == FULL else {"format": kind})}
         key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
         self.folder = data.with_name(f"{data.name}.features") / key[:16]
+        self.width = width
         self._columns = {
             name: FeatureColumn(self.folder, name, count, width, kind) for name, count in counts.items()
         }

@@ -31,6 +31,7 @@ SAMPLING = {
     "flip": "none",
     "input_size": 224,
     "padding": "zero",
+    "views": None,
     "keys": False,
 }
 SGD = {

@@ -32,6 +32,7 @@ REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repet
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
 YOUNGER = {
     "augment.padding": "zero",
+    "augment.views": None,
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,

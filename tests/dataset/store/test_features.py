@@ -113,7 +113,7 @@ def test_numbers_beyond_half_precision_are_refused_and_its_largest_is_not(tmp_pa
         return filled
 
     assert np.array_equal(reaching(65504.0).read("test", np.array([3])), np.full((1, WIDTH), sign * 65504.0))
-    message = r"numbers of up to 6\.551e\+04, and model\.feature_format float16 ends at 65504: set it to fl"
+    message = r"numbers of up to 65505, and model\.feature_format float16 ends at 65504: set it to fl"
     with pytest.raises(ValueError, match=message):
         reaching(65505.0)  # which rounds to 65504
 
