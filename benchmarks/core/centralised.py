@@ -14,8 +14,9 @@ from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.recorder import Recorder
 from dataset.files import prefetched
 from pfl_ext.algorithms.optimizers import AdamOptions
+from pfl_ext.data.augmented_views import augmented
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.data.transforms import draw_crops_of, draw_keys
+from pfl_ext.data.transforms import draw_keys
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
@@ -58,7 +59,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     total = 0.0
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
-        crops = draw_crops_of(images, rng, config.model.input_size, config.augment)
+        images, crops = augmented(images, rng, config.model.input_size, config.augment)
         crops = draw_keys(keys, crops) if config.model.dropout else crops
         optimizer.zero_grad()
         with model.amp_context or contextlib.nullcontext():

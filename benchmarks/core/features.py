@@ -1,31 +1,29 @@
 """What a run's network is fed: images, or the features that its frozen layers give, which are computed once.
 
 A run of which only the last layers are trained (``model.trained: head``) sees the same features of an image
-in every round, if no crop or flip is drawn. They are kept beside the data file (`dataset.store.features`),
-for this run and for all others with the same images, weights and transform.
+in every round, if no crop or flip is drawn, or those of a few views of it, if ``augment.views`` are. They are
+kept beside the data file (`dataset.store.features`), for this run and for all others with the same images,
+weights and transform.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
-from tqdm import tqdm
 
-from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.effects import draws_crops
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.experiment import Experiment
+from benchmarks.core.kept_features import BATCH, KeptFeatures
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.core.secret import Secret
-from dataset.files import locked, prefetched, written
-from dataset.store.features import FeatureCache, FloatArray, IntArray
-from dataset.store.hdf5 import DataFile
+from dataset.store.features import FloatArray, IntArray
 from dataset.store.views import SplitImages
 from pfl_ext.data.federated_dataset import ImageStore, Partition, natural_partition
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
@@ -35,9 +33,9 @@ from pfl_ext.models.features import Split
 from pfl_ext.models.prefix import Prefix
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.privacy.moments import Release, channel_moments
-from pfl_ext.workers.distributed import barrier, is_main
+from pfl_ext.workers.distributed import is_main
 
-BATCH = 32  # images of one pass
+NO_FILE = "its images are read from no data file"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +121,14 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         ValueError: when there is no room for the features, or a network needs them and they are not cached.
     """
     run, images = experiment.run, Inputs(module, experiment.split)
+    needed = next(_needs_kept(run.config), None)
+    if needed is not None and not run.runtime.cache_features:
+        raise ValueError(
+            f"{needed[0]}, which is for features that are computed once: set runtime.cache_features to true, "
+            f"or {needed[1]}"
+        )
     layer = standardised_in(module)
     if layer is not None:
-        if not run.runtime.cache_features:
-            raise ValueError(
-                "model.channel_norm is data, which is for features that are computed once: set "
-                "runtime.cache_features to true, or model.channel_norm to group"
-            )
         layer.clear()  # its features are the same for all runs
     if run.config.model.trained == "last_blocks" and run.runtime.cache_features:
         return _maps(experiment, images)
@@ -145,14 +144,32 @@ def inputs_of(experiment: Experiment[Any], module: ImageClassifier, data: Path) 
         split, why = None, str(fault)
     stores = {name: store for name, store in splits.items() if isinstance(store, SplitImages)}
     if split is None or len(stores) < len(splits):
-        if layer is not None:
-            raise ValueError(f"model.channel_norm is data, and features are not computed once: {why}")
+        if needed is not None:
+            raise ValueError(f"{needed[0]}, and features are not computed once: {why or NO_FILE}")
         if is_main() and why:
             print(f"the frozen layers are computed in every round: {why}", flush=True)
         return images
-    cache = _filled(run, split, stores, data, experiment.file)
-    fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
+    kept = KeptFeatures(run, split, data, experiment.file)
+    if run.config.augment.views is None:
+        cache = kept.whole_images(list(stores.values()))
+        fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
+    else:  # training sees views alone, and scores whole images alone
+        train = stores.pop("train")
+        views = kept.views(train, run.config.augment.views)
+        cache = kept.whole_images(list(stores.values()))
+        fed = {name: dataclasses.replace(store, pixels=cache) for name, store in stores.items()}
+        fed["train"] = dataclasses.replace(train, pixels=views)
     return Inputs(split.classifier, fed.__getitem__)
+
+
+def _needs_kept(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """What a run has that gives other numbers if features are not kept, and what a run without it sets."""
+    if config.model.channel_norm == "data":
+        yield "model.channel_norm is data", "model.channel_norm to group"
+    if config.augment.views is not None:
+        yield f"augment.views is {config.augment.views}", "augment.views to none"
+    if config.model.feature_format != "float32":
+        yield f"model.feature_format is {config.model.feature_format}", "model.feature_format to float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,66 +215,16 @@ def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
 
 
 def reason_against(config: TrainingConfig) -> str | None:
-    """Why an image has other features in each round; None where it always has the same."""
+    """Why an image has other features in each round; None where it always has the same, or the same few."""
     if config.model.dropout:
         return "model.dropout is true"
+    if config.augment.views is not None:
+        return None
     if config.augment.flip != "none":
         return f"augment.flip is {config.augment.flip}; with none they are computed once"
-    if config.augment.crop != "crop" or config.model.input_size != config.data.image_size:
+    if draws_crops(config):
         return (
             "crops are drawn; with augment.crop=crop and model.input_size equal to data.image_size "
             "they are computed once"
         )
     return None
-
-
-def _filled(
-    run: Run[Any], split: Split, stores: dict[str, SplitImages], data: Path, file: DataFile
-) -> FeatureCache:
-    """The features of all rows of these stores."""
-    depends_on = {
-        "data_sha256": file.content_sha256(),
-        "image_size": run.config.data.image_size,
-        "network_sha256": split.digest(),
-        "network": run.config.model.arch,
-    }
-    wanted: dict[str, IntArray] = {}
-    pixels = {store.file_split: store.pixels for store in stores.values()}
-    for store in stores.values():
-        earlier = wanted.get(store.file_split, np.empty(0, np.int64))
-        wanted[store.file_split] = np.concatenate([earlier, store.file_rows])
-    counts = {name: file.split(name).num_images for name in wanted}
-    cache = FeatureCache(data, depends_on, counts, split.width)
-    if is_main() and cache.missing(wanted):
-        _fill(cache, wanted, split, pixels, run.runtime.reader_threads)
-    barrier()
-    return cache
-
-
-def _fill(
-    cache: FeatureCache, wanted: dict[str, IntArray], split: Split, pixels: dict[str, Any], threads: int
-) -> None:
-    """Compute what is missing, while no other process does."""
-    with written(cache.folder):
-        cache.folder.mkdir(parents=True, exist_ok=True)
-    with locked(cache.folder / "lock", "waiting for another process that computes these features", wait=True):
-        blocks = cache.missing(wanted)  # another process may have computed some
-        bar = tqdm(
-            total=sum(cache.block_size(*block) for block in blocks),
-            unit="image",
-            desc=f"features, once, {cache.num_bytes / 1e9:.2g} GB",
-            file=sys.stderr,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
-
-        def compute(name: str, rows: IntArray) -> FloatArray:
-            batches = [rows[i : i + BATCH] for i in range(0, len(rows), BATCH)]
-            parts = []
-            read = prefetched(lambda batch: pixels[name].read(name, batch), batches, ahead=4, threads=threads)
-            for images in read:
-                parts.append(split.features(torch.from_numpy(images)))
-                bar.update(len(images))
-            return np.concatenate(parts)
-
-        with bar:
-            cache.fill(blocks, compute)

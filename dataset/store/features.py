@@ -1,4 +1,6 @@
-"""Features of a file's images on disk, computed once: for each split a matrix of float32, row by row.
+"""Features of a file's images on disk, computed once: for each split a matrix, row by row.
+
+Numbers are kept as float32 or rounded to float16, and always read as float32.
 
 They lie beside the data file, in ``F.features/KEY``; the key is a digest of all that they depend on. Rows are
 computed in blocks of `BLOCK`. A block counts from the moment that its checksum is written, after its numbers,
@@ -15,6 +17,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,8 @@ FloatArray = npt.NDArray[np.float32]
 
 BLOCK = 1024
 """Rows."""
-ITEM = 4  # bytes of a float32
+FULL = "float32"
+"""Of numpy's names of formats, the one in which features are computed."""
 
 
 class FeatureColumn:
@@ -38,18 +42,25 @@ class FeatureColumn:
         split: its name.
         num_rows: N.
         width: D.
+        kind: the format in which numbers are kept, by numpy's name.
     """
 
-    def __init__(self, folder: Path, split: str, num_rows: int, width: int) -> None:
-        self._numbers, self._sums = folder / f"{split}.f32", folder / f"{split}.json"
+    def __init__(self, folder: Path, split: str, num_rows: int, width: int, kind: str = FULL) -> None:
+        self._kind = np.dtype(kind).newbyteorder("<")
+        self._numbers = folder / f"{split}.f{8 * self._kind.itemsize}"
+        self._sums = folder / f"{split}.json"
         self.num_rows, self._width = num_rows, width
         self._done: dict[int, int] = {}
-        self._matrix: npt.NDArray[np.float32] | None = None
+        self._matrix: npt.NDArray[np.floating[Any]] | None = None
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._width * self._kind.itemsize
 
     @property
     def num_bytes(self) -> int:
         """On disk, when it is complete."""
-        return self.num_rows * self._width * ITEM
+        return self.num_rows * self._row_bytes
 
     def missing(self, rows: IntArray) -> list[int]:
         """The blocks of these rows that are not on disk, or that changed there since they were written."""
@@ -69,18 +80,24 @@ class FeatureColumn:
             features: of its rows, ``[n, D]``.
 
         Raises:
-            ValueError: when they are not finite.
+            ValueError: when they are not finite, or beyond the range of the format in which they are kept.
             OSError: one clause with the path, such as of a full disk.
         """
         assert features.shape == (len(self.rows_of(block)), self._width)
         if not np.isfinite(features).all():
             raise ValueError("the frozen layers give numbers that are not finite: are these weights damaged?")
-        content = np.ascontiguousarray(features, "<f4").tobytes()
+        largest, end = float(np.abs(features).max(initial=0)), float(np.finfo(self._kind).max)
+        if largest > end:
+            raise ValueError(
+                f"the frozen layers give numbers of up to {largest:.6g}, and model.feature_format "
+                f"{self._kind.name} ends at {end:.6g}: set it to {FULL}"
+            )
+        content = np.ascontiguousarray(features, self._kind).tobytes()
         with written(self._numbers):
             self._numbers.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._numbers, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                offset, rest = block * BLOCK * self._width * ITEM, memoryview(content)
+                offset, rest = block * BLOCK * self._row_bytes, memoryview(content)
                 while rest:
                     count = os.pwrite(descriptor, rest, offset)
                     offset, rest = offset + count, rest[count:]
@@ -91,11 +108,11 @@ class FeatureColumn:
         write_json(self._sums, {"block": BLOCK, "width": self._width, "sums": self._done})
 
     def read(self, rows: IntArray) -> FloatArray:
-        """``[n, D]``, of rows whose blocks are on disk, in their order."""
+        """``[n, D]`` float32, of rows whose blocks are on disk, in their order."""
         if self._matrix is None or len(self._matrix) <= int(rows.max(initial=-1)):
-            height = self._numbers.stat().st_size // (self._width * ITEM)
-            self._matrix = np.memmap(self._numbers, "<f4", "r", shape=(height, self._width))
-        return np.asarray(self._matrix[rows])
+            height = self._numbers.stat().st_size // self._row_bytes
+            self._matrix = np.memmap(self._numbers, self._kind, "r", shape=(height, self._width))
+        return np.asarray(self._matrix[rows], np.float32)
 
     def _checked(self) -> dict[int, int]:
         """The checksums of the blocks that are on disk as they were written."""
@@ -107,8 +124,8 @@ class FeatureColumn:
             found = {}
             with open(self._numbers, "rb") as file:
                 for block, value in sorted(sums.items()):
-                    file.seek(block * BLOCK * self._width * ITEM)
-                    if zlib.crc32(file.read(len(self.rows_of(block)) * self._width * ITEM)) == value:
+                    file.seek(block * BLOCK * self._row_bytes)
+                    if zlib.crc32(file.read(len(self.rows_of(block)) * self._row_bytes)) == value:
                         found[block] = value
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
@@ -120,19 +137,27 @@ class FeatureCache:
 
     Args:
         data: the data file, beside which they lie.
-        depends_on: all that they depend on, which decides the folder.
+        depends_on: all that they depend on, which decides the folder; ``kind`` does, too.
         counts: N of each split.
         width: D.
+        kind: the format in which they are kept, by numpy's name.
     """
 
     def __init__(
-        self, data: Path, depends_on: Mapping[str, object], counts: Mapping[str, int], width: int
+        self,
+        data: Path,
+        depends_on: Mapping[str, object],
+        counts: Mapping[str, int],
+        width: int,
+        kind: str = FULL,
     ) -> None:
-        key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+        # folders of full precision are as old as the first features, whose key does not name the format
+        self._about = {**depends_on, **({} if kind == FULL else {"format": kind})}
+        key = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
         self.folder = data.with_name(f"{data.name}.features") / key[:16]
-        self._about = dict(depends_on)
+        self.width = width
         self._columns = {
-            name: FeatureColumn(self.folder, name, count, width) for name, count in counts.items()
+            name: FeatureColumn(self.folder, name, count, width, kind) for name, count in counts.items()
         }
 
     @property
@@ -176,5 +201,5 @@ class FeatureCache:
             column.put(block, compute(name, column.rows_of(block)))
 
     def read(self, split: str, rows: IntArray) -> FloatArray:
-        """``[n, D]``: rows of a split of the file, in any order, from any thread."""
+        """``[n, D]`` float32: rows of a split of the file, in any order, from any thread."""
         return self._columns[split].read(np.asarray(rows, np.int64))

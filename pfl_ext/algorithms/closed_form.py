@@ -81,7 +81,7 @@ class ClosedForm(Algorithm[Sums]):
     idle: ClassVar[str] = (
         "server. local.learning_rate local.effective_learning_rate local.max_grad_norm local.clip_by "
         "local.momentum local.weight_decay local.num_epochs local.straddle local.shuffle local.reshuffle "
-        "local.virtual_size "
+        "local.virtual_size augment.views "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     sends: ClassVar[str] = "vector of sums"

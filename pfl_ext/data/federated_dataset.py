@@ -20,9 +20,10 @@ from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import prefetched
 from pfl_ext.data import fedvc
+from pfl_ext.data.augmented_views import AugmentedViews, augmented
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
-from pfl_ext.data.transforms import CROP_COLUMNS, draw_crops_of, draw_keys
+from pfl_ext.data.transforms import CROP_COLUMNS, draw_keys
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
 
@@ -108,13 +109,14 @@ class UserImages(Dataset):
     """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
 
     pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
-    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. With
+    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. Where the store has
+    `AugmentedViews`, one of each image is drawn instead. With
     ``sampling.keys`` it is ``[B, 8]``, and the last columns say which units are dropped for an image.
     """
 
     def __init__(
         self,
-        images: ByteArray,
+        images: ByteArray | AugmentedViews,
         targets: Annotations,
         user_id: str,
         sampling: LocalSampling,
@@ -147,8 +149,7 @@ class UserImages(Dataset):
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, targets = self.raw_data
         sampling = self._sampling
-        chosen = images[positions]
-        crops = draw_crops_of(chosen, rng, sampling.input_size, sampling)
+        chosen, crops = augmented(images[positions], rng, sampling.input_size, sampling)
         return (
             torch.from_numpy(chosen),
             self._collate(targets[positions]),
@@ -278,7 +279,7 @@ class FederatedImageDataset(FederatedDataset):
 
     def user_dataset(self, user: int, turn: int = 0) -> UserImages:
         """What user number ``user`` trains on in this round."""
-        rng = stream(self._seed, "local training", self._round, user, turn)
+        rng = self._stream(user, turn)
         all_rows = self.partition.rows_of(user)
         rows = self._sampling.take(all_rows, rng)
         if len(rows) > len(all_rows):  # FedVC: some come twice, but are read once
@@ -290,6 +291,10 @@ class FederatedImageDataset(FederatedDataset):
             targets = self._reweight(targets, self._store.targets(all_rows))
         user_id = self.partition.user_ids[user]
         return UserImages(images, targets, user_id, self._sampling, rng, self._collate)
+
+    def _stream(self, user: int, turn: int) -> np.random.Generator:
+        """From which a user's training in this round is drawn."""
+        return stream(self._seed, "local training", self._round, user, turn)
 
     def members(self, cohort_size: int) -> list[Member]:
         """The round's cohort, the same on every worker."""
@@ -316,17 +321,23 @@ class FederatedImageDataset(FederatedDataset):
     def single_features(self, members: Sequence[Member]) -> Batch | None:
         """Features ``[n, D]``, targets and crops of n users who own one row each, in one reading.
 
-        It is what their `read` gives, one after another, as nothing is drawn for them: one row has one order
-        and features have no crops. None where a user owns more, or its row is an image or has keys.
+        It is what their `read` gives, one after another, as nothing is drawn for them but a view where there
+        are several: one row has one order and features have no crops. None where a user owns more, or its row
+        is an image or has keys.
         """
         users = np.array([member.user for member in members], np.int64)
         plain = self._reweight is None and not self._sampling.keys and self._sampling.num_epochs == 1
         if not plain or (self.partition.sizes[users] != 1).any() or (self._sampling.virtual_size or 1) != 1:
             return None
-        nobody, _ = self._store.read(np.empty(0, np.int64))
-        if nobody.ndim != 2:
+        nobody: Any = self._store.read(np.empty(0, np.int64))[0]
+        of_views = isinstance(nobody, AugmentedViews)
+        if not of_views and nobody.ndim != 2:
             return None
-        features, targets = self._store.read(self.partition.rows[self.partition.offsets[users]])
+        found: tuple[Any, Annotations] = self._store.read(self.partition.rows[self.partition.offsets[users]])
+        features, targets = found
+        if of_views:
+            draws = [features.draw(self._stream(member.user, member.turn), 1) for member in members]
+            features = features.read(features.rows, np.concatenate(draws))
         crops = np.zeros((len(users), CROP_COLUMNS), np.float32)
         return torch.from_numpy(features), self._collate(targets), torch.from_numpy(crops)
 

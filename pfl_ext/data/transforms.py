@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -33,6 +34,7 @@ RESIZED_SCALE = (0.08, 1.0)  # share of the image's area
 RESIZED_RATIO = (3 / 4, 4 / 3)  # width : height
 RESIZED_TRIES = 10
 PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixels for CIFAR's 32
+MOST_VIEWS = 256
 CROP_COLUMNS = 6
 KEY_BITS, KEY_COLUMNS = 24, 2
 """Of `draw_keys`: float32 holds whole numbers of 24 bits."""
@@ -50,6 +52,8 @@ class AugmentConfig:
     """Mirrored left to right with probability 1/2; both: and upside down with probability 1/2."""
     padding: Padding = "zero"
     """Border of a padded crop's image: zero, black; reflect, the image mirrored at its outermost pixels."""
+    views: Annotated[int, Field(ge=1, le=MOST_VIEWS)] | None = None
+    """Views of an image, drawn once, of which each use takes one; none: each use draws a crop and flips."""
 
 
 @dataclass(frozen=True, config=STRICT)

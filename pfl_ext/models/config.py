@@ -15,6 +15,7 @@ Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "n
 ON_FEATURES = ("head", "two_layers")
 """Values of ``trained`` with which all trained layers take one vector for each image."""
 ChannelNorm = Literal["group", "data"]
+FeatureFormat = Literal["float32", "float16"]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -41,6 +42,8 @@ class ModelConfig:
     """What learns besides the last layer and the bottleneck; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
     """Blocks before the last layer that learn (residual blocks; in a small network, layers)."""
+    feature_format: FeatureFormat = "float32"
+    """How features of frozen layers are kept; float16: rounded to 11 bits, in half the space."""
     lora_rank: PositiveInt = 8
     """Rank of what LoRA adds to each linear layer and each convolution without groups."""
     lora_alpha: PositiveFloat = 8.0

@@ -127,15 +127,23 @@ class Split:
             raise ValueError(f"more than the layer {self.trained} follows the frozen layers")
 
     @torch.no_grad()
-    def _run(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, images: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What enters the trained layers, and the outputs."""
         layer = self._whole.backbone.get_submodule(self.trained)
-        return entering(layer, lambda: self._whole(images), self.trained)
+        return entering(layer, lambda: self._whole(images, crops), self.trained)
 
-    def features(self, images: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """``[B, D]`` of uint8 images ``[B, H, W, 3]``, each image by itself, as evaluation sees it."""
+    def features(
+        self, images: Tensor, crops: Tensor | None = None
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        """``[B, D]`` of uint8 images ``[B, H, W, 3]``, each image by itself.
+
+        Args:
+            images: as they are stored.
+            crops: ``[B, 6]``, as training sees them; None: as evaluation does.
+        """
         device = self._whole.mean.device
-        return self._run(images.to(device))[0].cpu().numpy()
+        there = None if crops is None else crops.to(device)
+        return self._run(images.to(device), there)[0].cpu().numpy()
 
     def digest(self) -> str:
         """SHA-256 of all that features depend on besides the images: layers, weights, and the transform."""

@@ -69,7 +69,7 @@ _MODULES = {
     "pfl_ext/algorithms": "algorithm clients closed_form fed3r fedcof fedir fedncm fednova fedprox on_pfl "
     "optimizers per_user scaffold user_vectors",
     "pfl_ext/auditing": "bounds",
-    "pfl_ext/data": "federated_dataset fedvc joint_crops sampling schedule transforms",
+    "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
     "pfl_ext/models": "classifier features pretrained scatternet small standardised weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",

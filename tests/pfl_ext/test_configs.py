@@ -31,6 +31,7 @@ SAMPLING = {
     "flip": "none",
     "input_size": 224,
     "padding": "zero",
+    "views": None,
     "keys": False,
 }
 SGD = {
@@ -86,6 +87,7 @@ MODEL = {
     "dropout": False,
     "keep_head": False,
     "channel_norm": "group",
+    "feature_format": "float32",
 }
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 

@@ -55,6 +55,12 @@ def idle_by_mode(mode: str) -> Idle:
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
 
+def draws_crops(config: TrainingConfig) -> bool:
+    """Whether a training image is not always the whole image as it is."""
+    whole = config.augment.crop == "crop" and config.model.input_size == config.data.image_size
+    return config.augment.flip != "none" or not whole
+
+
 def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     """The rules that every benchmark shares."""
     yield idle_by_mode(config.mode)
@@ -65,6 +71,12 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
         if config.model.trained != kind:
             yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
+    if config.model.trained not in ON_FEATURES:
+        because = f"model.trained is {config.model.trained}"
+        yield Idle("model.feature_format augment.views", because, "set model.trained to head")
+    if not draws_crops(config):
+        because = "augment.flip is none and crops are whole images"
+        yield Idle("augment.views", because, "choose a flip or a crop")
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:
@@ -158,6 +170,11 @@ def check_training(config: TrainingConfig) -> None:
         raise ValueError(
             "model.channel_norm is data, which reads all training images, and privacy.moments_multiplier is "
             "none: give the noise multiplier of that release, or set model.channel_norm to group"
+        )
+    if config.model.channel_norm == "data" and config.augment.views is not None:
+        raise ValueError(
+            f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
+            "view of each image: set augment.views to none, or model.channel_norm to group"
         )
     federated = config.federated
     if config.mode == "federated":

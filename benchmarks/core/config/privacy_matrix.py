@@ -80,8 +80,12 @@ TABLE: Mapping[str, Rule] = {
         "the mean and deviation of all training images are no sum that is clipped and noised",
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
-    **each(BEFORE_CLIPPING, "model", "dropout"),
+    **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
     **each(BEFORE_CLIPPING, "augment", "crop flip padding"),
+    "augment.views": Rule(
+        "which views an image has, and which a step takes, follows from the seed and the image's and its "
+        "user's place; the user's update is clipped as one, however many views its images have"
+    ),
     **each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
     **each(BEFORE_CLIPPING, "local", "max_grad_norm clip_by momentum weight_decay virtual_size"),

@@ -32,6 +32,7 @@ REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repet
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
 YOUNGER = {
     "augment.padding": "zero",
+    "augment.views": None,
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
@@ -39,6 +40,7 @@ YOUNGER = {
     "model.lora_rank": 8,
     "model.lora_alpha": 8.0,
     "model.channel_norm": "group",
+    "model.feature_format": "float32",
     "privacy.moments_multiplier": None,
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,

@@ -8,13 +8,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.core.config.digests import config_tree, digest
+from benchmarks.flair.config import FLAIR, parse
 from dataset.files import locked
 from pfl_ext.models.features import Split
 from tests.benchmarks.conftest import Train, killed_at, train_into
@@ -182,3 +186,114 @@ def test_a_bottleneck_that_would_never_learn_is_refused(
 ) -> None:
     train(*HEAD, "--model.bottleneck=4", code=2)
     assert "model.trained is head, and a bottleneck before it would never learn" in capsys.readouterr().err
+
+
+HALF = "--model.feature_format=float16"
+
+
+def rounded(split: Split, images: Tensor, crops: Any = None) -> Any:
+    """What float16 keeps of features."""
+    return (
+        split._run(images.to(split._whole.mean.device))[0].cpu().numpy().astype(np.float16).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--runtime.engine=stock",),
+        (*PRIVATE, "--privacy.noise_seed=run"),
+        ("--federated.algorithm=fed3r", "--evaluation.best_by=last"),
+        (CENTRAL,),
+    ],
+    ids=" ".join,
+)
+def test_half_precision_trains_on_rounded_features_to_the_bit(
+    words: tuple[str, ...], own_file: Path, tmp_path: Path
+) -> None:
+    users_train = not {CENTRAL, "--federated.algorithm=fed3r"} & {*words}
+    options = [word for word in (*HEAD, *words) if users_train or "accumulate" not in word]
+    half = train_into(tmp_path / "half", own_file, *options, HALF)
+    full = train_into(tmp_path / "full", own_file, *options)
+    files = sorted(file for folder in folders(own_file) for file in folder.glob("train.f*"))
+    sizes = {file.suffix: file.stat().st_size for file in files}
+    assert len(folders(own_file)) == len(files) == 2, "side by side"
+    assert sizes[".f32"] == 2 * sizes[".f16"] > 0
+    with mock.patch.object(Split, "features", rounded):
+        other = Path(shutil.copy(own_file, tmp_path / "other.hdf5"))
+        expected = trained(train_into(tmp_path / "rounded", other, *options))
+    found = trained(half)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    exact = trained(full)
+    assert any(not torch.equal(found[name], tensor) for name, tensor in exact.items())
+    read = [json.loads((folder / "results.json").read_text()) for folder in (half, tmp_path / "rounded")]
+    assert [one["last"] for one in read[:1]] == [one["last"] for one in read[1:]], "scores, too"
+
+
+def test_a_killed_run_on_half_precision_goes_on_to_the_bit_and_with_no_other_format(
+    own_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train_into(tmp_path / "whole", own_file, *HEAD, HALF)
+    with killed_at(2):
+        train_into(tmp_path / "killed", own_file, *HEAD, HALF, code=130)
+    capsys.readouterr()
+    train_into(tmp_path / "killed", own_file, *HEAD, code=2)
+    assert "holds a run of another config (model.feature_format: float16 -> " in capsys.readouterr().err
+    killed = train_into(tmp_path / "killed", own_file, *HEAD, HALF)
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_the_format_is_part_of_a_config_only_where_it_is_another() -> None:
+    plain, half = parse(HEAD).config, parse([*HEAD, HALF]).config
+    assert "feature_format" not in config_tree(plain)["model"]
+    assert config_tree(half)["model"]["feature_format"] == "float16"
+    assert digest(half) != digest(plain)
+    assert FLAIR.read(config_tree(half), "config.yaml") == half
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            (EACH_ROUND,),
+            "model.feature_format is float16, which is for features that are computed once: set "
+            "runtime.cache_features to true, or model.feature_format to float32",
+        ),
+        (
+            ("--augment.flip=horizontal",),
+            "model.feature_format is float16, and features are not computed once: augment.flip is horizontal",
+        ),
+        (
+            ("--model.arch=squeezenet1_1",),
+            "model.feature_format is float16, and features are not computed once: the layer classifier.1",
+        ),
+        (
+            ("--model.trained=all",),
+            "--model.feature_format has no effect where model.trained is all: remove it, or set model.",
+        ),
+        (("--model.feature_format=float8",), "model.feature_format is 'float8'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_where_no_features_are_kept_half_precision_is_refused_in_one_line(
+    words: tuple[str, ...], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*HEAD, HALF, *words, code=2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not (directory / "config.yaml").exists()
+
+
+def test_features_beyond_half_precision_are_refused_in_one_line(
+    own_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def large(split: Split, images: Tensor, crops: Any = None) -> Any:
+        return rounded(split, images) + np.float32(70000)
+
+    with mock.patch.object(Split, "features", large):
+        directory = train_into(tmp_path / "run", own_file, *HEAD, HALF, code=2)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: the frozen layers give numbers of up to 7000")
+    assert error.endswith(", and model.feature_format float16 ends at 65504: set it to float32")
+    assert not list(directory.glob("*.jsonl"))

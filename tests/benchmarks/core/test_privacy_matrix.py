@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,10 @@ from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
+from pfl_ext.data.augmented_views import AugmentedViews, IntArray
+from pfl_ext.models.features import Split
 from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.randomness import stream
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.pfl_ext.stores import NumberedStore
 
@@ -173,6 +177,8 @@ def test_the_printed_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture
 
 
 BOUND, SIZES = 0.02, (4, 7, 3, 6, 8)
+WIDTH = 192
+"""Numbers that enter the last layer of cifar_cnn."""
 SMALL = (
     "--seed=1",
     "--model.arch=cifar_cnn",
@@ -194,12 +200,39 @@ CENTRAL = (
 )
 
 
+class ViewsOfNumbers(NumberedStore):
+    """For training, rows of numbers that differ by row and view, of which a user brings one an image."""
+
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
+        return AugmentedViews(rows, 3, features_of), self.targets(rows)
+
+
+class WholeNumbers(NumberedStore):
+    """For scoring, the same without views."""
+
+    def read(self, rows: IntArray) -> tuple[Any, Any]:
+        return features_of(rows, np.zeros_like(rows)), self.targets(rows)
+
+
+def features_of(rows: IntArray, views: IntArray) -> Any:
+    draws = [
+        stream(3, "features", *pair).standard_normal(WIDTH) for pair in zip(rows.tolist(), views.tolist())
+    ]
+    return np.array(draws, np.float32).reshape(-1, WIDTH)
+
+
 def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path) -> torch.Tensor:
     """The noisy sum of the first round that a private run makes, as one vector, by the production path.
 
     Its noise and its cohort are those of the seed, whatever users have how many images.
     """
-    run, store = FLAIR.parse(argv), NumberedStore(sizes)
+    run = FLAIR.parse(argv)
+    views = run.config.augment.views is not None
+    store, val = (
+        (ViewsOfNumbers(sizes), WholeNumbers([2, 2]))
+        if views
+        else (NumberedStore(sizes), NumberedStore([2, 2]))
+    )
     sums: list[torch.Tensor] = []
     real = NoisyMean.postprocess_server
 
@@ -212,9 +245,10 @@ def released_sum(argv: tuple[str, ...], sizes: tuple[int, ...], directory: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NoisyMean, "postprocess_server", watched)
         module = build_model(run.config, 5, None, MultiLabel())
+        module = Split(module).classifier if views else module
         files = RunDirectory(run, directory)
         files.begin()
-        train_federated(run, store, NumberedStore([2, 2]), module, Recorder(files))
+        train_federated(run, store, val, module, Recorder(files))
     return sums[0]
 
 
@@ -270,6 +304,14 @@ def test_no_allowed_choice_lets_one_user_move_the_sum_by_more_than_the_bound(
     distance, rounding = moved((*given, *beside, f"--{key}={text}"), tmp_path)
     bound = 2 * BOUND if value == "fixed" else BOUND  # replaced, not removed
     assert 0.9 * BOUND < distance <= bound * (1 + 1e-5) + rounding
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_views_of_a_users_images_move_the_sum_by_no_more_than_the_bound(epochs: int, tmp_path: Path) -> None:
+    """In four epochs a user brings several views of an image, in one update."""
+    words = ("--model.trained=head", "--augment.flip=both", "--augment.views=3")
+    distance, rounding = moved((*CENTRAL, *words, f"--local.num_epochs={epochs}"), tmp_path)
+    assert 0.9 * BOUND < distance <= BOUND * (1 + 1e-5) + rounding
 
 
 def test_fedirs_weights_would_let_a_user_outside_the_cohort_move_the_sum(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,8 @@ COUNTS = {"train": 2 * BLOCK + 5, "test": 7}
 ALL = {name: np.arange(count) for name, count in COUNTS.items()}
 
 
-def cache(tmp_path: Path, **depends_on: object) -> FeatureCache:
-    return FeatureCache(tmp_path / "f.hdf5", depends_on, COUNTS, WIDTH)
+def cache(tmp_path: Path, kind: str = "float32", **depends_on: object) -> FeatureCache:
+    return FeatureCache(tmp_path / "f.hdf5", depends_on, COUNTS, WIDTH, kind)
 
 
 def made(split: str, rows: IntArray) -> FloatArray:
@@ -56,11 +58,11 @@ def test_a_fill_that_was_killed_goes_on_at_its_block(tmp_path: Path) -> None:
     assert np.array_equal(second.read("train", ALL["train"]), made("train", ALL["train"]))
 
 
-@pytest.mark.parametrize("file", ["train.f32", "train.json"])
+@pytest.mark.parametrize("kind, file", [("float32", "f32"), ("float32", "json"), ("float16", "f16")])
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "other"])
-def test_damage_is_computed_again(tmp_path: Path, file: str, damage: str) -> None:
-    cache(tmp_path).fill([("train", 0), ("train", 1), ("train", 2)], made)
-    path = cache(tmp_path).folder / file
+def test_damage_is_computed_again(tmp_path: Path, kind: str, file: str, damage: str) -> None:
+    cache(tmp_path, kind).fill([("train", 0), ("train", 1), ("train", 2)], made)
+    path = cache(tmp_path, kind).folder / f"train.{file}"
     content = bytearray(path.read_bytes())
     if damage == "bit":
         content[-2] ^= 1
@@ -71,11 +73,49 @@ def test_damage_is_computed_again(tmp_path: Path, file: str, damage: str) -> Non
         path.unlink()
     else:
         path.write_bytes(b"[1, 2]")
-    found = cache(tmp_path)
+    found = cache(tmp_path, kind)
     missing = found.missing({"train": ALL["train"]})
     assert ("train", 2) in missing
     found.fill(missing, made)
-    assert np.array_equal(found.read("train", ALL["train"]), made("train", ALL["train"]))
+    expected = made("train", ALL["train"]).astype(kind)
+    assert np.array_equal(found.read("train", ALL["train"]), expected)
+
+
+def test_half_precision_lies_beside_full_in_half_the_space_and_is_read_as_float32(tmp_path: Path) -> None:
+    full, half = cache(tmp_path), cache(tmp_path, "float16")
+    for one in (full, half):
+        one.fill(one.missing(ALL), made)
+    assert half.num_bytes * 2 == full.num_bytes
+    assert (half.folder / "train.f16").stat().st_size == COUNTS["train"] * WIDTH * 2
+    assert (full.folder / "train.f32").stat().st_size == COUNTS["train"] * WIDTH * 4
+    rows = np.random.default_rng(0).permutation(COUNTS["train"])
+    read = cache(tmp_path, "float16").read("train", rows)
+    assert read.dtype == np.float32
+    assert np.array_equal(read, made("train", rows).astype(np.float16))
+    assert not np.array_equal(read, made("train", rows)), "some of these numbers have 12 bits"
+    assert np.array_equal(cache(tmp_path).read("train", rows), made("train", rows))
+
+
+def test_the_folder_of_full_precision_is_the_one_that_it_was(tmp_path: Path) -> None:
+    """The key of before there were formats."""
+    key = hashlib.sha256(json.dumps({"a": 1}).encode()).hexdigest()[:16]
+    assert cache(tmp_path, a=1).folder.name == key
+    assert cache(tmp_path, "float16", a=1).folder.name != key
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_beyond_half_precision_are_refused_and_its_largest_is_not(tmp_path: Path, sign: int) -> None:
+    def reaching(largest: float) -> FeatureCache:
+        filled = cache(tmp_path, "float16", largest=largest)
+        filled.fill(
+            [("test", 0)], lambda split, rows: np.full((len(rows), WIDTH), sign * largest, np.float32)
+        )
+        return filled
+
+    assert np.array_equal(reaching(65504.0).read("test", np.array([3])), np.full((1, WIDTH), sign * 65504.0))
+    message = r"numbers of up to 65505, and model\.feature_format float16 ends at 65504: set it to fl"
+    with pytest.raises(ValueError, match=message):
+        reaching(65505.0)  # which rounds to 65504
 
 
 def test_what_features_depend_on_decides_the_folder(tmp_path: Path) -> None:

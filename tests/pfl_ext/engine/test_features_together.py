@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.cohort import CohortEngine
@@ -46,6 +47,17 @@ class FeatureStore:
         return np.eye(CLASSES, dtype=np.uint8)[rows % CLASSES]
 
 
+class ViewStore(FeatureStore):
+    """Three views of each row, of which the second and third are multiples of the first."""
+
+    def read(self, rows: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        self.reads += 1
+        return AugmentedViews(rows, 3, self.viewed), self.targets(rows)
+
+    def viewed(self, rows: npt.NDArray[np.int64], views: npt.NDArray[np.int64]) -> Any:
+        return self.features[rows] * (1 + views[:, None]).astype(np.float32)
+
+
 def network() -> FeatureClassifier:
     torch.manual_seed(3)
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(WIDTH, CLASSES))
@@ -53,8 +65,10 @@ def network() -> FeatureClassifier:
     return FeatureClassifier(whole, "1", WIDTH)
 
 
-def summed(sizes: list[int], private: bool = True) -> tuple[dict[str, Any], FeatureStore, Any]:
-    store, model = FeatureStore(sizes), network()
+def summed(
+    sizes: list[int], private: bool = True, kind: type[FeatureStore] = FeatureStore
+) -> tuple[dict[str, Any], FeatureStore, Any]:
+    store, model = kind(sizes), network()
     data = FederatedImageDataset(store, LocalSampling(input_size=4, batch_size=4), seed=1)
     config = PrivacyConfig(epsilon=50.0, delta=1e-4, clipping_bound=BOUND)
     scaling = PrivateMean(config.calibrate(len(sizes), len(sizes), 2), noise_seed=4) if private else None
@@ -87,10 +101,13 @@ def test_clipped_sums_are_those_in_closed_form(private: bool) -> None:
     assert_close_as_vector(ours, in_closed_form(store, bound), 2 * (USERS + WIDTH))
 
 
-def test_users_read_together_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, store, _ = summed([1] * USERS)
+@pytest.mark.parametrize("kind", [FeatureStore, ViewStore])
+def test_users_read_together_are_those_read_one_by_one(
+    kind: type[FeatureStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, store, _ = summed([1] * USERS, kind=kind)
     monkeypatch.setattr(FederatedImageDataset, "single_features", lambda self, members: None)
-    alone, other, _ = summed([1] * USERS)
+    alone, other, _ = summed([1] * USERS, kind=kind)
     assert other.reads == USERS
     assert store.reads < 10
     assert all(torch.equal(together[name], alone[name]) for name in alone)
