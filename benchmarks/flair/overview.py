@@ -36,7 +36,7 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
         ValueError: when the runs of a group are not different seeds of one experiment.
     """
     figure = Figure(figsize=(8.6, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    left, right = figure.subplots(1, 2, width_ratios=(3, 0.7 * max(len(groups), 3)))
     place = np.linspace(0, 1, 51)
     for number, (name, directories) in enumerate(groups.items()):
         runs = [finished_run(directory, FLAIR, {"test": ["C-AP"]}) for directory in directories]
@@ -48,14 +48,14 @@ def overview(groups: Mapping[str, Sequence[Path]], path: Path) -> None:
         tests = [run.outcome["test"]["C-AP"] for run in runs]
         right.plot([number] * len(tests), tests, "o", color=colour, alpha=0.6)
         right.plot([number - 0.25, number + 0.25], [np.mean(tests)] * 2, color=colour, linewidth=3)
-        right.text(number + 0.3, float(np.mean(tests)), f"{np.mean(tests):.1f}", va="center", fontsize=9)
+        right.text(number, max(tests) + 2, f"{np.mean(tests):.1f}", ha="center", fontsize=9)
         guess = 100 * float(np.mean(list(runs[0].outcome["prevalence"].values())))
     right.axhline(guess, color=GREY, linestyle=":", label="guessing")
     left.set(
         xlabel="share of the training done (%)", ylabel="C-AP exact on val (%)", xlim=(0, 100), ylim=(0, None)
     )
-    right.set(ylabel="C-AP exact on test (%)", xlim=(-0.6, len(groups) - 0.1))
-    right.set_ylim(0, 1.08 * right.dataLim.y1)
+    right.set(ylabel="C-AP exact on test (%)", xlim=(-0.5, len(groups) - 0.5))
+    right.set_ylim(0, 1.15 * right.dataLim.y1)
     right.set_xticks(range(len(groups)), [name.replace(", ", ",\n") for name in groups])
     for axes in (left, right):
         axes.legend(frameon=False, loc="lower right", fontsize=9)
