@@ -172,16 +172,24 @@ RECIPES: Mapping[str, Tree] = {
     "private-images": {
         "data": {"partition": "iid-clients-50000-seed-0"},
         "local": {"batch_size": 1, "learning_rate": 1.0, "weight_decay": 0.0},
-        "server": {"optimizer": "sgd", "learning_rate": 8.0, "momentum": 0.0},
-        "federated": {"num_rounds": 60, "cohort_size": 2048, "weighting": "users"},
+        "server": {
+            "optimizer": "sgd",
+            "learning_rate": 16.0,
+            "momentum": 0.0,
+            "schedule": "warmup_linear",
+            "warmup_rounds": 0,
+            "final_learning_rate": 0.32,
+        },
+        "federated": {"num_rounds": 200, "cohort_size": 2048, "weighting": "users"},
         "privacy": {"delta": 1e-5, "mechanism": "gaussian", "clipping_bound": 1.0},
-        "evaluation": {"every_rounds": 20},
+        "evaluation": {"every_rounds": 50},
     },
 }
 """The paper's data sets and methods: 6.5 and Section 5. ``vc`` and ``ir`` are FedVC and FedIR.
 
 ``head`` and ``private-images`` are ours: a last layer on EfficientNet-Lite0's features, and each image of
-CIFAR-10 a user. All updates there are clipped in the first rounds, and a third of them in the last.
+CIFAR-10 a user, with the rate and rounds that were best on 5,000 training images set aside, at epsilon 2 and
+3. At epsilon 1 a rate of 8 was better, down to 0.16, and at 8 were 500 rounds.
 """
 
 
