@@ -65,6 +65,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     for kind, keys in (("last_blocks", "model.last_blocks"), ("lora", "model.lora_rank model.lora_alpha")):
         if config.model.trained != kind:
             yield Idle(keys, f"model.trained is {config.model.trained}", f"set model.trained to {kind}")
+    if config.model.random_features is None:
+        because = "model.random_features is none"
+        yield Idle("model.random_features_width", because, "give model.random_features")
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:
