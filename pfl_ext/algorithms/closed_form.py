@@ -38,9 +38,9 @@ from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, IntArray, UserImages
-from pfl_ext.memory import physical_memory
 from pfl_ext.models.classifier import ImageClassifier, head_of
 from pfl_ext.models.features import entering
+from pfl_ext.models.memory import physical_memory
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals

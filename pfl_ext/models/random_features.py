@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.memory import physical_memory
+from pfl_ext.models.memory import physical_memory
 from pfl_ext.randomness import stream
 
 BYTES = 4  # of a number

@@ -123,7 +123,6 @@ def test_a_narrower_type_for_training_leaves_them_as_they_are() -> None:
         ("lenet", "fc3", LENET),
         ("resnet18", "fc", 512),
         ("mobilenet_v2", "classifier.1", 1280),
-        ("vit_b_16", "heads.head", 768),
     ],
 )
 @pytest.mark.parametrize("trained", ["all", "head"])
