@@ -151,6 +151,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
       mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
       twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
 
+    An algorithm that adds up many users by itself (`AddsUsers`) is asked for their sum, not for each user.
+
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
 

@@ -17,6 +17,8 @@ from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
 from pfl_ext.models.features import Split
+from pfl_ext.models.random_features import RandomFeatures
+from pfl_ext.randomness import torch_stream
 from tests.benchmarks.conftest import Train, killed_at, train_into
 from tests.benchmarks.core.test_channel_norm import PRIVATE as MOMENTS
 from tests.benchmarks.core.test_channel_norm import SCATTER
@@ -74,13 +76,11 @@ def test_a_killed_run_goes_on_to_the_bit_and_its_random_features_are_those_of_th
         train(*RANDOM, *words, name="killed", code=130)
     ours, theirs = saved(train(*RANDOM, *words, name="killed")), saved(whole)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    (frequencies,) = [t for name, t in theirs.items() if name.endswith("random.frequencies")]
-    (plain,) = [
-        t for name, t in saved(train(*RANDOM, name="other")).items() if name.endswith("random.frequencies")
-    ]
-    assert len(frequencies) == 30
-    if "--model.arch=vgg9" not in words:
-        assert torch.equal(frequencies, plain)
+    drawn = {name.rpartition(".")[2]: t for name, t in theirs.items() if ".random." in name}
+    seed = torch_stream(0, "model initialisation").initial_seed()
+    expected = RandomFeatures(drawn["frequencies"].shape[1], 30, 0.5, seed).state_dict()
+    assert drawn.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in drawn.items())
 
 
 @pytest.mark.parametrize(
