@@ -117,7 +117,7 @@ class _Total:
         if self._scaling is None:
             part = self._form.of_batch(features, labels)
         else:
-            each = zip(features.split(sizes), labels.split(sizes))
+            each = zip(torch.split(features, sizes), torch.split(labels, sizes))
             scales = self._scales([self._form.squared_norm(*own) for own in each])
             factors = scales.repeat_interleave(torch.tensor(sizes, device=scales.device))
             kept = factors > 0
