@@ -7,6 +7,7 @@ import contextlib
 import math
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -122,6 +123,19 @@ class _OneByOne:
         return self._rule.statistics(update, counted.num_steps), Metrics()
 
 
+class AddsUsers(ABC):
+    """What a backend asks an algorithm that can add up what many users send faster than one by one.
+
+    It is asked where nothing is done to a user's statistics but scaling by their norm.
+    """
+
+    @abstractmethod
+    def sum_of(
+        self, users: FederatedImageDataset, members: Sequence[Member], scaling: PrivateMean | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The sum over these members, each scaled, and their tallies ``[5]`` (`pfl_ext.privacy.central`)."""
+
+
 class CentrallyEvaluatedBackend(SimulatedBackend):
     """pfl's ``SimulatedBackend`` with four things changed, and its training of users if asked for.
 
@@ -136,6 +150,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     * pfl's own privacy mechanisms are refused where their noise would come from the public seed, and any
       mechanism whose bound on one user would not hold: before another postprocessor, in a cohort with a user
       twice, and for an algorithm that does not say in its ``refusals`` that privacy has been argued.
+
+    An algorithm that adds up many users by itself (`AddsUsers`) is asked for their sum, not for each user.
 
     ``engine``: trains the cohort instead of pfl's loop, to the same result but for rounding. None: pfl's
     loop, which also takes over, with a line on the screen, where the engine does not know the algorithm.
@@ -209,6 +225,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         context = replace(central_context, do_evaluation=False, seed=seed)
         algorithm = training_algorithm
         self._refuse(algorithm, cohort)
+        if isinstance(algorithm, AddsUsers) and self._only_norms_matter():
+            return self._finish(context, *self._add_cohort(algorithm, context))
         rule = rule_of(algorithm, model, context)
         local = self._local_training(algorithm, rule, model, context)
         if isinstance(local, LocalTraining):
@@ -273,10 +291,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self, engine: CohortEngine, local: LocalTraining, context: CentralContext, rule: Rule
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
-        by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
-        private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
-        if private is not None and by_images:
-            raise ValueError("private training weights every user by 1: set federated.weighting to users")
+        by_images, private = self._weighting()
         tasks = engine.tasks(self._images.members(context.cohort_size), local, private)
         workers = get_ops().distributed
         mine = dealt(tasks, workers.world_size)[workers.global_rank]
@@ -294,13 +309,33 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             stats[name] = sent
         if private is not None:
             stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
-        population = context.population
-        metrics = Metrics()
-        metrics[get_num_devices_weight_name(population)] = done.num_users
-        metrics[get_num_datapoints_weight_name(population)] = Weighted(done.num_images, done.num_users)
-        metrics[get_total_weight_name(population)] = Weighted(done.num_users, done.num_users)
+        metrics = _cohort_metrics(context.population, done.num_users, done.num_images)
         metrics[TRAIN_LOSS] = Weighted(*engine.take_losses())
         return stats, metrics
+
+    def _add_cohort(
+        self, algorithm: AddsUsers, context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """The worker's sum of what users send, clipped where the run is private, and its metrics."""
+        by_images, private = self._weighting()
+        assert not by_images, "every user has the weight 1"
+        members = self._images.share(context.cohort_size)
+        total, tally = algorithm.sum_of(self._images, members, private)
+        stats = MappedVectorStatistics(total, weight=float(len(members)))
+        if private is not None:
+            stats[TALLY] = tally
+        images = sum(member.num_images for member in members)
+        metrics = _cohort_metrics(context.population, len(members), images)
+        metrics[TRAIN_LOSS] = Weighted(0, 0)
+        return stats, metrics
+
+    def _weighting(self) -> tuple[bool, PrivateMean | None]:
+        """Whether users weigh by their images, and the mechanism; where `_only_norms_matter`."""
+        by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
+        private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
+        if private is not None and by_images:
+            raise ValueError("private training weights every user by 1: set federated.weighting to users")
+        return by_images, private
 
     def _finish(
         self, context: CentralContext, stats: MappedVectorStatistics, metrics: Metrics
@@ -321,3 +356,12 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             metrics |= more
         metrics[get_num_params_weight_name()] = stats.num_parameters
         return stats, metrics
+
+
+def _cohort_metrics(population: Population, users: int, images: int) -> Metrics:
+    """As pfl names them."""
+    metrics = Metrics()
+    metrics[get_num_devices_weight_name(population)] = users
+    metrics[get_num_datapoints_weight_name(population)] = Weighted(images, users)
+    metrics[get_total_weight_name(population)] = Weighted(users, users)
+    return metrics

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -37,14 +37,15 @@ from torch import Tensor, nn
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
-from pfl_ext.data.federated_dataset import IntArray, UserImages
+from pfl_ext.data.federated_dataset import Batch, IntArray, UserImages
 from pfl_ext.models.classifier import ImageClassifier, head_of
 from pfl_ext.models.features import entering
+from pfl_ext.models.memory import physical_memory
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
-FLOAT = 4  # bytes of a number that is sent
+FLOAT, WIDE = 4, 8  # bytes of a number that is sent, and of one that is added up
 RIDGE = 0.01  # the authors'
 NOISE = "noise"
 """In the sums of a private run: the standard deviation of the noise on each of their numbers."""
@@ -86,6 +87,8 @@ class ClosedForm(Algorithm[Sums]):
     )
     sends: ClassVar[str] = "vector of sums"
     only_last: ClassVar[bool] = True
+    square_matrices: ClassVar[int] = 0
+    """How many matrices of D x D numbers there are at once when the head is solved for."""
     idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels accumulate precision reduce"
 
     def __init__(self, means: Means) -> None:
@@ -113,6 +116,13 @@ class ClosedForm(Algorithm[Sums]):
             raise ValueError(f"{name} computes a last linear layer, and this network ends in a convolution")
         if trained != {f"{path}.{name}" for name, _ in head.named_parameters()}:
             raise ValueError(f"{name} computes the last layer alone: set model.trained to head")
+        need, there = cls.square_matrices * WIDE * head.in_features**2, physical_memory()
+        if need > there:
+            raise ValueError(
+                f"{name} solves for a layer of {head.in_features:,} features, which takes "
+                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose fewer "
+                "model.random_features, or federated.algorithm fedncm"
+            )
         rounds = math.ceil(setup.users.num_users / setup.cohort_size)
         if setup.private and rounds > 1:
             raise ValueError(
@@ -160,7 +170,7 @@ class ClosedForm(Algorithm[Sums]):
         context = training_context(number, len(asked), self.means.local)
         with self.means.users.only(asked):
             sums, metrics = self._backend.gather_results(
-                self.means.model, _Users(self), central_context=context
+                self.means.model, self.asking(), central_context=context
             )
         # pfl would also count the nobody that stands for the users of a worker without any
         line = {**cohort_line(metrics), "users": len(asked)}
@@ -171,6 +181,10 @@ class ClosedForm(Algorithm[Sums]):
                 deviation = line["privacy"]["noise std. dev. on the mean"] * sums.weight
                 sent[NOISE] = torch.tensor(deviation, dtype=torch.float64)
         return self.added(state, sent), line
+
+    def asking(self) -> UserByUser:
+        """What the backend asks for the sums of users."""
+        return UserByUser(self)
 
     def added(self, state: Sums, sums: Sums) -> Sums:
         """The total with a round's sums."""
@@ -211,25 +225,38 @@ class ClosedForm(Algorithm[Sums]):
         assert isinstance(layer, nn.Linear)
         return layer
 
+    @property
+    def wide(self) -> torch.device:
+        """Where sums are formed: the model's device if it has float64, which Apple's have not."""
+        device = self.layer.weight.device
+        return device if device.type == "cuda" else torch.device("cpu")
+
     @torch.no_grad()
     def of_user(self, images: UserImages) -> Sums:
-        """What a user sends, on the device of the model if it has float64."""
-        module: ImageClassifier = self.means.model.pytorch_model
-        device = self.layer.weight.device
-        wide = device if device.type == "cuda" else torch.device("cpu")  # Apple's devices have no float64
+        """What a user sends."""
         total: Sums = {}
-        batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
-        for batch in batches:
-            ready = [part.to(device) for part in batch]
-            features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
-            z = features.to(wide).double()
-            z = F.normalize(z) if self.means.options.unit_features else z
-            part = self.of_batch(z, (targets > 0).to(wide).double())
+        for features, labels in self.rows(images):
+            part = self.of_batch(features, labels)
             total = {name: total[name] + part[name] for name in part} if total else part
-        return total or {name: zeros.to(wide) for name, zeros in self.zeros().items()}
+        return total or {name: zeros.to(self.wide) for name, zeros in self.zeros().items()}
+
+    def rows(self, images: UserImages) -> Iterator[tuple[Tensor, Tensor]]:
+        """`rows_of` each batch of a user's images."""
+        batches = images.iter(self.means.local.local_batch_size) if len(images) else ()
+        return map(self.rows_of, batches)
+
+    @torch.no_grad()
+    def rows_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Features ``[B, D]`` and labels ``[B, K]`` of a batch of images, as `of_batch` takes them."""
+        module: ImageClassifier = self.means.model.pytorch_model
+        ready = [part.to(self.layer.weight.device) for part in batch]
+        features, (_, targets) = entering(self.layer, partial(module.outputs, *ready))
+        z = features.to(self.wide).double()
+        z = F.normalize(z) if self.means.options.unit_features else z
+        return z, (targets > 0).to(self.wide).double()
 
 
-class _Users:
+class UserByUser:
     """What pfl's backend asks: the sums of one user."""
 
     def __init__(self, algorithm: ClosedForm) -> None:

@@ -24,21 +24,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Traffic, register
-from pfl_ext.algorithms.closed_form import FLOAT, NOISE, RIDGE, ClosedForm, RidgeOptions, Sums, solved
+from pfl_ext.algorithms.by_rows import ByRows
+from pfl_ext.algorithms.closed_form import FLOAT, NOISE, RIDGE, RidgeOptions, Sums, solved
 from pfl_ext.rules import Refusals
 
 
 @register("fed3r")
-class Fed3R(ClosedForm):
+class Fed3R(ByRows):
     """Ridge regression."""
 
     options: ClassVar[type] = RidgeOptions
     refusals: ClassVar[Refusals] = {}
+    square_matrices: ClassVar[int] = 7  # the total, a round's sum, the symmetric part, and those of `eigh`
 
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
         """A ``[D + 1, D + 1]`` and B ``[D + 1, K]``."""
         z = F.pad(features, (0, 1), value=1.0)
         return {"gram": z.T @ z, "cross": z.T @ labels}
+
+    def of_scaled(self, features: Tensor, labels: Tensor, factors: Tensor) -> Sums:
+        """The same of rows times the root of their factor, in A and in B alike."""
+        roots = factors.sqrt()[:, None]
+        z = F.pad(features, (0, 1), value=1.0) * roots
+        return {"gram": z.T @ z, "cross": z.T @ (labels * roots)}
+
+    def squared_norm(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Of a user with fewer images than features, by the products of its images z and labels y: the
+        squared norm of A is ``sum (z_i . z_j)^2``, and that of B ``sum (z_i . z_j) (y_i . y_j)``.
+        """
+        if len(features) > features.shape[1]:
+            return super().squared_norm(features, labels)
+        products = features @ features.T + 1  # of z, which ends with 1
+        return (products * (products + labels @ labels.T)).sum()
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
         """The solution, each label's divided by its norm if that is asked for."""

@@ -49,6 +49,7 @@ class FedCOF(ClosedForm):
     """Estimated covariances."""
 
     options: ClassVar[type] = FedCOFOptions
+    square_matrices: ClassVar[int] = 6  # G, its symmetric part, and those of `eigh`
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)

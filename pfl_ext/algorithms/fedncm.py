@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import register
-from pfl_ext.algorithms.closed_form import ClosedForm, Sums
+from pfl_ext.algorithms.by_rows import ByRows
+from pfl_ext.algorithms.closed_form import Sums
 from pfl_ext.rules import Refusals
 
 
 @register("fedncm")
-class FedNCM(ClosedForm):
+class FedNCM(ByRows):
     """Class means."""
 
     refusals: ClassVar[Refusals] = {}
@@ -29,6 +30,10 @@ class FedNCM(ClosedForm):
     def of_batch(self, features: Tensor, labels: Tensor) -> Sums:
         """The sum of the features of each label, ``[K, D]``."""
         return {"sums": labels.T @ features}
+
+    def of_scaled(self, features: Tensor, labels: Tensor, factors: Tensor) -> Sums:
+        """The same, each image times its factor."""
+        return {"sums": (labels * factors[:, None]).T @ features}
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:
         """The directions of the sums; zeros for a label without images."""

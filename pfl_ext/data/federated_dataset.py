@@ -318,6 +318,10 @@ class FederatedImageDataset(FederatedDataset):
         """What this member of the round's cohort trains on."""
         return self.user_dataset(member.user, member.turn)
 
+    def read_all(self, members: Sequence[Member]) -> Iterator[UserImages]:
+        """`read` of one after another, ahead of need."""
+        return prefetched(self.read, members, ahead=self._prefetch, threads=self._threads)
+
     def single_features(self, members: Sequence[Member]) -> Batch | None:
         """Features ``[n, D]``, targets and crops of n users who own one row each, in one reading.
 
@@ -344,7 +348,7 @@ class FederatedImageDataset(FederatedDataset):
     def get_cohort(self, cohort_size: int) -> Iterator[tuple[UserImages, int]]:
         """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
         mine = self.share(cohort_size)
-        datasets = prefetched(self.read, mine, ahead=self._prefetch, threads=self._threads)
+        datasets = self.read_all(mine)
         if (self._sampler == "poisson" or self._only is not None) and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             rng = stream(self._seed, "nobody")

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
+from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import choose_trained
@@ -65,9 +66,10 @@ def build_backbone(
 ) -> nn.Module:
     """A classifier without live BatchNorm, on the CPU.
 
-    All draws come from ``generator``, the same ones whatever ``weights`` is. Dropout and stochastic depth,
-    which would draw from the global generator during training, are left out, or with ``config.dropout``
-    replaced by `pfl_ext.models.dropout`.
+    All draws come from ``generator``, the same ones whatever ``weights`` is; random features are a function
+    of the seed with which it began, and with ``config.keep_head`` those of the file. Dropout and stochastic
+    depth, which would draw from the global generator during training, are left out, or with
+    ``config.dropout`` replaced by `pfl_ext.models.dropout`.
 
     Args:
         config: of a network that has one output in training. A GroupNorm's eps is 1e-5. Hsu et al. 2020 have
@@ -102,9 +104,15 @@ def build_backbone(
             f"model.channel_norm is data, and {arch} has no norm that it could be: set it to group"
         )
     _check_side(backbone, arch, config.input_size)
+    place = head_of(backbone)[0]
+    if config.random_features is not None:
+        _insert_random_features(backbone, config, config.random_features, generator)
     if weights is not None:
-        head = None if config.keep_head else head_of(backbone)[0]
+        head = None if config.keep_head else place
         load_weights(backbone, head, arch, *read_weights(arch, weights))
+        last = backbone.get_submodule(place)
+        if isinstance(last, OnRandomFeatures):
+            last.random.check_width(config.random_features_width)
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
     choose_trained(backbone, head_of(backbone)[0], config, generator)
@@ -156,6 +164,24 @@ def _insert_bottleneck(
         both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
     _initialise(both, config, generator)
     backbone.set_submodule(name, both)
+
+
+def _insert_random_features(
+    backbone: nn.Module, config: ModelConfig, outputs: int, generator: torch.Generator
+) -> None:
+    """Replace the head by one on random features, which is drawn again."""
+    name, head = head_of(backbone)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{config.arch} ends in a convolution, which takes no random features; leave "
+            "model.random_features out"
+        )
+    width, seed = config.random_features_width, generator.initial_seed()
+    random = RandomFeatures(head.in_features, outputs, width, seed)
+    with _DrawFrom(generator):
+        linear = nn.Linear(outputs, head.out_features)
+    _initialise(linear, config, generator)
+    backbone.set_submodule(name, OnRandomFeatures(random, linear))
 
 
 class _DrawFrom(TorchFunctionMode):

@@ -38,6 +38,10 @@ class ModelConfig:
     """Norm without parameters, where a network has one: of an image's groups, or by all training images."""
     bottleneck: PositiveInt | None = None
     """Units of one more linear layer before the classifier; none: there is no such layer."""
+    random_features: PositiveInt | None = None
+    """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
+    random_features_width: PositiveFloat = 1.0
+    """Width of that kernel, for features of length 1."""
     trained: Trained = "all"
     """What learns besides the last layer and the bottleneck; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
@@ -54,6 +58,11 @@ class ModelConfig:
     """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 
     def __post_init__(self) -> None:
+        if self.random_features is not None and self.bottleneck is not None:
+            raise ValueError(
+                f"model.random_features is {self.random_features} and model.bottleneck is {self.bottleneck}, "
+                "and one layer stands before the last: set one of them to none"
+            )
         if self.trained == "two_layers" and self.bottleneck is None:
             raise ValueError(
                 "model.trained is two_layers, of which the bottleneck is one: set model.bottleneck"

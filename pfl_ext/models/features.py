@@ -1,7 +1,9 @@
 """A classifier whose first layers stay as they are, split where its trained layers begin.
 
 The frozen layers give the same numbers for an image in every round. These features can be computed once
-(`Split.features`); after that the trained layers alone are run, by a `FeatureClassifier`.
+(`Split.features`); after that the trained layers alone are run, by a `FeatureClassifier`. Random features
+before the last layer are run with it: they are more numbers than the network's features, and these are the
+same for any of them.
 
 Shape letters: B images of a batch, H x W their stored size, D features of an image, K labels.
 """
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.random_features import OnRandomFeatures
 
 Result = TypeVar("Result")
 
@@ -148,7 +151,7 @@ class Split:
     def digest(self) -> str:
         """SHA-256 of all that features depend on besides the images: layers, weights, and the transform."""
         whole, after = self._whole, f"backbone.{self.trained}."
-        about = (str(whole.backbone), whole.framing, whole.mean.tolist(), whole.std.tolist())
+        about = (self._layers(), whole.framing, whole.mean.tolist(), whole.std.tolist())
         found = hashlib.sha256(repr(about).encode())
         for name, tensor in whole.state_dict().items():
             if not name.startswith(after):
@@ -156,9 +159,21 @@ class Split:
                 found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return found.hexdigest()
 
+    def _layers(self) -> str:
+        """The network in words; where random features follow the split, as it is without them."""
+        backbone = self._whole.backbone
+        last = backbone.get_submodule(self.trained)
+        if not isinstance(last, OnRandomFeatures):
+            return str(backbone)
+        backbone.set_submodule(self.trained, last.plain())
+        try:
+            return str(backbone)
+        finally:
+            backbone.set_submodule(self.trained, last)
+
 
 def _last_trained(backbone: nn.Module) -> str:
-    """The name of the smallest module that holds every trained parameter."""
+    """The name of the smallest module that holds every trained parameter, and random features before it."""
     names = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
     assert names, "a network without trainable parameters"
     common = names[0].split(".")[:-1]
@@ -170,4 +185,5 @@ def _last_trained(backbone: nn.Module) -> str:
     inside = [name for name, _ in backbone.named_parameters() if layer and name.startswith(f"{layer}.")]
     if not layer or set(inside) != set(names):
         raise ValueError("its trained layers are not one module at its end")
-    return layer
+    around = layer.rpartition(".")[0]
+    return around if isinstance(backbone.get_submodule(around), OnRandomFeatures) else layer

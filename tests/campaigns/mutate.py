@@ -66,12 +66,12 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _MODULES = {
     "pfl_ext": "backend checkpoint evaluation randomness rules",
-    "pfl_ext/algorithms": "algorithm clients closed_form fed3r fedcof fedir fedncm fednova fedprox on_pfl "
-    "optimizers per_user scaffold user_vectors",
+    "pfl_ext/algorithms": "algorithm by_rows clients closed_form fed3r fedcof fedir fedncm fednova fedprox "
+    "on_pfl optimizers per_user scaffold user_vectors",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
-    "pfl_ext/models": "classifier features pretrained scatternet small standardised weights",
+    "pfl_ext/models": "classifier features pretrained random_features scatternet small standardised weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
     "pfl_ext/tasks": "multi_label multi_label_scores ranking single_label task",
     "pfl_ext/workers": "transport",

@@ -78,6 +78,8 @@ MODEL = {
     "pretrained": False,
     "groups": 32,
     "bottleneck": None,
+    "random_features": None,
+    "random_features_width": 1.0,
     "trained": "all",
     "last_blocks": 1,
     "lora_rank": 8,

@@ -77,6 +77,9 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if not draws_crops(config):
         because = "augment.flip is none and crops are whole images"
         yield Idle("augment.views", because, "choose a flip or a crop")
+    if config.model.random_features is None:
+        because = "model.random_features is none"
+        yield Idle("model.random_features_width", because, "give model.random_features")
     if config.model.channel_norm == "data":
         yield Idle("model.groups", "model.channel_norm is data", "set model.channel_norm to group")
     if config.model.pretrained:

@@ -65,6 +65,11 @@ TABLE: Mapping[str, Rule] = {
     **each(OF_THE_DATA, "data", "image_size"),
     **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck init"),
     **each(OF_THE_NETWORK, "model", "trained last_blocks lora_rank lora_alpha"),
+    **each(
+        "drawn from the seed before training, and looks at no training image",
+        "model",
+        "random_features random_features_width",
+    ),
     "model.keep_head": only(
         "a head with these labels may come from the same users, without any noise: take a new one", False
     ),

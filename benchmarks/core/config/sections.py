@@ -41,6 +41,8 @@ YOUNGER = {
     "model.lora_alpha": 8.0,
     "model.channel_norm": "group",
     "model.feature_format": "float32",
+    "model.random_features": None,
+    "model.random_features_width": 1.0,
     "privacy.moments_multiplier": None,
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,

@@ -103,7 +103,8 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
     if name == "runtime":
         return Run(private(section), with_value(Runtime(), rest, value))
     kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
-    bottleneck = None if (key, value) == ("model.trained", "head") else 64
+    alone = (key, value) == ("model.trained", "head") or key.startswith("model.random_features")
+    bottleneck = None if alone else 64
     return Run(with_value(private(section, kind, bottleneck), key, value), Runtime())
 
 

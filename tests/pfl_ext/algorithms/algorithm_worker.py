@@ -23,7 +23,7 @@ from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.workers.distributed import connected, current
 from tests.pfl_ext.algorithms.test_closed_form import ALL, Features, algorithm, asked
 from tests.pfl_ext.algorithms.test_fedir import NoisyOneHot
-from tests.pfl_ext.engine.setting import LABELS, Setting
+from tests.pfl_ext.engine.setting import LABELS, Setting, private
 from tests.pfl_ext.samplings import local_sampling
 
 SIZES = [3, 11, 1, 20, 2, 7, 9, 1]
@@ -58,6 +58,10 @@ def heads() -> dict[str, torch.Tensor]:
         store = Features([30, 0, 2, 28], ALL)
         weight, bias, _ = asked(algorithm(kind, store, options, 3, SingleLabel()))
         found[kind.__name__] = torch.from_numpy(np.concatenate([weight, bias[:, None]], 1))
+    store, options = Features([30, 0, 2, 28], ALL), RidgeOptions(ridge=1.0)
+    for name, more in (("private", {"mechanism": private(4, noisy=False)}), ("random", {"random": 40})):
+        weight, bias, _ = asked(algorithm(Fed3R, store, options, 4, SingleLabel(), **more))
+        found[name] = torch.from_numpy(np.concatenate([weight, bias[:, None]], 1))
     return found
 
 

@@ -29,6 +29,7 @@ from pfl_ext.algorithms.fedncm import FedNCM
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
+from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from pfl_ext.tasks.task import Task
@@ -64,9 +65,12 @@ class Features:
         return self.labels[rows]
 
 
-def network(task: Task) -> FeatureClassifier:
-    """A linear layer on features."""
-    layers = OrderedDict(flat=nn.Flatten(), head=nn.Linear(WIDTH, LABELS))
+def network(task: Task, random: int | None = None) -> FeatureClassifier:
+    """A linear layer on features, or on so many random features of them."""
+    head: nn.Module = nn.Linear(WIDTH, LABELS)
+    if random is not None:
+        head = OnRandomFeatures(RandomFeatures(WIDTH, random, 0.8, 3), nn.Linear(random, LABELS))
+    layers = OrderedDict(flat=nn.Flatten(), head=head)
     return FeatureClassifier(
         ImageClassifier(nn.Sequential(layers), task=task, input_size=SIDE), "head", WIDTH
     )
@@ -80,8 +84,9 @@ def algorithm(
     task: Task,
     seed: int = 0,
     mechanism: Any = None,
+    random: int | None = None,
 ) -> ClosedForm:
-    module = network(task)
+    module = network(task, random)
     sampling = local_sampling(1, 7, None, straddle=False, input_size=SIDE)
     made = kind(
         Means(
@@ -115,7 +120,8 @@ def asked(made: ClosedForm) -> tuple[Matrix, Matrix, ClosedForm]:
         seen += line["users"]
     assert seen == made.means.users.num_users, "each user once"
     weight, bias = made.head(state)
-    model = made.model(state).pytorch_model.backbone.head
+    made.model(state)
+    model = made.layer
     np.testing.assert_array_equal(model.weight.detach().numpy(), weight.float().numpy())
     np.testing.assert_array_equal(model.bias.detach().numpy(), bias.float().numpy())
     made.last = state  # type: ignore[attr-defined]
@@ -151,6 +157,38 @@ def test_fed3r_is_the_ridge_regression_of_all_images(
         norms = np.linalg.norm(expected[:-1], axis=0)
         expected = expected / np.where(norms > 0, norms, 1)
     near(np.concatenate([weight.T, bias[None]]), expected)
+
+
+@pytest.mark.parametrize(("sizes", "cohort"), DEALT.values(), ids=DEALT)
+def test_fed3r_on_random_features_is_the_ridge_regression_in_their_space(
+    sizes: list[int], cohort: int
+) -> None:
+    """Of more features than images, so that the ridge makes the equations regular. As float32 rounds
+    products by the size of a batch, numpy takes the features that the algorithm took, in its order.
+    """
+    store, number = Features(sizes, np.random.default_rng(len(sizes)).permutation(IMAGES)), 100
+    options = RidgeOptions(ridge=0.1, normalise=False)
+    made = algorithm(Fed3R, store, options, cohort, SingleLabel(), random=number)
+    met: list[tuple[Matrix, Matrix]] = []
+    rows_of = made.rows_of
+
+    def noted(batch: Any) -> Any:
+        rows = rows_of(batch)
+        met.append((rows[0].numpy(), rows[1].numpy()))
+        return rows
+
+    made.rows_of = noted  # type: ignore[method-assign]
+    weight, bias, _ = asked(made)
+    mapped, labels = (np.concatenate(parts) for parts in zip(*met))
+    z = np.concatenate([mapped, np.ones((IMAGES, 1))], 1)
+    expected = np.linalg.solve(z.T @ z + 0.1 * np.eye(number + 1), z.T @ labels)
+    near(np.concatenate([weight.T, bias[None]]), expected)
+    unit = store.features / np.linalg.norm(store.features.astype(np.float64), axis=1, keepdims=True)
+    (random,) = [m for m in made.means.module.modules() if isinstance(m, RandomFeatures)]
+    angles = unit @ random.frequencies.double().numpy().T + random.phases.double().numpy()
+    exact = math.sqrt(2 / number) * np.cos(angles)
+    gap = np.linalg.norm(mapped.T @ mapped - exact.T @ exact)
+    assert gap <= 2**-17 * np.linalg.norm(exact.T @ exact), "float32, of angles up to 12"
 
 
 @pytest.mark.parametrize(("sizes", "cohort"), DEALT.values(), ids=DEALT)
