@@ -1,9 +1,10 @@
 """Clipping, noise and learning of private runs in one picture, and what they reached as a Markdown table.
 
-python -m benchmarks.flair.private_figure OUT.png RUN_DIR...
+python -m benchmarks.flair.private_figure [--against_epsilon] OUT.png RUN_DIR...
 
-Runs with the same budget have one colour; runs without privacy are grey and only in the last panel. Local
-privacy, in which each device noises its update, is a budget apart, named as such.
+With --against_epsilon the picture is what finished runs reached over their budgets. Otherwise runs with
+the same budget have one colour; runs without privacy are grey and only in the last panel. Local privacy, in
+which each device noises its update, is a budget apart, named as such.
 """
 
 from __future__ import annotations
@@ -125,16 +126,57 @@ def picture(runs: Sequence[RunRecord]) -> Figure:
     return figure
 
 
+def against_epsilon(runs: Sequence[RunRecord]) -> Figure:
+    """C-AP of finished runs on val and test over epsilon: each seed, and the mean.
+
+    A line for central and one for local privacy; a dashed one is the mean of runs without privacy.
+
+    Raises:
+        ValueError: when no finished run is private.
+    """
+    groups = by_budget([run for run in runs if run.finished])
+    if not any(math.isfinite(epsilon) for _, epsilon in groups):
+        raise ValueError("none of these runs is private and finished: there is nothing to draw over epsilon")
+    figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for split, colour in zip(("test", "val"), COLOURS):
+        for local in (False, True):
+            found = {
+                epsilon: [float(run.outcome[split]["C-AP"]) for run in groups[kind, epsilon]]
+                for kind, epsilon in sorted(groups)
+                if kind == local and math.isfinite(epsilon)
+            }
+            for epsilon, scores in found.items():
+                axes.plot([epsilon] * len(scores), scores, "o", color=colour, alpha=0.4, ms=4)
+            if found:
+                label, style = (f"{split}, local", ":") if local else (split, "-")
+                means = [np.mean(scores) for scores in found.values()]
+                axes.plot(list(found), means, style, color=colour, label=label)
+        if public := groups.get((False, math.inf)):
+            mean = float(np.mean([run.outcome[split]["C-AP"] for run in public]))
+            axes.axhline(mean, color=colour, linestyle="--", lw=1, label=f"{split}, no privacy")
+    axes.set_xscale("log")
+    budgets = sorted({epsilon for _, epsilon in groups if math.isfinite(epsilon)})
+    axes.set_xticks(budgets, [f"{epsilon:g}" for epsilon in budgets])
+    axes.minorticks_off()
+    axes.set(xlabel="epsilon", ylabel="C-AP exact (%)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    return figure
+
+
 def main(argv: Sequence[str]) -> None:
     """Draw the runs named on the command line, and print the table of the finished ones."""
     parser = command_parser("flair.private_figure", __doc__)
     parser.add_argument("picture", type=Path, metavar="OUT.png")
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--against_epsilon", action="store_true", help="what runs reached over their budgets")
     options = parser.parse_args(argv)
     runs = [read_private(directory) for directory in options.run_dirs]
     for members in by_budget(runs).values():  # they have one colour and one row
         check_seeds(members)
-    save(picture(runs), options.picture)
+    save((against_epsilon if options.against_epsilon else picture)(runs), options.picture)
     print(table(runs))
 
 

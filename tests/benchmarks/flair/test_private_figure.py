@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.flair.private_figure import main, picture, read_private, table
+from benchmarks.flair.private_figure import against_epsilon, main, picture, read_private, table
 from tests.benchmarks.made_runs import make_run
 
 
@@ -65,6 +65,22 @@ def test_the_table_has_the_mean_of_finished_seeds_of_each_budget(tmp_path: Path)
         "| none | 2 | 40.0 | 40.0 | 80.0 | - | - | - |",
         "| 2 | 0, 1 | 11.5 ± 2.1 | 11.5 ± 2.1 | 23.0 ± 4.2 | 0.83 ± 0.00 | 0.50 ± 0.00 | 3.10 ± 0.00 |",
     ]
+
+
+def test_scores_stand_over_their_budgets(tmp_path: Path) -> None:
+    given = [(8.0, 0, 30.0), (2.0, 0, 10.0), (2.0, 1, 14.0), (None, 2, 40.0)]
+    directories = [
+        run_directory(tmp_path / f"{epsilon}-{seed}", epsilon, 3, seed=seed, score=score)
+        for epsilon, seed, score in given
+    ]
+    local = run_directory(tmp_path / "local", 4.0, 3, "local_privacy", score=5.0)
+    axes = against_epsilon([read_private(path) for path in [*directories, local]]).axes[0]
+    drawn = {str(line.get_label()): line for line in axes.lines}
+    assert np.array_equal(drawn["test"].get_xydata(), [[2, 12], [8, 30]])
+    assert np.array_equal(drawn["val, local"].get_xydata(), [[4, 5]])
+    assert set(np.asarray(drawn["test, no privacy"].get_ydata())) == {40.0}
+    with pytest.raises(ValueError, match="none of these runs is private and finished"):
+        against_epsilon([read_private(directories[-1])])
 
 
 def test_local_privacy_is_a_budget_apart_and_not_for_want_of_privacy(tmp_path: Path) -> None:
