@@ -1,0 +1,110 @@
+"""The audit of a private head with its real users: CIFAR-10's 50,000 images, and canaries among them.
+
+    python -m tests.campaigns.audit_head --data_path cifar10.hdf5
+
+Users, features, first weights, rates, rounds, bound and budget are those of the recipes `head` and
+`private-images` of `benchmarks.visual_classification.config`. The canaries come in addition, and the expected
+cohort grows with the users, as does the server's rate, so that a user is drawn as often and moves the model
+as far. See `pfl_ext.auditing.heads`, and pfl_ext/PRIVACY.md for what was found.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks.core.features import inputs_of
+from benchmarks.visual_classification.config import parse
+from benchmarks.visual_classification.train import VisualClassification
+from dataset.cli import OneLineParser, input_file, run
+from dataset.store.hdf5 import DataFile
+from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, TwoThirdsOfTheNoise, audit
+from pfl_ext.auditing.bounds import Finding
+from pfl_ext.auditing.canaries import MakeMechanism
+from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
+from pfl_ext.privacy.accounting import PrivacyConfig
+from pfl_ext.privacy.central import private_mean
+
+CANARIES = 12_500
+"""Of a run: a quarter of the real users, so that the expected cohort is a whole number."""
+RUNS = 3
+"""Of what differs little from a sound mechanism, with new coins and secrets each."""
+SMALL_RUNS, SMALL_ROUNDS, SMALL_BOUND = 300, 2, 0.1
+"""With one canary and one real user. A bias that is not clipped is at most the square root of 2 long."""
+ROWS: dict[str, tuple[MakeMechanism, int]] = {
+    "none": (private_mean, RUNS),
+    "noise divided by 1.5": (TwoThirdsOfTheNoise, RUNS),
+    "noise divided by 2": (LessNoise, RUNS),
+    "the same noise every round": (SameNoise, 1),
+    "joined users are clipped as one": (ClippedTogether, 1),
+    "clipping after averaging": (ClippedAfterAveraging, 1),
+    "none, a run per canary": (private_mean, 0),
+    "the bias is not clipped": (BiasNotClipped, 0),
+}
+"""By defect: where it is made, and the runs; 0: `SMALL_RUNS` with one canary each."""
+RECIPE = ("--config=cifar10-fedavg", "--recipe=cifar10+fedavg+head+private-images")
+
+
+class Audits:
+    """The games of one data file."""
+
+    def __init__(self, file: DataFile, path: Path) -> None:
+        experiment = VisualClassification(parse([*RECIPE, f"--data_path={path}"]), file)
+        inputs = inputs_of(experiment, experiment.module(), path)
+        head = inputs.module.trained_part
+        assert isinstance(head, nn.Linear)
+        self._config, self._head, self._real = experiment.config, head, inputs.split("train")
+
+    def _game(self, privacy: PrivacyConfig, canaries: int, others: int, cohort: int, rounds: int) -> HeadGame:
+        server, usual = self._config.server.learning_rate, self._config.federated.cohort_size
+        return HeadGame(
+            privacy.calibrate(canaries + others, cohort, rounds),
+            others=others,
+            head=self._head,
+            real=self._real,
+            rates=(self._config.local.learning_rate, server * cohort / usual),
+        )
+
+    def audit(self, defect: str, epsilon: float) -> Finding:
+        """What is found against a defect at this claim."""
+        make_mechanism, runs = ROWS[defect]
+        assert self._config.privacy is not None
+        privacy, federated = replace(self._config.privacy, epsilon=epsilon), self._config.federated
+        if runs:
+            users = int(self._real.user_offsets[-1])  # a row each
+            cohort = federated.cohort_size * (users + CANARIES) // users
+            game = self._game(privacy, CANARIES, users, cohort, federated.num_rounds)
+        else:
+            game = self._game(replace(privacy, clipping_bound=SMALL_BOUND), 1, 1, 2, SMALL_ROUNDS)
+        return audit(replace(game, make_mechanism=make_mechanism), runs or SMALL_RUNS)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print a row of the table for each defect."""
+    parser = OneLineParser(prog="python -m tests.campaigns.audit_head", description=__doc__)
+    parser.add_argument("--data_path", type=Path, required=True)
+    parser.add_argument("--claims", nargs="+", type=float, default=[1.0, 2.0, 3.0, 8.0], metavar="EPSILON")
+    parser.add_argument("--defect", default="", metavar="WORDS", help="only those whose name has these words")
+    given = parser.parse_args(argv)
+    if not all(0 < claim < float("inf") for claim in given.claims):
+        raise ValueError("--claims: give numbers above 0")
+    names = [name for name in ROWS if given.defect in name]
+    if not names:
+        raise ValueError(f"--defect: no name has the words {given.defect!r}; choose from {'; '.join(ROWS)}")
+    with DataFile(input_file("--data_path", given.data_path)) as file:
+        audits = Audits(file, given.data_path)
+        print("| defect | " + " | ".join(f"claim {claim:g}" for claim in given.claims) + " | seconds |")
+        print("|---|" + "---|" * (len(given.claims) + 1), flush=True)
+        for name in names:
+            start, found = time.monotonic(), [audits.audit(name, claim) for claim in given.claims]
+            cells = [f"{'**yes**' if each.convicted else 'no'}, {each.epsilon:.2f}" for each in found]
+            print(f"| {name} | " + " | ".join(cells) + f" | {time.monotonic() - start:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
