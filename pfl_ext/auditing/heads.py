@@ -12,7 +12,8 @@ Letters: D features, m canaries, K outputs, n users that are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class HeadGame(Game):
         real: the others' features and labels, one row each.
     """
 
-    directions: Directions = Directions(0)
+    directions: Directions = field(default_factory=partial(Directions, 0))
     """None is fixed: see `seen`."""
     head: nn.Linear
     real: ImageStore

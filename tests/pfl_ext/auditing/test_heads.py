@@ -1,48 +1,86 @@
-"""The audit of a private last layer convicts its defects and nothing without one; see `heads`."""
+"""The audit of a private head: `CohortEngine` trains canaries among users with one row of features each."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
-from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, audit, small_claim
-from pfl_ext.auditing.canaries import IntArray
-from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame, audit_bias
+from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, audit
+from pfl_ext.auditing.canaries import IntArray, MakeMechanism
+from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream
 
-CANARIES, OTHERS, WIDTH, LABELS, ROUNDS = 4000, 12000, 16, 10, 8
-
 pytestmark = pytest.mark.xdist_group("audit")
+
+LABELS, WIDTH = 4, 8
+CONFIG = PrivacyConfig(epsilon=4.0, delta=1e-5, mechanism="gaussian", sampler="poisson", clipping_bound=1.0)
 
 
 class Clusters:
-    """Features of ten classes, a user each; 16 long on average."""
+    """A row for each of many users, near the corner of its class."""
+
+    def __init__(self, users: int) -> None:
+        noise = stream(1, "features").standard_normal((users, WIDTH))
+        self._features = (noise / 2 + np.eye(LABELS, WIDTH)[np.arange(users) % LABELS]).astype(np.float32)
 
     def targets(self, rows: IntArray) -> Any:
         return np.eye(LABELS, dtype=np.uint8)[rows % LABELS]
 
     def read(self, rows: IntArray) -> tuple[Any, Any]:
-        draw = stream(1, "features").standard_normal((OTHERS, WIDTH)).astype(np.float32)
-        return draw[rows] + self.targets(rows) @ np.eye(LABELS, WIDTH, dtype=np.float32), self.targets(rows)
+        return self._features[rows], self.targets(rows)
+
+
+def head_game(canaries: int, others: int, cohort: int, rounds: int, rate: float, bound: float) -> HeadGame:
+    calibration = replace(CONFIG, clipping_bound=bound).calibrate(canaries + others, cohort, rounds)
+    head = nn.Linear(WIDTH, LABELS)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    store: Any = Clusters(others)
+    return HeadGame(calibration, others=others, head=head, real=store, rates=(1.0, rate))
 
 
 @cache
-def game() -> HeadGame:
-    users = CANARIES + OTHERS
-    config = PrivacyConfig(
-        epsilon=1.0, delta=1e-5, mechanism="gaussian", sampler="poisson", clipping_bound=1.0
-    )
-    calibration = config.calibrate(users, users // 10, ROUNDS)
-    torch.manual_seed(0)
-    head = nn.Linear(WIDTH, LABELS)
-    store: Any = Clusters()
-    return HeadGame(calibration, others=OTHERS, head=head, real=store, rates=(1.0, 2.0))
+def among_others() -> HeadGame:
+    return head_game(2000, 6000, cohort=800, rounds=8, rate=1.0, bound=1.0)
+
+
+@cache
+def beside_one() -> HeadGame:
+    """At a bound that a bias can exceed nine times."""
+    return head_game(1, 1, cohort=2, rounds=2, rate=0.01, bound=0.1)
+
+
+def test_canaries_are_as_long_as_the_bound_where_they_take_part_and_elsewhere_there_is_noise() -> None:
+    game = among_others()
+    release = game.play()
+    seen, took_part = release.sums[:, : game.canaries], release.drawn & game.joined
+    noise = game.calibration.value_noise_multiplier
+    assert abs(seen[took_part].mean() - 1) < 4 * noise / took_part.sum() ** 0.5
+    assert abs(seen[~took_part].mean()) < 4 * noise / (~took_part).sum() ** 0.5
+    assert abs(seen[~took_part].std() / noise - 1) < 4 / (2 * (~took_part).sum()) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "mechanism, convicted",
+    [
+        (private_mean, False),
+        (LessNoise, True),
+        (SameNoise, True),
+        (ClippedTogether, True),
+        (ClippedAfterAveraging, True),
+    ],
+)
+def test_an_audit_among_many_users(mechanism: MakeMechanism, convicted: bool) -> None:
+    assert audit(replace(among_others(), make_mechanism=mechanism)).convicted is convicted
+
+
+@pytest.mark.parametrize("mechanism, convicted", [(private_mean, False), (BiasNotClipped, True)])
+def test_an_audit_of_many_runs(mechanism: MakeMechanism, convicted: bool) -> None:
+    assert audit(replace(beside_one(), make_mechanism=mechanism), runs=80).convicted is convicted
