@@ -92,7 +92,8 @@ class HeadGame(Game):
         return self.length * self.calibration.config.clipping_bound / self.rates[0]
 
     def store(self) -> WideFeatures:
-        """See `Game`."""
+        """See `Game`. The fixed sampler would need canaries that send their opposite; no image does."""
+        assert self.sampler != "fixed"
         labels = self.head.out_features
         return WideFeatures(self.real, self.others, self.canaries, labels, self._length)
 

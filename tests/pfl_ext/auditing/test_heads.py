@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from torch import nn
 
 from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, audit
-from pfl_ext.auditing.canaries import IntArray, MakeMechanism
+from pfl_ext.auditing.canaries import CanaryUsers, IntArray, MakeMechanism
 from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
+from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 from pfl_ext.randomness import stream
@@ -59,7 +61,12 @@ def beside_one() -> HeadGame:
 
 def test_canaries_are_as_long_as_the_bound_where_they_take_part_and_elsewhere_there_is_noise() -> None:
     game = among_others()
-    release = game.play()
+    with mock.patch.object(CanaryUsers, "single_features", autospec=True) as joined:
+        joined.side_effect = lambda *of: (
+            FederatedImageDataset.single_features(*of) or pytest.fail("no features")
+        )
+        release = game.play()
+    assert joined.call_count >= 8
     seen, took_part = release.sums[:, : game.canaries], release.drawn & game.joined
     noise = game.calibration.value_noise_multiplier
     assert abs(seen[took_part].mean() - 1) < 4 * noise / took_part.sum() ** 0.5
