@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -25,28 +25,40 @@ from dataset.cli import OneLineParser, input_file, run
 from dataset.store.hdf5 import DataFile
 from pfl_ext.auditing.audit import ClippedAfterAveraging, LessNoise, SameNoise, TwoThirdsOfTheNoise, audit
 from pfl_ext.auditing.bounds import Finding
-from pfl_ext.auditing.canaries import MakeMechanism
+from pfl_ext.auditing.canaries import LONG, MakeMechanism
 from pfl_ext.auditing.heads import BiasNotClipped, ClippedTogether, HeadGame
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 
-CANARIES = 12_500
-"""Of a run: a quarter of the real users, so that the expected cohort is a whole number."""
-RUNS = 2
-"""Of what differs little from a sound mechanism, with new coins and secrets each."""
 SMALL_RUNS, SMALL_ROUNDS, SMALL_BOUND = 300, 2, 0.1
 """With one canary and one real user. A bias that is not clipped is at most the square root of 2 long."""
-ROWS: dict[str, tuple[MakeMechanism, int]] = {
-    "none": (private_mean, RUNS),
-    "joined users are clipped as one": (ClippedTogether, 1),
-    "clipping after averaging": (ClippedAfterAveraging, 1),
-    "the same noise every round": (SameNoise, 1),
-    "noise divided by 2": (LessNoise, 1),
-    "noise divided by 1.5": (TwoThirdsOfTheNoise, RUNS),
-    "none, a run per canary": (private_mean, 0),
-    "the bias is not clipped": (BiasNotClipped, 0),
+
+
+@dataclass(frozen=True)
+class Row:
+    """A defect, and the runs that look for it."""
+
+    make_mechanism: MakeMechanism
+    canaries: int = 12_500
+    """Of a run, such that the expected cohort is a whole number; 1: `SMALL_RUNS` with one canary each."""
+    runs: int = 1
+    """With new coins and secrets each; more for what differs little from a sound mechanism."""
+    length: float = LONG
+    """Of a canary's update in bounds, about."""
+
+
+ROWS = {
+    "none": Row(private_mean, runs=2),
+    "clipping after averaging": Row(ClippedAfterAveraging),
+    "the same noise every round": Row(SameNoise),
+    "noise divided by 2": Row(LessNoise),
+    "noise divided by 1.5": Row(TwoThirdsOfTheNoise, runs=2),
+    "none, few long canaries": Row(private_mean, 3125, runs=3, length=100.0),
+    "joined users are clipped as one": Row(ClippedTogether, 3125, runs=3, length=100.0),
+    "none, a run per canary": Row(private_mean, 1),
+    "the bias is not clipped": Row(BiasNotClipped, 1),
 }
-"""By defect: where it is made, and the runs; 0: `SMALL_RUNS` with one canary each."""
+"""Real features are 33 long: canaries that are to stand out among them must be few and longer."""
 RECIPE = ("--config=cifar10-fedavg", "--recipe=cifar10+fedavg+head+private-images")
 
 
@@ -72,16 +84,16 @@ class Audits:
 
     def audit(self, defect: str, epsilon: float) -> Finding:
         """What is found against a defect at this claim."""
-        make_mechanism, runs = ROWS[defect]
+        row, federated = ROWS[defect], self._config.federated
         assert self._config.privacy is not None
-        privacy, federated = replace(self._config.privacy, epsilon=epsilon), self._config.federated
-        if runs:
-            users = int(self._real.user_offsets[-1])  # a row each
-            cohort = federated.cohort_size * (users + CANARIES) // users
-            game = self._game(privacy, CANARIES, users, cohort, federated.num_rounds)
+        privacy, users = replace(self._config.privacy, epsilon=epsilon), int(self._real.user_offsets[-1])
+        if row.canaries > 1:
+            cohort = federated.cohort_size * (users + row.canaries) // users
+            game, runs = self._game(privacy, row.canaries, users, cohort, federated.num_rounds), row.runs
         else:
-            game = self._game(replace(privacy, clipping_bound=SMALL_BOUND), 1, 1, 2, SMALL_ROUNDS)
-        return audit(replace(game, make_mechanism=make_mechanism), runs or SMALL_RUNS)
+            privacy = replace(privacy, clipping_bound=SMALL_BOUND)
+            game, runs = self._game(privacy, 1, 1, 2, SMALL_ROUNDS), SMALL_RUNS
+        return audit(replace(game, make_mechanism=row.make_mechanism, length=row.length), runs)
 
 
 def main(argv: Sequence[str]) -> None:
