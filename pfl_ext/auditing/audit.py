@@ -219,10 +219,13 @@ def small_claim(epsilon: float, sampler: Sampler, adaptive: bool) -> Calibration
     return replace(fixed, config=replace(fixed.config, mechanism="adaptive", indicator_std_fraction=enough))
 
 
-def audit(game: Game, **options: Any) -> Finding:
-    """One run with many canaries."""
-    calibration = game.calibration
-    return find(Claim(calibration.executed, calibration.num_rounds), game.trials(game.play()), **options)
+def audit(game: Game, runs: int = 1, **options: Any) -> Finding:
+    """One run with many canaries; or several with secrets of their own, whose canaries count together."""
+    games = [replace(game, seed=game.seed + run) for run in range(runs)]
+    parts = [one.trials(one.play()) for one in games]
+    scores = {name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores}
+    trials = Trials(np.concatenate([part.joined for part in parts]), scores)
+    return find(Claim(game.calibration.executed, game.calibration.num_rounds), trials, **options)
 
 
 def audit_in_runs(game: Game, runs: int) -> Finding:

@@ -211,6 +211,7 @@ class Game:
         users: the data set's class, or one with a defect.
         public: which secrets are the public seed instead: "noise", "cohort".
         length: of canaries' updates, in bounds.
+        rates: of local training and of the server.
     """
 
     calibration: Calibration
@@ -221,6 +222,7 @@ class Game:
     users: type[CanaryUsers] = CanaryUsers
     public: frozenset[str] = field(default_factory=frozenset)
     length: float = LONG
+    rates: tuple[float, float] = (1e6, 1.0)
 
     @property
     def canaries(self) -> int:
@@ -262,20 +264,14 @@ class Game:
         )
         in_all = np.ones(self.others, bool)
         data.present = np.concatenate([self.joined | (self.sampler == "fixed"), in_all])
-        network = ImageClassifier(
-            self.network(),
-            task=MultiLabel(),
-            input_size=store.side,
-            mean=[128 / 255] * 3,
-            std=[1.0] * 3,
-        )
+        network = self.classifier(store.side)
         backend = CentrallyEvaluatedBackend(
             data,
             seed=PUBLIC_SEED,
             postprocessors=[WeightByUser(), mechanism],
             engine=self.engine(network),
         )
-        server = torch.optim.SGD(network.parameters(), lr=1.0)
+        server = torch.optim.SGD(network.parameters(), lr=self.rates[1])
         model = PyTorchModel(network, torch.optim.SGD, server)
         return _rounds(backend, self.algorithm(mechanism), model, mechanism, data, self)
 
@@ -284,6 +280,11 @@ class Game:
         users = self.canaries + self.others
         ids = [str(user) for user in range(users)]
         return SimpleNamespace(user_ids=ids, user_offsets=np.arange(users + 1, dtype=np.int64), side=1)
+
+    def classifier(self, side: int) -> ImageClassifier:
+        """What is trained on images of this side."""
+        gray, plain = [128 / 255] * 3, [1.0] * 3
+        return ImageClassifier(self.network(), task=MultiLabel(), input_size=side, mean=gray, std=plain)
 
     def network(self) -> nn.Module:
         """The network with the canaries' tensors."""
@@ -297,9 +298,16 @@ class Game:
         """What the backend is asked to train by."""
         return FederatedAveraging()
 
+    def seen(self, model: PyTorchModel, mean: MappedVectorStatistics) -> FloatArray:
+        """``[P]``: a round's noisy mean along each direction. The model stays as it is, for all rounds."""
+        tensors = torch.stack([mean[name].reshape(self.directions.shape[1:]) for name in NAMES])
+        return self.directions.along(tensors.double().numpy())
+
     def trials(self, release: Release) -> Trials:
         """The canaries' coins, and what each attack makes of the release."""
-        return Trials(self.joined, attacks(self, release))
+        public = release.sums - _public_noise(self.calibration, self.directions)
+        scores = attacks(self, release) | {"public noise": public[:, : self.canaries].sum(0)}
+        return Trials(self.joined, scores)
 
 
 def _rounds(
@@ -312,7 +320,7 @@ def _rounds(
 ) -> Release:
     expected = game.calibration.executed.cohort_size
     rounds = game.calibration.num_rounds
-    train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=1e6, local_batch_size=1)
+    train = NNTrainHyperParams(local_num_epochs=1, local_learning_rate=game.rates[0], local_batch_size=1)
     params = NNAlgorithmParams(rounds, rounds, expected, 1)
     sums, fractions, drawn = [], [], np.zeros((rounds, game.canaries + game.others), bool)
     for r in range(rounds):
@@ -321,8 +329,7 @@ def _rounds(
         drawn[r, data.drawn(expected, r)] = True
         stats, metrics = backend.gather_results(model, algorithm, central_context=context)
         stats.average()
-        tensors = torch.stack([stats[name].reshape(game.directions.shape[1:]) for name in NAMES])
-        sums.append(game.directions.along(tensors.double().numpy()) * expected / bound)
+        sums.append(game.seen(model, stats) * expected / bound)
         named = {str(name): value for name, value in metrics}
         vote = named.get(str(metric_name("noisy fraction unclipped")))
         fractions.append(0.0 if vote is None else float(vote.overall_value))
@@ -346,7 +353,6 @@ def attacks(game: Game, release: Release) -> dict[str, FloatArray]:
         found["outliers among rounds"] = seen.max(0) + seen.min(0) - 2 * np.median(seen, axis=0)
         known = _public_cohorts(game)[:, :m]
         found["public cohorts"] = (seen * known).sum(0) / np.sqrt(np.maximum(known.sum(0), 1))
-    found["public noise"] = (seen - _public_noise(game.calibration, game.directions)[:, :m]).sum(0)
     return found
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
+from dataset.cli import run
+from tests.campaigns import audit_head
 from tests.campaigns.fuzz import Tally
 from tests.campaigns.fuzz import campaign as fuzz
 from tests.launching import environment, warmly
@@ -46,3 +50,24 @@ def test_damaged_inputs_are_refused_in_one_line_or_read_rightly() -> None:
     assert len(tally.counts) >= 21
     assert {count.total() for count in tally.counts.values()} == {3}
     assert tally.peak < 2 << 30
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--data_path=nowhere.hdf5"], "error: --data_path nowhere.hdf5 cannot be read: "),
+        (["--data_path=x", "--claims", "nan"], "error: --claims: give numbers above 0"),
+        (
+            ["--data_path=x", "--defect=nope"],
+            "error: --defect: no name has the words 'nope'; choose from none; ",
+        ),
+    ],
+)
+def test_a_bad_call_of_the_audit_of_a_head_is_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(audit_head.main, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
