@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +20,11 @@ from benchmarks.core.kept_features import FeatureViews, KeptFeatures
 from benchmarks.flair.config import FLAIR, parse
 from dataset.store.hdf5 import DataFile
 from pfl_ext.data.transforms import draw_crops
-from pfl_ext.models.features import Split
 from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Train, killed_at, train_into
 from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, folders, trained
+from tests.benchmarks.core.test_features import computed as computed
+from tests.benchmarks.core.test_features import own_file as own_file
 from tests.benchmarks.core.test_private import PRIVATE
 from tests.benchmarks.test_train import lines, results
 from tests.benchmarks.visual_classification.test_vision_train import classes_file as classes_file
@@ -35,19 +35,6 @@ from tests.closeness import assert_close_as_vector
 VIEWS = (*HEAD, "--augment.flip=both", "--model.input_size=18", "--augment.views=3")
 
 vision = pytest.fixture(name="vision")(train_classes.__wrapped__)  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def own_file(mini_file: Path, tmp_path: Path) -> Path:
-    """A copy of the data, beside which there are no features yet."""
-    return Path(shutil.copy(mini_file, tmp_path / "own.hdf5"))
-
-
-@pytest.fixture
-def computed() -> Iterator[mock.Mock]:
-    """What computes features."""
-    with mock.patch.object(Split, "features", autospec=True, side_effect=Split.features) as spy:
-        yield spy
 
 
 def fitting(words: tuple[str, ...]) -> list[str]:
