@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
@@ -40,8 +40,8 @@ class ModelConfig:
     """Units of one more linear layer before the classifier; none: there is no such layer."""
     random_features: PositiveInt | None = None
     """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
-    random_features_width: PositiveFloat = 1.0
-    """Width of that kernel, for features of length 1."""
+    random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
+    """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
     trained: Trained = "all"
     """What learns besides the last layer and the bottleneck; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1

@@ -93,7 +93,7 @@ def add_adapters(
         images: ``[B, 3, S, S]``, with which the network can be run.
 
     Raises:
-        ValueError: when there is no such layer.
+        ValueError: when there is no such layer, or the rank is more than that of any.
     """
     called: set[str] = set()
     hooks = [
@@ -105,16 +105,24 @@ def add_adapters(
         backbone(images)
     for hook in hooks:
         hook.remove()
-    found = False
-    for name, layer in list(backbone.named_modules()):
-        if name in called and isinstance(layer, nn.Linear | nn.Conv2d) and getattr(layer, "groups", 1) == 1:
-            backbone.set_submodule(name, LowRank(layer, config, generator))
-            found = True
-    if not found:
+    adapted = {
+        name: layer
+        for name, layer in backbone.named_modules()
+        if name in called and isinstance(layer, nn.Linear | nn.Conv2d) and getattr(layer, "groups", 1) == 1
+    }
+    if not adapted:
         raise ValueError(
             f"model.trained is lora, and before the last layer of {config.arch} there is no linear layer and "
             "no convolution without groups: set model.trained to all or head"
         )
+    full = max(min(layer.weight.flatten(1).shape) for layer in adapted.values())
+    if config.lora_rank > full:
+        raise ValueError(
+            f"model.lora_rank is {config.lora_rank}, and no layer of {config.arch} has a rank above {full}: "
+            "choose a lower one, or set model.trained to all"
+        )
+    for name, layer in adapted.items():
+        backbone.set_submodule(name, LowRank(layer, config, generator))
 
 
 def adapters_of(module: nn.Module) -> dict[str, LowRank]:

@@ -238,7 +238,7 @@ def test_a_kept_head_that_took_other_features_is_refused(tmp_path: Path) -> None
         ({"trained": "two_layers", "bottleneck": 8}, "set one of them to none"),
         ({"trained": "two_layers"}, "two_layers, of which the bottleneck is one"),
         ({"random_features": 0}, "greater than 0"),
-        ({"random_features_width": 0.0}, "greater than 0"),
+        ({"random_features_width": 1e-300}, "greater than or equal to 0.001"),
         ({"random_features": 10**12}, r"takes 336,000\.0 GB in each copy of it"),
     ],
 )

@@ -254,6 +254,7 @@ DEPTHWISE = nn.Sequential(
         (DEPTHWISE, {"trained": "norms"}, "there is no norm with a scale: set model.trained to all or head"),
         (DEPTHWISE, {"trained": "last_blocks"}, "has no more than one block .*: set model.trained to all$"),
         (nn.Sequential(nn.Flatten(), nn.Linear(3072, 2)), {"trained": "lora"}, "there is no linear layer"),
+        ("lenet", {"trained": "lora", "lora_rank": 121}, "no layer of lenet has a rank above 120: choose"),
         ("lenet", {"trained": "last_blocks", "last_blocks": 4}, "has 4 blocks .*: choose at most 3, or set"),
         ("lenet", {"trained": "norms"}, "before the last layer of lenet there is no norm"),
         (TwoPaths(False), {"trained": "last_blocks"}, "are not run one after another, each once: set"),
