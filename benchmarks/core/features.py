@@ -187,7 +187,7 @@ class _Maps:
 
 
 def _maps(experiment: Experiment[Any], images: Inputs) -> Inputs:
-    """Maps for training, where each image has one; scores are of images all the same if there is none."""
+    """What frozen blocks give, where an image is the same in every step; else the images."""
     run, module = experiment.run, images.module.to(get_default_device())
     why = reason_against(run.config)
     if module.mean.device.type != "cpu":
@@ -221,7 +221,8 @@ def reason_against(config: TrainingConfig) -> str | None:
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":
-        return f"augment.flip is {config.augment.flip}; with none they are computed once"
+        flip = config.augment.flip
+        return f"augment.flip is {flip}; with none they are computed once, and with augment.views for a few"
     if draws_crops(config):
         return (
             "crops are drawn; with augment.crop=crop and model.input_size equal to data.image_size "

@@ -120,8 +120,8 @@ class ClosedForm(Algorithm[Sums]):
         if need > there:
             raise ValueError(
                 f"{name} solves for a layer of {head.in_features:,} features, which takes "
-                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose fewer "
-                "model.random_features, or federated.algorithm fedncm"
+                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose "
+                "federated.algorithm fedncm, or fewer model.random_features if they are given"
             )
         rounds = math.ceil(setup.users.num_users / setup.cohort_size)
         if setup.private and rounds > 1:

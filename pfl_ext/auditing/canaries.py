@@ -163,9 +163,8 @@ class SyntheticEngine:
         users = np.array([m.user for task in tasks for m in task.members], np.int64)
         v, _, i = directions.place(users)
         assert directions.labels == 1
-        patterns = np.where(
-            (i >= directions.whole)[:, None], _signs(TENSORS)[v], np.eye(TENSORS)[v]
-        )  # [U, V]
+        split = (i >= directions.whole)[:, None]
+        patterns = np.where(split, _signs(TENSORS)[v], np.eye(TENSORS)[v])  # [U, V]
         raw = patterns * (self._game.lengths(users) * scaling.clipping_bound)[:, None]
         scales, tallies = scaling.user_scales(NAMES, torch.from_numpy(raw**2))
         scaled = raw * scales.numpy()

@@ -23,10 +23,10 @@ import torchvision.models as zoo
 from pfl.metrics import MetricValue, Weighted
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS
@@ -88,11 +88,11 @@ def build_backbone(
     if config.bottleneck is not None and config.keep_head:
         raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     arch = config.arch
-    with _DrawFrom(generator):
+    with DrawFrom(generator):
         backbone = _untrained(arch, num_labels, config.input_size)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
-    _initialise(backbone, config, generator)
+    initialise(backbone, config, generator)
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
     number = itertools.count()
     _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else nn.Identity())
@@ -160,9 +160,9 @@ def _insert_bottleneck(
         raise ValueError(
             f"{config.arch} ends in a convolution, before which there is no bottleneck; leave it out"
         )
-    with _DrawFrom(generator):
+    with DrawFrom(generator):
         both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
-    _initialise(both, config, generator)
+    initialise(both, config, generator)
     backbone.set_submodule(name, both)
 
 
@@ -178,72 +178,10 @@ def _insert_random_features(
         )
     width, seed = config.random_features_width, generator.initial_seed()
     random = RandomFeatures(head.in_features, outputs, width, seed)
-    with _DrawFrom(generator):
+    with DrawFrom(generator):
         linear = nn.Linear(outputs, head.out_features)
-    _initialise(linear, config, generator)
+    initialise(linear, config, generator)
     backbone.set_submodule(name, OnRandomFeatures(random, linear))
-
-
-class _DrawFrom(TorchFunctionMode):
-    """While active (in this thread), initialisers draw from ``generator`` instead of the global one."""
-
-    _DRAWING = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "rand", "randn", "randint"})
-
-    def __init__(self, generator: torch.Generator):
-        super().__init__()
-        assert generator.device.type == "cpu"
-        self._generator = generator
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if "generator" in kwargs or getattr(func, "__name__", "") in self._DRAWING:
-            kwargs["generator"] = self._generator
-        return func(*args, **kwargs)
-
-
-def _initialise(network: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
-    """Draw again what ``config.init`` draws in another way than torchvision; he and xavier leave biases."""
-    if config.init == "keras":
-        _initialise_as_keras(network, generator)
-    for layer in network.modules():
-        if not isinstance(layer, (nn.Conv2d, nn.Linear)):
-            continue
-        if config.init == "xavier":
-            nn.init.xavier_uniform_(layer.weight, generator=generator)
-        elif config.init == "he":
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
-
-
-@torch.no_grad()
-def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> None:
-    """Keras' he_normal for convolutions, glorot_uniform for linear layers, zero biases, norms 1 and 0."""
-    for module in backbone.modules():
-        if isinstance(module, nn.Conv2d):
-            fan_in = module.weight[0].numel()
-            # Keras draws from a normal cut off at two standard deviations and widened to keep the variance.
-            _truncated_normal(module.weight, math.sqrt(2 / fan_in) / 0.87962566103423978, generator)
-        elif isinstance(module, nn.Linear):
-            limit = math.sqrt(6 / (module.in_features + module.out_features))
-            module.weight.uniform_(-limit, limit, generator=generator)
-        elif isinstance(module, (_BatchNorm, nn.GroupNorm)) and module.affine:
-            module.weight.fill_(1)
-        else:
-            continue
-        if module.bias is not None:
-            module.bias.zero_()
-
-
-def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> None:
-    """By the inverse distribution function: one uniform per weight, whatever torch's own method is."""
-    edge = math.erf(math.sqrt(2))  # P(|x| < 2 standard deviations)
-    uniform = torch.empty(out.shape, dtype=torch.float64).uniform_(-edge, edge, generator=generator)
-    out.copy_(torch.erfinv(uniform) * (math.sqrt(2) * std))
 
 
 def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:

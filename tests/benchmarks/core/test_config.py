@@ -332,8 +332,9 @@ def test_a_yaml_is_judged_by_itself_and_its_macros_are_not(tmp_path: Path) -> No
 @pytest.mark.parametrize("benchmark", [FLAIR, VISION], ids=["flair", "vision"])
 def test_every_shipped_setting_is_made_of_keys_with_effect(benchmark: Benchmark[TrainingConfig]) -> None:
     for name in benchmark.settings:
-        made = benchmark.parse([f"--config={name}"]).config
-        assert benchmark.resolved(made) == made, name
+        for scale in ([], *([f"--scale={scale}"] for scale in benchmark.scales)):
+            made = benchmark.parse([f"--config={name}", *scale]).config
+            assert benchmark.resolved(made) == made, (name, scale)
 
 
 def test_what_follows_from_other_fields_is_written_down() -> None:

@@ -55,15 +55,21 @@ def trained(directory: Path) -> dict[str, Tensor]:
     return dict(load_file(directory / "model.safetensors"))
 
 
+WAYS = (
+    (),
+    ("--runtime.engine=stock",),
+    ("--federated.algorithm=scaffold", "--local.num_epochs=2"),
+    ("--federated.algorithm=fednova", "--local.batch_size=2"),
+    ("--local.virtual_size=6", "--federated.weighting=users"),
+    (*PRIVATE, "--privacy.noise_seed=run"),
+)
+"""To train that differ in what they read, and when."""
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        (),
-        ("--runtime.engine=stock",),
-        ("--federated.algorithm=scaffold", "--local.num_epochs=2"),
-        ("--federated.algorithm=fednova", "--local.batch_size=2"),
-        ("--local.virtual_size=6", "--federated.weighting=users"),
-        (*PRIVATE, "--privacy.noise_seed=run"),
+        *WAYS,
         (
             "--config=pfl-r-17",
             "--privacy=none",

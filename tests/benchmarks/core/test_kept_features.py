@@ -22,7 +22,7 @@ from dataset.store.hdf5 import DataFile
 from pfl_ext.data.transforms import draw_crops
 from pfl_ext.randomness import stream
 from tests.benchmarks.conftest import Train, killed_at, train_into
-from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, folders, trained
+from tests.benchmarks.core.test_features import CENTRAL, HALF, HEAD, SINGLE_STEPS, WAYS, folders, trained
 from tests.benchmarks.core.test_features import computed as computed
 from tests.benchmarks.core.test_features import own_file as own_file
 from tests.benchmarks.core.test_private import PRIVATE
@@ -50,12 +50,7 @@ def whole_image(seed: int, split: str, rows: Any, view: int, image_size: int, *_
 @pytest.mark.parametrize(
     "words",
     [
-        (),
-        ("--runtime.engine=stock",),
-        ("--federated.algorithm=scaffold", "--local.num_epochs=2"),
-        ("--federated.algorithm=fednova", "--local.batch_size=2"),
-        ("--local.virtual_size=6", "--federated.weighting=users"),
-        (*PRIVATE, "--privacy.noise_seed=run"),
+        *WAYS,
         ("--federated.weighting=users", "--local_privacy.epsilon=8", "--local_privacy.noise_seed=run"),
         (CENTRAL,),
         ("--model.trained=two_layers", "--model.bottleneck=4"),
