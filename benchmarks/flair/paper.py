@@ -68,12 +68,16 @@ def _fields_of(config: Config) -> Tree:
 
 
 @cache
-def _shipped(setting: str, scale: str | None, recipe: str | None) -> Tree:
+def _shipped(setting: str, scale: str | None, recipe: str | None) -> Tree | None:
+    """The fields of a shipped setting at a scale; None where the recipe does not go with the setting."""
     words = [f"--config={setting.replace(LOCAL, 'fl-', 1).lower()}"]
     words += [f"--{key}={name}" for key, name in (("scale", scale), ("recipe", recipe)) if name is not None]
     if setting.startswith(LOCAL):
         words += ["--federated.weighting=users", f"--local_privacy.epsilon={LocalPrivacySection.epsilon}"]
-    return _fields_of(parse(words).config)
+    try:
+        return _fields_of(parse(words).config)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,9 @@ def variant(config: Config) -> Variant:
     setting = LOCAL + config.setting.split("-", 1)[1] if local else config.setting
     fields, candidates = _fields_of(config), []
     for recipe, scale in itertools.product((None, "pfl"), (None, *FLAIR.scales)):
-        try:
-            base = _shipped(setting, scale, recipe)
-        except ValueError:
-            continue  # the recipe does not go with the setting
+        base = _shipped(setting, scale, recipe)
+        if base is None:
+            continue
         keys = [key for key in {**base, **fields} if base.get(key) != fields.get(key)]
         if "privacy" in fields and "privacy" not in base:  # none of its keys, where the row has them
             keys = ["privacy", *(key for key in keys if not key.startswith("privacy"))]

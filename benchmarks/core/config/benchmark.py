@@ -155,6 +155,11 @@ class Benchmark(Generic[C_co]):
         """The config without a setting, which is the protocol without privacy."""
         return build(self.kind, without(self.protocol, _unasked()), "the protocol")
 
+    @cached_property
+    def _defaults(self) -> Mapping[str, Any]:
+        """`default_config` by dotted keys."""
+        return dotted(dataclasses.asdict(self.default_config))
+
     def help(self, text: str, program: str) -> str:
         """What ``program --help`` prints: ``text``, then every key by section."""
         return self._command_line.help(text, program)
@@ -219,11 +224,13 @@ class Benchmark(Generic[C_co]):
             ValueError: one line with ``prefix`` before the key.
         """
         idle = self.idle_keys(config, runtime)
+        without_effect = {key: why for key in dotted(layer) if (why := reason_for(key, idle)) is not None}
+        if not without_effect:
+            return
         wanted = dotted({**dataclasses.asdict(config), "runtime": dataclasses.asdict(runtime)})
         kept = dotted({**dataclasses.asdict(self.resolved(config)), "runtime": dataclasses.asdict(Runtime())})
-        for key in dotted(layer):
-            why = reason_for(key, idle)
-            if why is not None and wanted.get(key) != kept.get(key):
+        for key, why in without_effect.items():
+            if wanted.get(key) != kept.get(key):
                 raise ValueError(f"{prefix}{key} {why}")
 
     def _refuse_idle_in(self, path: Path, layers: tuple[Tree, Tree, Tree]) -> None:
@@ -239,7 +246,7 @@ class Benchmark(Generic[C_co]):
     def resolved(self, config: TrainingConfig) -> C_co:
         """Idle fields at their defaults, and what follows from other fields filled in."""
         idle, tree = self.idle_keys(config), dataclasses.asdict(config)
-        defaults = dotted(dataclasses.asdict(self.default_config))
+        defaults = dict(self._defaults)
         if config.privacy is not None:
             values = {"epsilon": config.privacy.epsilon, **self.protocol.get("privacy", {})}
             defaults |= dotted({"privacy": dataclasses.asdict(PrivacySection(**values))})

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -115,16 +116,22 @@ def section_in(hint: Any) -> Any:
     return next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
 
 
-def leaves(kind: Any, prefix: str = "") -> Iterator[Leaf]:
+def leaves(kind: Any, prefix: str = "") -> tuple[Leaf, ...]:
     """Every key of a config's type, those of sections that may be absent among them."""
-    hints = get_type_hints(kind)
+    return _leaves(kind, prefix)
+
+
+@cache
+def _leaves(kind: Any, prefix: str) -> tuple[Leaf, ...]:
+    hints, out = get_type_hints(kind), list[Leaf]()
     for item in dataclasses.fields(kind):
         key, section = prefix + item.name, section_in(hints[item.name])
         if section is None:
-            yield Leaf(key, hints[item.name], item.metadata)
+            out.append(Leaf(key, hints[item.name], item.metadata))
         else:
-            for leaf in leaves(section, f"{key}."):
-                yield leaf._replace(metadata={**leaf.metadata, **item.metadata})
+            inner = _leaves(section, f"{key}.")
+            out += [leaf._replace(metadata={**leaf.metadata, **item.metadata}) for leaf in inner]
+    return tuple(out)
 
 
 def _takes(kind: type, hint: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
+import copy
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,12 @@ MEANINGFUL = 0.05
 
 
 def lite(**options: Any) -> nn.Module:
-    """Frozen statistics and the package's weights, or GroupNorm and drawn ones."""
+    """Frozen statistics and the package's weights, or GroupNorm and drawn ones; a copy at each call."""
+    return copy.deepcopy(_lite(**options))
+
+
+@cache
+def _lite(**options: Any) -> nn.Module:
     config = ModelConfig("efficientnet_lite0", **options)
     weights = IMAGENET if config.pretrained else None
     return build_backbone(config, LABELS, torch.Generator().manual_seed(4), weights)
