@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
+from pfl_ext.engine.cpu.depthwise import Depthwise
 from pfl_ext.engine.cpu.layers import Convolution, FewChannels
 from pfl_ext.privacy.mechanisms import MARGIN
 
@@ -264,7 +265,7 @@ def convolution_backward(
     layer: nn.Conv2d, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
 ) -> tuple[Any, Any]:
     """Gradients of a convolution's input and weights, of which only those ``wanted`` are tensors."""
-    if isinstance(layer, Convolution | FewChannels) and layer.takes(x) and e.dtype == x.dtype:
+    if isinstance(layer, Convolution | FewChannels | Depthwise) and layer.takes(x) and e.dtype == x.dtype:
         return layer.gradients(x, e, wanted)
     out = torch.ops.aten.convolution_backward(
         e,

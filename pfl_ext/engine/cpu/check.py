@@ -48,6 +48,12 @@ def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
             y = F.conv2d(leaves[0], leaves[1], stride=form.stride, padding=1)
             expected += [y, *torch.autograd.grad(y, leaves, error.float())]
     if dtype == torch.float32:
+        apart = torch.randn(CHANNELS, 1, 5, 5, generator=draw).requires_grad_()
+        error = e[:, :, ::2, ::2]
+        found.append(kernels.depthwise_weights(x, error, Form(5, 5, 2, 2, 2)))
+        with torch.enable_grad():
+            y = F.conv2d(x, apart, stride=2, padding=2, groups=CHANNELS)
+            expected += torch.autograd.grad(y, apart, error)
         small, kernel = x[:, :3, :13], weight[:5, :3]
         for after in (After(), After(relu=True), After(relu=True, pool=True)):
             y, laid = kernels.few_channels(small, kernel, scale[:5], (1, 0), after)

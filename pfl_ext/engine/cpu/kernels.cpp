@@ -3,6 +3,7 @@
 // library, whose threads are shared with its own. All return 0, or 1 where there was no memory, but `has_halves`.
 
 #include "across.h"
+#include "depthwise.h"
 #include "direct.h"
 #include "group_norm.h"
 #include "winograd.h"
@@ -100,6 +101,15 @@ long convolve_backward(const void* x, const void* e, const float* w, void* dx, f
       const Form o(last - first, h, width, c, k, high, wide, stride, top, left);
       direct_backward<V>(at<I>(x, first, h * width * c), at<I>(e, first, o.down * o.across * k), w,
                          at<I>(dx, first, h * width * c), own, o);
+    });
+  });
+}
+long depthwise_weights(const float* x, const float* e, float* dw, long threads, long, long n, long h, long width, long c,
+                       long high, long wide, long stride, long top, long left) {
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n, threads, dw, high * wide * c, [&](long first, long last, float* own) {
+      const Depth o(last - first, h, width, c, high, wide, stride, top, left);
+      depthwise_weights<5>(x + first * h * width * c, e + first * o.down * o.across * c, own, o);
     });
   });
 }

@@ -25,6 +25,8 @@ from pfl_ext.engine.cpu.choice import Feature
 
 CHANNELS = 32
 """Channels must be a multiple of this."""
+DEPTHWISE_SIDE, DEPTHWISE_CHANNELS = 5, 16
+"""Of the kernels of `CpuKernels.depthwise_weights`; what its channels must be a multiple of."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
@@ -34,6 +36,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "conv3x3_backward": (5, 7, 0),
     "convolve": (3, 12, 0),
     "convolve_backward": (5, 12, 0),
+    "depthwise_weights": (3, 11, 0),
     "group_norm": (7, 7, 1),
     "group_norm_backward": (11, 7, 0),
     "lanes": (0, 0, 0),
@@ -179,6 +182,17 @@ class CpuKernels:
         else:
             self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
         return dx, dw
+
+    def depthwise_weights(self, x: Tensor, e: Tensor, form: Form) -> Tensor:
+        """The gradient ``[C, 1, 5, 5]`` of the weights of a convolution of each channel by itself. Float32.
+
+        ``x`` ``[N, C, H, W]`` are its images, ``e`` ``[N, C, H', W']`` is its output's gradient.
+        """
+        (n, c, h, w), (high, wide) = x.shape, (form.high, form.wide)
+        assert c % DEPTHWISE_CHANNELS == 0 and high == wide == DEPTHWISE_SIDE
+        dw = torch.zeros(high * wide, c)
+        self._call("depthwise_weights", (_last(x), _last(e), dw), n, h, w, c, *astuple(form))
+        return dw.t().reshape(c, 1, high, wide)
 
     def few_channels(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], after: After

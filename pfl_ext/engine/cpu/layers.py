@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
+from pfl_ext.engine.cpu.depthwise import Depthwise, depthwise
 from pfl_ext.engine.cpu.joining import joined
 from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form, Laid
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
@@ -257,6 +258,8 @@ class CpuLayers(NamedTuple):
             made: nn.Module
             if isinstance(layer, nn.GroupNorm):
                 made = GroupNorm(layer, self.kernels, multiplied)
+            elif depthwise(layer):
+                made = Depthwise(layer, self.kernels)
             elif few(layer):  # by torch in bfloat16
                 made = FewChannels(layer, self.kernels)
             else:
@@ -288,7 +291,7 @@ def compilable(layer: nn.Module) -> bool:
     """Whether there is a module of here that does what this layer of torch's does."""
     if type(layer) is nn.GroupNorm:
         return layer.affine and layer.num_channels % CHANNELS == 0
-    if few(layer):
+    if few(layer) or depthwise(layer):
         return True
     if not _plain(layer):
         return False

@@ -1,0 +1,134 @@
+"""Convolutions that filter each channel by itself: the gradients of their weights are torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
+from pfl_ext.engine.cpu.depthwise import Depthwise
+from pfl_ext.engine.cpu.kernels import CpuKernels, Form
+from pfl_ext.engine.cpu.layers import CpuLayers
+from tests.pfl_ext.engine.cpu.roundings import KERNELS, compiled, relative, rounding
+from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
+
+
+@compiled
+@settings(max_examples=30)
+@given(
+    n=st.integers(1, 3),
+    size=st.tuples(*[st.integers(1, 11)] * 2),
+    channels=st.sampled_from([16, 48]),
+    stride=st.integers(1, 3),
+    padding=st.tuples(*[st.integers(0, 4)] * 2),
+    whole=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+)
+def test_the_gradients_of_the_weights_are_torchs(
+    n: int,
+    size: tuple[int, int],
+    channels: int,
+    stride: int,
+    padding: tuple[int, int],
+    whole: bool,
+    threads: int,
+) -> None:
+    """To the bit of whole numbers, whose sums nothing rounds."""
+    assert KERNELS is not None
+    high, wide = (max(side, 5 - 2 * p) for side, p in zip(size, padding))
+    draw = torch.Generator().manual_seed(n)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randint(-4, 5, shape, generator=draw).float() + (0 if whole else 0.1)
+
+    x, weight = drawn(n, channels, high, wide), drawn(channels, 1, 5, 5)
+    with torch.enable_grad():
+        leaf = weight.double().requires_grad_()
+        y = F.conv2d(x.double(), leaf, None, stride, padding, groups=channels)
+        e = drawn(*y.shape)
+        (theirs,) = torch.autograd.grad(y, leaf, e.double())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = KERNELS.depthwise_weights(x, e, Form(5, 5, stride, *padding))
+    finally:
+        torch.set_num_threads(before)
+    if whole:
+        assert torch.equal(ours.double(), theirs)
+    assert relative(ours, theirs) <= rounding(e[0, 0].numel() * n)
+
+
+def deep_backbone() -> nn.Module:
+    """With kernels of 5 x 5 that are compiled, one with a bias, and some of 3 x 3, which are torch's."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 1),
+        nn.Conv2d(16, 16, 5, padding=2, groups=16, bias=False),
+        nn.ReLU6(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.Conv2d(16, 16, 5, stride=2, padding=(1, 2), groups=16),
+        nn.Flatten(),
+        nn.Linear(16 * 4 * 5, 5),
+    )
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, 0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    return net
+
+
+@compiled
+@pytest.mark.parametrize("clipping", ["none", "global", "variable"])
+def test_a_cohort_is_that_of_pfls_loop(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of users with one step, whose gradients come out of one pass, and with several."""
+    calls: list[str] = []
+    call = CpuKernels._call
+
+    def counted(self: CpuKernels, name: str, *rest: Any) -> None:
+        calls.append(name)
+        call(self, name, *rest)
+
+    monkeypatch.setattr(CpuKernels, "_call", counted)
+    more: dict[str, Any] = {} if clipping == "none" else {"clipping": clipping, "max_norm": 0.3}
+    setting = Setting([1, 2, 9, 5], learning_rate=0.05, backbone=deep_backbone, **more)
+    theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]
+    assert distance(ours, theirs) <= rounding_of(setting)
+    assert calls.count("depthwise_weights") > 2 * 2
+
+
+@compiled
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3},
+        {"kernel_size": (5, 3)},
+        {"kernel_size": 5, "dilation": 2},
+        {"kernel_size": 5, "stride": (1, 2)},
+        {"kernel_size": 5, "padding_mode": "reflect", "padding": 2},
+        {"kernel_size": 5, "padding": "same"},
+        {"kernel_size": 5, "groups": 8},
+        {"kernel_size": 5, "out_channels": 32},
+        {"kernel_size": 5, "in_channels": 24, "out_channels": 24, "groups": 24},
+    ],
+    ids=str,
+)
+def test_other_convolutions_of_groups_stay_torchs(options: dict[str, Any]) -> None:
+    assert KERNELS is not None
+    layers = CpuLayers(KERNELS, FLOAT32)
+    plain: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "groups": 16}
+    assert type(layers.replaced(nn.Conv2d(**plain, kernel_size=5))) is Depthwise
+    assert type(layers.replaced(nn.Conv2d(**{**plain, **options}))) is nn.Conv2d
+
+
+@compiled
+def test_in_bfloat16_torch_computes_it() -> None:
+    assert KERNELS is not None
+    theirs = nn.Conv2d(16, 16, 5, padding=2, groups=16)
+    ours = Depthwise(theirs, KERNELS)
+    x = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), theirs(x))
+    assert BY_PROCESSOR["AVX512-BF16"].convolution.by == "torch"
