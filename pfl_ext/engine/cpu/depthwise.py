@@ -69,7 +69,8 @@ class Depthwise(nn.Conv2d):
                 (True, False, False),
             )[0]
         if wanted[1]:
-            form = Form(*self.kernel_size, self.stride[0], *self.padding)
+            (high, wide), (top, left) = self.kernel_size, self.padding
+            form = Form(high, wide, self.stride[0], top, left)
             dw = self.kernels.depthwise_weights(x, e, form)
         return dx, dw
 

@@ -189,7 +189,8 @@ class CpuKernels:
         ``x`` ``[N, C, H, W]`` are its images, ``e`` ``[N, C, H', W']`` is its output's gradient.
         """
         (n, c, h, w), (high, wide) = x.shape, (form.high, form.wide)
-        assert c % DEPTHWISE_CHANNELS == 0 and high == wide == DEPTHWISE_SIDE
+        assert c % DEPTHWISE_CHANNELS == 0
+        assert high == wide == DEPTHWISE_SIDE
         dw = torch.zeros(high * wide, c)
         self._call("depthwise_weights", (_last(x), _last(e), dw), n, h, w, c, *astuple(form))
         return dw.t().reshape(c, 1, high, wide)
