@@ -8,21 +8,24 @@ One table decides, by the processor and the kind of layer, and by nothing else: 
   bfloat16 images in channels-last memory, in which torch's convolutions are fastest, torch's norm takes many
   times as long as the compiled one (README), which therefore stands between torch's convolutions.
 * **AVX512-FP16** adds up twice as many products of half floats as of float32: the compiled convolutions do.
+* **Depthwise** convolutions are float32's everywhere (`depthwise`).
 * **None** of these: bfloat16 would be converted before each product, so all is float32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
 Feature = Literal["AMX", "AVX512-FP16", "AVX512-BF16", "none"]
 """What of a processor decides, the first that it has."""
-Kind = Literal["3x3 convolutions", "other convolutions", "GroupNorm", "pooling", "linear"]
-"""Of layers; the first is of stride 1."""
+Kind = Literal[
+    "3x3 convolutions", "depthwise convolutions", "other convolutions", "GroupNorm", "pooling", "linear"
+]
+"""Of layers; the first is of stride 1, the second filters each channel by itself."""
 
 
 class Way(NamedTuple):
@@ -36,6 +39,7 @@ class Row(NamedTuple):
     """A way for each kind of layer; a layer that `layers` cannot do is torch's all the same."""
 
     convolution3x3: Way
+    depthwise: Way
     convolution: Way
     group_norm: Way
     pooling: Way
@@ -51,17 +55,17 @@ class Row(NamedTuple):
         return None if self.linear.format == torch.float32 else self.linear.format
 
 
-KINDS: tuple[Kind, ...] = ("3x3 convolutions", "other convolutions", "GroupNorm", "pooling", "linear")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _FLOAT32, _HALF = Way("compiled", torch.float32), Way("compiled", torch.float16)
 _TORCH, _TORCH_BF16 = Way("torch", torch.float32), Way("torch", torch.bfloat16)
 
-FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _TORCH)
+FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _TORCH)
 """For ``runtime.precision fp32``, on every processor."""
 BY_PROCESSOR: dict[Feature, Row] = {
-    #           3x3, stride 1  other convs   GroupNorm  pooling      linear
-    "AMX": Row(_TORCH_BF16, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
-    "AVX512-FP16": Row(_HALF, _HALF, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
-    "AVX512-BF16": Row(_TORCH_BF16, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    #           3x3, stride 1  depthwise  other convs   GroupNorm  pooling      linear
+    "AMX": Row(_TORCH_BF16, _FLOAT32, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    "AVX512-FP16": Row(_HALF, _FLOAT32, _HALF, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
+    "AVX512-BF16": Row(_TORCH_BF16, _FLOAT32, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
     "none": FLOAT32,
 }
 """For ``runtime.precision bf16``, by processor."""
@@ -75,6 +79,8 @@ def chosen(precision: torch.dtype | None, feature: Feature) -> Row:
 def kind_of(layer: nn.Module) -> Kind | None:
     """The layer's kind; None: the table says nothing of it."""
     if isinstance(layer, nn.Conv2d):
+        if layer.groups == layer.in_channels == layer.out_channels > 1:
+            return "depthwise convolutions"
         plain = layer.kernel_size == (3, 3) and layer.stride == (1, 1)
         return "3x3 convolutions" if plain else "other convolutions"
     if isinstance(layer, nn.GroupNorm):
@@ -95,8 +101,9 @@ def described(network: nn.Module, autocast: torch.dtype | None) -> str:
         if kind is not None:
             multiplied = getattr(layer, "multiplied", None)  # the format of a compiled layer
             found[kind]["torch" if multiplied is None else f"compiled {_name(multiplied)}"] += 1
-    if found[KINDS[0]].keys() == found[KINDS[1]].keys() and len(found[KINDS[0]]) == 1:
-        found = {"convolutions": found[KINDS[0]], **{kind: found[kind] for kind in KINDS[2:]}}
+    convolutions = [found[kind] for kind in KINDS[:3] if found[kind]]
+    if len(convolutions) > 1 and len(set().union(*convolutions)) == 1:
+        found = {"convolutions": convolutions[0], **{kind: found[kind] for kind in KINDS[3:]}}
     type_name = "float32" if autocast is None else _name(autocast)
     ways = {way for counts in found.values() for way in counts}
     if ways <= {"torch"}:

@@ -1,8 +1,10 @@
-"""Convolutions that filter each channel by itself, whose weights' gradients are `kernels`'.
+"""Convolutions that filter each channel by itself, always in float32; the weights' gradients of 5 x 5 kernels
+are `kernels`'.
 
 torch computes the rest of them: it is faster there, and with 3 x 3 kernels. It takes 62 ms for the gradients
 of the 5 x 5 kernels in a step of EfficientNet-Lite0 (16 images of 128 pixels), and these functions take 6
-(AMD EPYC of the Zen 4 kind, one thread, torch 2.15, the least of five).
+(AMD EPYC of the Zen 4 kind, one thread, torch 2.15, the least of five). In bfloat16 torch takes three times
+as long for those, and twenty times as long for the images' gradients of a stride of 2: 77 ms in one layer.
 
 Shape letters: N images, C channels, H and W positions.
 """
@@ -19,7 +21,7 @@ from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, CpuKe
 
 
 class Depthwise(nn.Conv2d):
-    """Such a convolution, with another's weights. Where torch's autocast is on, torch computes it."""
+    """Such a convolution, with another's weights."""
 
     multiplied = torch.float32
 
@@ -37,42 +39,46 @@ class Depthwise(nn.Conv2d):
         self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[N, C, H, W]`` -> ``[N, C, H', W']``."""
+        """``[N, C, H, W]`` -> ``[N, C, H', W']``; in bfloat16 where torch's autocast is on."""
         if not self.takes(x):
             return super().forward(x)
-        out: Tensor = _Filter.apply(x, self.weight, self)
-        return out if self.bias is None else out + self.bias[:, None, None]
+        halved = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False):
+            out: Tensor = _Filter.apply(x.float(), self.weight, self)
+            out = out if self.bias is None else out + self.bias[:, None, None]
+        return out.to(torch.bfloat16) if halved else out
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
-        return plain and not torch.is_autocast_enabled("cpu")
+        known = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+        return known and x.ndim == 4 and x.numel() > 0
 
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """From ``e`` ``[N, C, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
         assert isinstance(self.padding, tuple)
-        dx = dw = None
-        if wanted[0]:
-            dx = torch.ops.aten.convolution_backward(
-                e,
-                x,
-                self.weight,
-                None,
-                self.stride,
-                self.padding,
-                self.dilation,
-                False,
-                (0, 0),
-                self.groups,
-                (True, False, False),
-            )[0]
-        if wanted[1]:
+        compiled = wanted[1] and self.kernel_size == (DEPTHWISE_SIDE, DEPTHWISE_SIDE)
+        images, dtype = x.float(), x.dtype
+        e = e.float()
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            e,
+            images,
+            self.weight,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            (0, 0),
+            self.groups,
+            (wanted[0], wanted[1] and not compiled, False),
+        )
+        if compiled:
             (high, wide), (top, left) = self.kernel_size, self.padding
             form = Form(high, wide, self.stride[0], top, left)
-            dw = self.kernels.depthwise_weights(x, e, form)
-        return dx, dw
+            dw = self.kernels.depthwise_weights(images, e, form)
+        return None if dx is None else dx.to(dtype), dw
 
 
 class _Filter(torch.autograd.Function):
@@ -89,11 +95,11 @@ class _Filter(torch.autograd.Function):
 
 
 def depthwise(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether `Depthwise` does what this layer of torch's does."""
+    """Whether this is such a layer, with a kernel of 3 x 3 or 5 x 5."""
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return False
     if layer.dilation != (1, 1) or layer.stride[0] != layer.stride[1]:
         return False
-    single = layer.groups == layer.in_channels == layer.out_channels
-    square = layer.kernel_size == (DEPTHWISE_SIDE, DEPTHWISE_SIDE)
+    single = layer.groups == layer.in_channels == layer.out_channels > 1
+    square = layer.kernel_size in ((3, 3), (DEPTHWISE_SIDE, DEPTHWISE_SIDE))
     return single and square and layer.in_channels % DEPTHWISE_CHANNELS == 0

@@ -65,6 +65,7 @@ def layers_of(row: Row) -> CpuLayers:
 def one_layer(kind: Kind) -> nn.Module:
     layer: nn.Module = {
         "3x3 convolutions": nn.Conv2d(32, 32, 3, padding=1, bias=False),
+        "depthwise convolutions": nn.Conv2d(32, 32, 5, padding=2, groups=32, bias=False),
         "other convolutions": nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False),
         "GroupNorm": nn.GroupNorm(8, 32),
         "pooling": nn.MaxPool2d(3, 2, 1),
@@ -128,7 +129,7 @@ def test_a_norm_between_layers_of_another_kind_has_their_type_and_memory_format(
         seen.append(kind_of(layer) or "")
 
     for layer in network.modules():
-        if kind_of(layer) in KINDS[:4] and not isinstance(layer, nn.AdaptiveAvgPool2d):
+        if kind_of(layer) in KINDS[:5] and not isinstance(layer, nn.AdaptiveAvgPool2d):
             layer.register_forward_hook(check)
     x = torch.randn(2, 3, 10, 10).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):

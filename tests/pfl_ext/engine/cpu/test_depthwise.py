@@ -15,7 +15,7 @@ from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
 from pfl_ext.engine.cpu.depthwise import Depthwise
 from pfl_ext.engine.cpu.kernels import CpuKernels, Form
 from pfl_ext.engine.cpu.layers import CpuLayers
-from tests.pfl_ext.engine.cpu.roundings import KERNELS, compiled, relative, rounding
+from tests.pfl_ext.engine.cpu.roundings import BFLOAT16, KERNELS, UNIT, compiled, relative, rounding
 from tests.pfl_ext.engine.setting import Setting, distance, rounding_of
 
 
@@ -103,7 +103,7 @@ def test_a_cohort_is_that_of_pfls_loop(clipping: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "options",
     [
-        {"kernel_size": 3},
+        {"kernel_size": 7},
         {"kernel_size": (5, 3)},
         {"kernel_size": 5, "dilation": 2},
         {"kernel_size": 5, "stride": (1, 2)},
@@ -124,11 +124,22 @@ def test_other_convolutions_of_groups_stay_torchs(options: dict[str, Any]) -> No
 
 
 @compiled
-def test_in_bfloat16_torch_computes_it() -> None:
+@pytest.mark.parametrize("kernel, stride", [(3, 1), (3, 2), (5, 1), (5, 2)])
+def test_under_autocast_it_computes_in_float32(kernel: int, stride: int) -> None:
+    """From images that are bfloat16, to an output and an images' gradient that are rounded to it, once."""
     assert KERNELS is not None
-    theirs = nn.Conv2d(16, 16, 5, padding=2, groups=16)
+    theirs = nn.Conv2d(16, 16, kernel, stride, 1, groups=16)
     ours = Depthwise(theirs, KERNELS)
-    x = torch.randn(2, 16, 7, 7, generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 16, 7, 7, generator=draw).bfloat16().requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(ours(x), theirs(x))
-    assert BY_PROCESSOR["AVX512-BF16"].convolution.by == "torch"
+        y = ours(x)
+    exact = F.conv2d(exact_x, *(p.double() for p in theirs.parameters()), stride, 1, groups=16)  # type: ignore[arg-type]
+    e = torch.randn(y.shape, generator=draw).bfloat16()
+    mine = torch.autograd.grad(y, (x, *theirs.parameters()), e)
+    right = torch.autograd.grad(exact, (exact_x, *theirs.parameters()), e.double())
+    assert [t.dtype for t in (y, *mine)] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    for found, expected, unit in zip((y, *mine), (exact, *right), [BFLOAT16] * 2 + [UNIT] * 2, strict=True):
+        assert relative(found, expected) <= unit * (1 + 2 * (2 * 49) ** 0.5 * (unit == UNIT))
+    assert all(row.depthwise == FLOAT32.depthwise for row in BY_PROCESSOR.values())
