@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dataset.cli import OneLineParser
 from dataset.store import probe
-from dataset.store.annotations import Masks, fault_of_mask
+from dataset.store.annotations import CROWD, DIFFICULT, Annotation, Boxes, Masks, fault_of_mask
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import jpeg_size
 from dataset.store.index import check_index, meaning
@@ -124,7 +124,7 @@ def _label_lines(file: DataFile) -> list[str]:
             continue
         before = names, counts.tolist()
         what = "objects" if counted[0].kind == "boxes" else "images"
-        lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}")
+        lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}{_flags(found)}")
         order = np.argsort(-counts.sum(0), kind="stable")
         lines += [
             f"  {names[k]}: {', '.join(f'{count:,}' for count in counts[:, k])}" for k in order[:MOST_LABELS]
@@ -135,6 +135,16 @@ def _label_lines(file: DataFile) -> list[str]:
                 f"  {len(names) - MOST_LABELS:,} more, together: {', '.join(f'{count:,}' for count in rest)}"
             )
     return lines
+
+
+def _flags(found: Sequence[Annotation]) -> str:
+    """How many of an annotation's boxes have a flag."""
+    flags = [annotation.flags for annotation in found if isinstance(annotation, Boxes)]
+    counts = {
+        word: sum(int(np.count_nonzero(column & flag)) for column in flags)
+        for flag, word in ((CROWD, "surround a crowd"), (DIFFICULT, "are difficult"))
+    }
+    return "".join(f"; {count:,} {word}" for word, count in counts.items() if count)
 
 
 def _check_columns(file: h5py.File, reader: NativeReader, split: str) -> None:

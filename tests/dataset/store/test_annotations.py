@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,8 @@ from dataset.cli import run
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.source import Shard
 from dataset.preprocess import Options, preprocess
-from dataset.store.annotations import VOID, Boxes, Kind, Masks, OneClass
-from dataset.store.columns import schema
+from dataset.store.annotations import CROWD, DIFFICULT, VOID, Boxes, Kind, Masks, OneClass
+from dataset.store.columns import FLAGGED_BOXES, schema
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
@@ -42,6 +44,19 @@ def png(mask: npt.NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def grey_of_4_bits(height: int, width: int) -> bytes:
+    """A PNG whose numbers Pillow multiplies by 17; it writes none itself."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
+    lines = zlib.compress((b"\0" + b"\x01" * (width // 2)) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
 
 
 def mask_of(image_id: str) -> npt.NDArray[np.uint8]:
@@ -70,9 +85,11 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def source(folder: Path, records: list[dict[str, Any]], kinds: Mapping[str, Kind]) -> ArchiveSource:
+def source(
+    folder: Path, records: list[dict[str, Any]] | pa.Table, kinds: Mapping[str, Kind]
+) -> ArchiveSource:
     """Images in a folder, and records that are held in memory."""
-    table = pa.Table.from_pylist(records, schema(kinds))
+    table = pa.Table.from_pylist(records, schema(kinds)) if isinstance(records, list) else records
     listing = Shard("records", 0, lambda: folder, "records")
     return ArchiveSource(
         listing,
@@ -151,6 +168,45 @@ def test_every_kind_of_annotation_is_read_as_the_source_had_it(
     assert "flair" not in said.lower()
 
 
+def flagged(flags: list[int]) -> pa.Table:
+    """The records, whose boxes have these flags in order."""
+    records, left = rows(), list(flags)
+    for record in records:
+        record["objects"] = [{**box, "flags": left.pop(0)} for box in record["objects"]]
+    return pa.Table.from_pylist(records, schema({**KINDS, "objects": FLAGGED_BOXES}))
+
+
+@pytest.mark.parametrize("flags, version", [([0, 0, 0, 0], 3), ([CROWD, 0, DIFFICULT, CROWD | DIFFICULT], 4)])
+def test_flags_of_boxes_are_kept_and_cost_a_version_only_where_there_are_any(
+    folder: Path, flags: list[int], version: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = folder.parent / "f.hdf5"
+    preprocess(source(folder, flagged(flags), KINDS), Options(output, vocabulary=NAMES))
+    with h5py.File(output) as file:
+        assert file.attrs["schema_version"] == version
+        assert ("flags" in file["train/annotations/objects"]) == (version == 4)
+    with DataFile(output) as file:
+        split = file.split("train")
+        boxes = of(file, "train", "objects", Boxes)
+
+        crowd = {split.image_ids[row]: boxes.flagged(row, CROWD).tolist() for row in range(len(boxes))}
+        difficult = {
+            split.image_ids[row]: boxes.flagged(row, DIFFICULT).tolist() for row in range(len(boxes))
+        }
+        bits = [[bool(flag & bit) for flag in flags] for bit in (CROWD, DIFFICULT)]
+        assert crowd == {"a0": [], "a1": bits[0][:1], "b0": bits[0][1:3], "b1": []}
+        assert difficult == {"a0": [], "a1": bits[1][:1], "b0": bits[1][1:3], "b1": []}
+        assert boxes.take(np.array([2, 1])).flags.tolist() == [*flags[1:3], flags[0]]
+    assert run(main, [str(output)]) == 0
+    assert ("; 2 surround a crowd; 2 are difficult" in capsys.readouterr().out) == (version == 4)
+
+
+def test_a_flag_that_is_unknown_is_found(folder: Path) -> None:
+    output = folder.parent / "f.hdf5"
+    with pytest.raises(ValueError, match="objects: a flag of a box is unknown"):
+        preprocess(source(folder, flagged([0, 4, 0, 0]), KINDS), Options(output, vocabulary=NAMES))
+
+
 def test_one_class_is_stored_once(folder: Path) -> None:
     with h5py.File(make(folder, rows())) as file:
         assert list(file["train/annotations/kind"]) == ["classes"]
@@ -163,6 +219,8 @@ def test_one_class_is_stored_once(folder: Path) -> None:
         ({"mask": png(np.zeros((3, 3), np.uint8))}, "its mask has 3 x 3 pixels, the image 20 x 12"),
         ({"mask": png(np.full((12, 20), 2, np.uint8))}, "its mask has the class 2, of 2"),
         ({"mask": b"no picture"}, "its mask cannot be used"),
+        ({"mask": png(np.zeros((12, 20), np.uint8))[:-30]}, "its mask cannot be used"),
+        ({"mask": grey_of_4_bits(12, 20)}, "it is grey of 4 bits: it needs 8, or a palette"),
         ({"mask": None}, "its mask cannot be used"),
         ({"mask": png(np.zeros((12, 20, 3), np.uint8))}, "its mask cannot be used (its mode is RGB"),
         ({"objects": [{"name": "cup", "corners": [0, 0, 21, 5]}]}, "its box (0, 0, 21, 5) is empty or not"),
