@@ -106,7 +106,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     output, folder = checked_places(arguments)
     place = _Place.of(spec, arguments.source, folder)
     form = getattr(arguments, "annotation", spec.layout.forms[0])
-    files = collected(place.fetched(), partial(spec.layout.wanted, form=form))
+    files = collected(place.fetched(), lambda path: spec.layout.wanted(path, form))
     users = _users(arguments, files)
     reading = Reading(
         form,

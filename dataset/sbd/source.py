@@ -29,7 +29,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
     """As `dataset.fetch.annotated.Layout.wanted`."""
     if path.name == USERS_CSV:
         return path.name, MAX_USERS_BYTES
-    if path.suffix == ".txt" and path.stem in LISTS:
+    if path.suffix == ".txt" and path.stem in LISTS and path.parent.name in ("", "dataset"):
         return path.name, MAX_LIST_BYTES
     is_mask = path.suffix == ".mat" and len(path.parts) > 1 and path.parts[-2] == "cls"
     return (f"cls/{path.stem}", MAX_MASK_BYTES) if is_mask else None
@@ -66,9 +66,8 @@ def mask_png(content: bytes, origin: str) -> bytes:
         (entry,) = scipy.io.loadmat(io.BytesIO(content), variable_names=["GTcls"])["GTcls"].flat
         mask: Any = entry["Segmentation"]
     except Exception as error:  # scipy's reader raises whatever comes of damage
-        raise ValueError(
-            f"{origin} holds no GTcls.Segmentation ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        ) from None
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise ValueError(f"{origin} holds no GTcls.Segmentation ({what})") from None
     if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.ndim != 2 or not mask.size:
         raise ValueError(f"{origin}: GTcls.Segmentation is no matrix of bytes")
     buffer = io.BytesIO()

@@ -26,7 +26,7 @@ from dataset.store.annotations import (
 )
 from dataset.store.index import SPLITS, DatasetIndex, IdColumn, SplitIndex
 
-_BOX = [("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))]
+_BOX: list[tuple[str, pa.DataType]] = [("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))]
 ARROW: dict[Kind, pa.DataType] = {
     "label set": pa.list_(pa.string()),
     "class": pa.string(),
@@ -45,7 +45,7 @@ MAX_ID_BYTES = 255  # ids are held in columns of fixed width
 def schema(annotations: Mapping[str, Kind | pa.DataType]) -> pa.Schema:
     """The columns of a source's records: ids, which are strings, and annotations by name."""
     ids = [(name, pa.string()) for name in ID_COLUMNS]
-    types = {name: ARROW[kind] if isinstance(kind, str) else kind for name, kind in annotations.items()}
+    types = {name: ARROW.get(kind, kind) for name, kind in annotations.items()}
     return pa.schema([*ids, *types.items()])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import json
@@ -33,7 +32,6 @@ from dataset.store.native import Storage
 from dataset.store.validate import main
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
 NAMES = {"tags": ["x", "y"], "kind": ["zebra", "ape"], "mask": ["sky", "road"], "objects": ["cup", "ant"]}
 SIZES = {"a0": (12, 20), "a1": (30, 16), "b0": (16, 16), "b1": (40, 8), "c0": (9, 9)}
@@ -335,60 +333,3 @@ def test_splits_have_the_same_annotations(tmp_path: Path) -> None:
     wrong = {**index.splits, "val": replace(index.splits["val"], annotations={"labels": labels})}
     with pytest.raises(ValueError, match="different annotations"):
         write(tmp_path / "f.hdf5", "raw", splits=wrong)
-
-
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data {DATA} are not on this machine")
-
-
-@needs_data
-def test_camvid_keeps_its_masks(tmp_path: Path) -> None:
-    place, classes = DATA / "camvid", (DATA / "camvid" / "classes.txt").read_text().split()
-    with open(place / "users.csv") as file:
-        chosen = [one for number, one in enumerate(csv.DictReader(file)) if number % 20 == 0]
-    records: list[dict[str, Any]] = [
-        {
-            "user_id": f"{one['partition']}-{one['user_id']}",
-            "image_id": one["image_id"],
-            "partition": one["partition"],
-            "mask": (place / "SegmentationClass" / f"{one['image_id']}.png").read_bytes(),
-        }
-        for one in chosen
-    ]
-    made = source(place / "JPEGImages", records, {"mask": "mask"})
-    preprocess(made, Options(tmp_path / "camvid.hdf5", vocabulary={"mask": classes}))
-    main([str(tmp_path / "camvid.hdf5")])
-    with DataFile(tmp_path / "camvid.hdf5") as data:
-        for one in records:
-            split = data.split(one["partition"])
-            row = list(split.image_ids).index(one["image_id"])
-            masks = of(data, one["partition"], "mask", Masks)
-            with Image.open(place / "SegmentationClass" / f"{one['image_id']}.png") as image:
-                assert np.array_equal(masks.read(row), np.asarray(image))
-
-
-@needs_data
-def test_street_keeps_its_boxes(tmp_path: Path) -> None:
-    place, records, expected = DATA / "street", [], {}
-    names: list[str] = []
-    for split in ("train", "test"):
-        content = json.loads((place / "annotations" / f"instances_{split}.json").read_text())
-        names = [one["name"] for one in content["categories"]]
-        for image in content["images"][::20]:
-            boxes = [one for one in content["annotations"] if one["image_id"] == image["id"]]
-            image_id = image["file_name"].removesuffix(".jpg")
-            corners = [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in boxes)]
-            kinds = [names[one["category_id"] - 1] for one in boxes]
-            objects = [{"name": name, "corners": four} for name, four in zip(kinds, corners)]
-            one = {"user_id": f"all-{split}", "image_id": image_id, "partition": split, "objects": objects}
-            records.append(one)
-            expected[split, image_id] = corners, kinds
-            shutil.copy(place / split / image["file_name"], tmp_path / image["file_name"])
-    made = source(tmp_path, records, {"objects": "boxes"})
-    preprocess(made, Options(tmp_path / "street.hdf5", vocabulary={"objects": names}))
-    main([str(tmp_path / "street.hdf5")])
-    with DataFile(tmp_path / "street.hdf5") as data:
-        for (split, image_id), (corners, kinds) in expected.items():
-            row = list(data.split(split).image_ids).index(image_id)
-            found, classes = of(data, split, "objects", Boxes).read(row)
-            assert found.tolist() == corners
-            assert [names[k] for k in classes] == kinds
