@@ -30,15 +30,13 @@ from dataset.fetch.annotated import (
     Reading,
     fitted,
 )
-from dataset.store.annotations import DIFFICULT
+from dataset.store.annotations import BACKGROUND, DIFFICULT
 from dataset.store.index import SPLITS
 
 CLASSES = (
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable",
     "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
-BACKGROUND = "background"
-"""The class 0 of VOC's masks."""
 CLASSES_TXT = "classes.txt"
 SETS: dict[Form, str] = {"mask": "Segmentation", "boxes": "Main"}
 MAX_XML_BYTES = 1 << 20

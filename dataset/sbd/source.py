@@ -18,7 +18,8 @@ import scipy.io
 from PIL import Image
 
 from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
-from dataset.fetch.voc import BACKGROUND, CLASSES, MAX_LIST_BYTES, MAX_MASK_BYTES, image_ids
+from dataset.fetch.voc import CLASSES, MAX_LIST_BYTES, MAX_MASK_BYTES, image_ids
+from dataset.store.annotations import BACKGROUND
 
 LISTS = ("train", "val")
 MAX_MATRIX_BYTES = 1 << 26

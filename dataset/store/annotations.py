@@ -24,6 +24,8 @@ Kind = Literal["label set", "class", "mask", "boxes"]
 _PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 VOID = 255
 """The number of a mask's pixels that belong to no class."""
+BACKGROUND = "background"
+"""The name of a mask's class 0, where that is what belongs to no object."""
 
 CROWD, DIFFICULT = 1, 2
 """Bits of a box's flags: it surrounds a group of objects (COCO), it need not be found (PASCAL VOC)."""
@@ -59,6 +61,11 @@ class LabelMatrix:
         """The matrix of these rows, in their order."""
         indptr, places = gathered(self.indptr, rows)
         return LabelMatrix(indptr, self.indices[places], self.num_labels)
+
+    def lowest(self) -> LabelMatrix:
+        """The lowest label of each image alone; none where an image has none."""
+        any_label = np.diff(self.indptr) > 0
+        return LabelMatrix(offsets_of(any_label), self.indices[self.indptr[:-1][any_label]], self.num_labels)
 
     def only(self, label: int) -> LabelMatrix:
         """The column of one label, ``[N, 1]``."""
@@ -196,6 +203,28 @@ def restored(kind: Kind, columns: Mapping[str, npt.NDArray[Any]], num_labels: in
     if kind == "boxes" and "flags" not in columns:
         columns = {**columns, "flags": np.zeros(len(columns["classes"]), np.uint8)}
     return makers[kind](*columns.values(), num_labels)
+
+
+def present(annotation: Annotation, first: int = 0) -> LabelMatrix:
+    """The classes from ``first`` on that each image contains, whatever the annotation; masks are decoded.
+
+    Raises:
+        ValueError: with a clause, for a mask that cannot be read.
+    """
+    num_images, num_labels = len(annotation), annotation.num_labels
+    if isinstance(annotation, LabelMatrix):
+        return annotation
+    if isinstance(annotation, Boxes):
+        rows, classes = np.repeat(np.arange(num_images), np.diff(annotation.indptr)), annotation.classes
+    else:
+        found = [
+            np.flatnonzero(np.bincount(annotation.read(row).ravel(), minlength=256))
+            for row in range(num_images)
+        ]
+        classes = np.concatenate([*found, np.empty(0, np.int64)])
+        rows = np.repeat(np.arange(num_images), [len(each) for each in found])
+    counted = (classes >= first) & (classes < num_labels)
+    return LabelMatrix.from_pairs(rows[counted], classes[counted], num_images, num_labels)
 
 
 def check_annotation(name: str, annotation: Annotation, num_images: int) -> None:

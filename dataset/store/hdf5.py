@@ -68,7 +68,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataset.files import file_digest
-from dataset.store.annotations import IntArray
+from dataset.store.annotations import BACKGROUND, IntArray, LabelMatrix, Masks, present
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
@@ -99,6 +99,7 @@ class DataFile:
         self.annotation_names = tuple(self.reader.label_mappings)
         """The annotations that the file holds."""
         self._splits: dict[str, SplitIndex] = {}
+        self._present: dict[tuple[str, str], LabelMatrix] = {}
         self._lock = threading.Lock()
 
     @property
@@ -141,6 +142,27 @@ class DataFile:
                     raise damaged(self.path, f"split {name}: {error}") from None
                 self._splits[name] = split
             return self._splits[name]
+
+    def present(self, split: str, name: str) -> LabelMatrix:
+        """The classes that each image of a split contains; masks are decoded, once, and background is none.
+
+        Args:
+            split: of the file.
+            name: of an annotation.
+
+        Raises:
+            ValueError: for an annotation that the file lacks, and a mask that cannot be read.
+        """
+        background = self.label_mapping(name).get(BACKGROUND) == 0
+        annotation = self.split(split).annotations[name]
+        with self._lock:
+            if (split, name) not in self._present:
+                try:
+                    found = present(annotation, int(background and isinstance(annotation, Masks)))
+                except ValueError as error:
+                    raise damaged(self.path, f"split {split}: {error}") from None
+                self._present[split, name] = found
+            return self._present[split, name]
 
     def index(self) -> DatasetIndex:
         """Everything that the file says, without its pixels."""

@@ -114,16 +114,17 @@ def _label_lines(file: DataFile) -> list[str]:
     before: tuple[Any, ...] = ()
     for taxonomy, mapping in file.reader.label_mappings.items():
         names, found = list(mapping), [file.split(name).annotations[taxonomy] for name in file.splits]
-        counted = [annotation for annotation in found if not isinstance(annotation, Masks)]
-        if not counted:
-            lines.append(f"{taxonomy}: masks of {len(names):,} classes: {', '.join(names[:MOST_LABELS])}")
-            continue
-        counts = np.array([annotation.counts() for annotation in counted])
+        counts = np.array(
+            [
+                (file.present(name, taxonomy) if isinstance(annotation, Masks) else annotation).counts()
+                for name, annotation in zip(file.splits, found)
+            ]
+        )
         if before == (names, counts.tolist()):
             lines.append(f"{taxonomy}: the same {len(names):,}")
             continue
         before = names, counts.tolist()
-        what = "objects" if counted[0].kind == "boxes" else "images"
+        what = {"boxes": "objects", "mask": "masks"}.get(found[0].kind, "images")
         lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}{_flags(found)}")
         order = np.argsort(-counts.sum(0), kind="stable")
         lines += [

@@ -14,8 +14,8 @@ from PIL import Image
 from dataset.camvid import download_preprocess as camvid
 from dataset.cli import run
 from dataset.fetch import http
-from dataset.fetch.voc import BACKGROUND, CLASSES
-from dataset.store.annotations import CROWD, DIFFICULT, VOID, Boxes, Masks
+from dataset.fetch.voc import CLASSES
+from dataset.store.annotations import BACKGROUND, CROWD, DIFFICULT, VOID, Boxes, Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.validate import validate
 from dataset.street import download_preprocess as street

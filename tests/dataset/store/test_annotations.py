@@ -161,7 +161,7 @@ def test_every_kind_of_annotation_is_read_as_the_source_had_it(
             assert file.read_images(where, at, 16).shape == (1, 16, 16, 3)
     assert run(main, [str(path)]) == 0
     said = capsys.readouterr().out
-    assert "mask: masks of 2 classes: sky, road" in said
+    assert "mask: 2, with masks in train, val\n  sky: 4, 1\n  road: 4, 1\n" in said
     assert "objects: 2, with objects in train, val" in said
     assert "flair" not in said.lower()
 
