@@ -7,14 +7,14 @@ import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from dataset.cli import input_file, is_address
-from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Dealing, Layout, Reading, Users, read_users
+from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Finish, Layout, Reading, Users, read_users
 from dataset.fetch.archives import JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
@@ -44,6 +44,7 @@ class AnnotatedSet:
         listing: the archives that hold lists and annotations.
         images: the archives that hold images; the same ones, it may be.
         mean_image_bytes: for the disk.
+        bad_boxes: what is done with boxes that reach beyond their image, or are empty: ``fail`` or ``cut``.
     """
 
     name: str
@@ -54,6 +55,7 @@ class AnnotatedSet:
     listing: tuple[Archive, ...] = ()
     images: tuple[Archive, ...] = ()
     mean_image_bytes: int = 120_000
+    bad_boxes: str = "fail"
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -76,7 +78,7 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
         add("--annotation", choices=spec.layout.forms, default=spec.layout.forms[0], help="what is kept")
     if "boxes" in spec.layout.forms:
         cut = "cut: boxes that reach beyond their image are cut off, and left out if they are empty then"
-        add("--bad_boxes", choices=("fail", "cut"), default="fail", help=cut)
+        add("--bad_boxes", choices=("fail", "cut"), default=spec.bad_boxes, help=cut)
     if "boxes" in spec.layout.forms and len(spec.layout.forms) > 1:
         pixel = (
             "number of the first pixel in boxes: 1 as VOC counts, whose boxes include their last pixel, or 0"
@@ -110,7 +112,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     users = _users(arguments, files)
     reading = Reading(
         form,
-        getattr(arguments, "bad_boxes", "fail") == "cut",
+        getattr(arguments, "bad_boxes", None) == "cut",
         getattr(arguments, "first_pixel", 1),
         users.partitions if users else {},
     )
@@ -118,7 +120,11 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     owners, others, said = _owners(annotated, users, arguments.users)
     table = annotated.table(owners)
     print(f"{len(table):,} images; {said}", file=sys.stderr)
-    provenance = {"source": arguments.source, "licence": spec.licence, "users": said, **annotated.notes}
+    for key, count in annotated.repaired.items():
+        print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
+    provenance: dict[str, Any] = {"source": arguments.source, "licence": spec.licence, "users": said}
+    provenance |= {**annotated.notes, **annotated.repaired}
+    finish = Finish(others, annotated.sizes)
     options = Options(
         output,
         arguments.storage,
@@ -129,9 +135,11 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         workers=arguments.workers,
         transcode=Transcoding(),
         tool=f"dataset.{spec.name}.download_preprocess",
-        finish=Dealing(others),
+        finish=finish,
     )
     make(place.source(table, annotated.folders, provenance), options)
+    if finish.warning:
+        print(finish.warning, file=sys.stderr)
 
 
 def _users(arguments: argparse.Namespace, files: Mapping[str, bytes]) -> Users | None:
@@ -242,11 +250,13 @@ def _remote(archive: Archive, base: str, downloads: Path) -> Shard:
     """An archive on a server, downloaded and checked when it is needed."""
     url, target = below(base, archive.path), downloads / Path(archive.path).name
 
+    @cache  # its digest takes a minute for the largest
     def fetch() -> Path:
         fetch_checked(url, target, "md5", archive.md5)
         return target
 
-    return Shard(target.name, remote(url).size, fetch, f"{url} {archive.md5}")
+    size = target.stat().st_size if target.is_file() else remote(url).size
+    return Shard(target.name, size, fetch, f"{url} {archive.md5}")
 
 
 def _digest(table: pa.Table) -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
 from dataset.store.columns import FLAGGED_BOXES, schema
-from dataset.store.index import SPLITS, DatasetIndex
+from dataset.store.index import NAME, SPLITS, DatasetIndex, SplitIndex
 
 USERS_CSV = "users.csv"
 MAX_USERS_BYTES = 1 << 28
@@ -39,6 +39,8 @@ class Annotated:
         folders: names of the folders in which the images lie.
         owners: users that the annotations know, by image.
         ids: another id of an image, under which ``users.csv`` may list it -> its id.
+        sizes: width and height of an image as the annotations have them.
+        repaired: how many boxes were cut off or left out.
         notes: for the provenance.
     """
 
@@ -48,6 +50,8 @@ class Annotated:
     folders: frozenset[str]
     owners: Mapping[str, str] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    repaired: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, owners: Mapping[str, str]) -> pa.Table:
@@ -159,51 +163,75 @@ def fitted(
             f"{where}: its box ({box}) is empty or not within the image of {size[0]} x {size[1]} pixels; "
             "--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then"
         )
-    repaired["boxes_left_out" if empty else "boxes_cut_off"] += empty or beyond >= ROUNDING
+    if empty or beyond >= ROUNDING:
+        repaired["boxes_left_out" if empty else "boxes_cut_off"] += 1
     return None if empty else inner
 
 
-def read_users(text: bytes, origin: str) -> Users:
+def read_users(content: bytes, origin: str) -> Users:
     """Parse a ``users.csv``.
 
     Raises:
         ValueError: that names file and line.
     """
     try:
-        rows = list(csv_rows(text.decode("utf-8-sig"), origin, ["image_id"]))
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{origin} is not UTF-8 text") from None
-    if not rows:
-        raise ValueError(f"{origin} lists no image")
-    names = [name for name in rows[0][1] if name.startswith("user")]
-    if not names:
-        raise ValueError(f"{origin} has no column of users, whose name begins with user")
+    header = text.partition("\n")[0].strip().split(",")
+    names = [name for name in header if name.startswith("user")]
+    wrong = [name for name in names if not NAME.fullmatch(_partition(name))]
+    if not names or wrong or len({*map(_partition, names)}) < len(names):
+        raise ValueError(
+            f"{origin} needs columns of users, whose names begin with user, differ, and have letters, digits "
+            f"and ._- alone; it has {', '.join(header)[:200]}"
+        )
     columns: dict[str, dict[str, str]] = {name: {} for name in names}
     partitions: dict[str, str] = {}
-    for where, row in rows:
+    images = set()
+    needed = ["image_id", *names, *(["partition"] if "partition" in header else [])]
+    for where, row in csv_rows(text, origin, needed):
         image = row["image_id"]
         if not image:
             raise ValueError(f"{where} has an empty image_id")
+        images.add(image)
         if "partition" in row:
             if row["partition"] not in SPLITS:
-                raise ValueError(
-                    f"{where} has the partition {row['partition']!r}; there are {', '.join(SPLITS)}"
-                )
+                known = ", ".join(SPLITS)
+                raise ValueError(f"{where} has the partition {row['partition']!r}; there are {known}")
             partitions[image] = row["partition"]
         for name in names:
             if row[name] not in ("", NOBODY):
                 columns[name][image] = row[name]
-    return Users(origin, columns, partitions, frozenset(row["image_id"] for _, row in rows))
+    if not images:
+        raise ValueError(f"{origin} lists no image")
+    return Users(origin, columns, partitions, frozenset(images))
 
 
-@dataclass(frozen=True)
-class Dealing:
-    """Adds to an index the partitions by the other columns of users."""
+def _partition(column: str) -> str:
+    """The name of the partition by a column of users."""
+    return column.replace("_", "-")
+
+
+@dataclass
+class Finish:
+    """Adds to an index the partitions by the other columns of users, and counts images of unexpected sizes.
+
+    Attributes:
+        columns: the users of images, by the column's name.
+        sizes: as in `Annotated`.
+        other_sizes: the images that turned out to have another width and height.
+    """
 
     columns: Mapping[str, Mapping[str, str]]
+    sizes: Mapping[str, tuple[int, int]]
+    other_sizes: Sequence[str] = ()
 
     def __call__(self, index: DatasetIndex) -> DatasetIndex:
         """As `dataset.preprocess.Options.finish`."""
+        self.other_sizes = [image for split in index.splits.values() for image in self._of_other_sizes(split)]
+        provenance = {**index.provenance, "images_of_another_size_than_annotated": len(self.other_sizes)}
+        index = replace(index, provenance=provenance) if self.sizes else index
         if "train" not in index.splits:
             return index
         ids = list(index.splits["train"].image_ids)
@@ -211,5 +239,20 @@ class Dealing:
         for name, column in self.columns.items():
             rows = np.array([row for row, image in enumerate(ids) if image in column], np.int64)
             if len(rows):
-                partitions[name.replace("_", "-")] = deal([column[ids[row]] for row in rows], rows)
+                partitions[_partition(name)] = deal([column[ids[row]] for row in rows], rows)
         return index.with_partitions(partitions)
+
+    def _of_other_sizes(self, split: SplitIndex) -> list[str]:
+        assert split.image_sizes is not None, "masks and boxes have them"
+        found = zip(split.image_ids, split.image_sizes[:, ::-1].tolist())
+        return [image for image, size in found if list(self.sizes.get(image, size)) != size]
+
+    @property
+    def warning(self) -> str:
+        """A line about images of unexpected sizes; empty if there are none."""
+        if not self.other_sizes:
+            return ""
+        return (
+            f"{len(self.other_sizes):,} images, {self.other_sizes[0]} among them, are not of the size that "
+            "their annotations have: are their boxes right?"
+        )

@@ -95,6 +95,7 @@ class _Reader:
     categories: dict[int, str] = field(default_factory=dict)
     folders: set[str] = field(default_factory=lambda: {"images"})
     ids: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     twice: set[str] = field(default_factory=set)  # ids that two files have
     repaired: Counter[str] = field(default_factory=Counter)
 
@@ -112,8 +113,10 @@ class _Reader:
             name = _text(entry, "file_name", where)
             if name != Path(name).name or name.startswith("."):
                 raise ValueError(f"{where} has the file_name {name[:200]!r}; give a name without folders")
+            size = (_whole(entry, "width", where), _whole(entry, "height", where))
+            self.sizes[Path(name).stem] = size
             images[number] = {
-                "size": (_whole(entry, "width", where), _whole(entry, "height", where)),
+                "size": size,
                 "record": {"image_id": Path(name).stem, "partition": split, COLUMNS["boxes"]: []},
             }
             self._also_called(str(number), Path(name).stem)
@@ -146,10 +149,19 @@ class _Reader:
         return None if corners is None else {"name": name, "corners": corners, "flags": CROWD * int(crowd)}
 
     def annotated(self) -> Annotated:
-        notes: Json = {"category_ids": list(self.categories), **{k: v for k, v in self.repaired.items() if v}}
+        notes = {"category_ids": list(self.categories)}
         ids = {number: image for number, image in self.ids.items() if number not in self.twice}
         classes = list(self.categories.values())
-        return Annotated("boxes", self.records, classes, frozenset(self.folders), ids=ids, notes=notes)
+        return Annotated(
+            "boxes",
+            self.records,
+            classes,
+            frozenset(self.folders),
+            ids=ids,
+            sizes=self.sizes,
+            repaired=self.repaired,
+            notes=notes,
+        )
 
 
 def _categories(entries: Sequence[Json], origin: str) -> dict[int, str]:

@@ -74,6 +74,7 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
             "partition: nothing says which images are for training"
         )
     owners: dict[str, str] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     repaired: Counter[str] = Counter()
     records = []
     for image, split in split_of.items():
@@ -88,19 +89,24 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
             if owner := _owner(root):
                 owners[image] = owner
             if form == "boxes":
-                annotation = _boxes(root, classes, reading, repaired, where)
+                sizes[image] = _size(root, where)
+                annotation = _boxes(root, sizes[image], classes, reading, repaired, where)
         records.append({"image_id": image, "partition": split, COLUMNS[form]: annotation})
-    notes = {key: count for key, count in repaired.items() if count}
-    return Annotated(form, records, classes, frozenset(["JPEGImages"]), owners, notes=notes)
+    inside = frozenset(["JPEGImages"])
+    return Annotated(form, records, classes, inside, owners, sizes=sizes, repaired=repaired)
 
 
 VOC = Layout(("mask", "boxes"), wanted, read)
 
 
 def _boxes(
-    root: Element, classes: Sequence[str], reading: Reading, repaired: Counter[str], where: str
+    root: Element,
+    size: tuple[int, int],
+    classes: Sequence[str],
+    reading: Reading,
+    repaired: Counter[str],
+    where: str,
 ) -> list[dict[str, Any]]:
-    width, height = (int(_number(root, f"size/{side}", where)) for side in ("width", "height"))
     found = []
     for entry in root.findall("object"):
         name = " ".join((entry.findtext("name") or "").split())
@@ -112,7 +118,7 @@ def _boxes(
         ends = [_number(entry, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax")]
         # With 1 as the first pixel, the last pixel is within the box; with 0, the box ends before it.
         corners = (ends[0] - reading.first_pixel, ends[1] - reading.first_pixel, *ends[2:])
-        if (fits := fitted(corners, (width, height), reading.cut, repaired, where)) is not None:
+        if (fits := fitted(corners, size, reading.cut, repaired, where)) is not None:
             difficult = (entry.findtext("difficult") or "").strip() == "1"
             found.append({"name": name, "corners": fits, "flags": DIFFICULT if difficult else 0})
     return found
@@ -201,6 +207,11 @@ def _owner(root: Element) -> str | None:
     """The photographer's Flickr id, or name, in an XML of VOC 2007."""
     texts = (" ".join((root.findtext(f"owner/{key}") or "").split()) for key in ("flickrid", "name"))
     return next((text for text in texts if text not in ("", UNKNOWN)), None)
+
+
+def _size(root: Element, where: str) -> tuple[int, int]:
+    """Width and height."""
+    return int(_number(root, "size/width", where)), int(_number(root, "size/height", where))
 
 
 def _number(entry: Element, path: str, where: str) -> float:

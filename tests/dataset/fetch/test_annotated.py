@@ -118,8 +118,8 @@ def test_archives_of_a_server_give_what_their_folder_gives_and_leave_nothing(
         write_archive(tmp_path / "packed" / Path(path).name, files)
     assert make(spec, tmp_path / "h.hdf5", f"--source={tmp_path / 'packed'}", *words) == 0
     prints = set()
-    for path in (output, tmp_path / "g.hdf5", tmp_path / "h.hdf5"):
-        with DataFile(path) as file:
+    for place in (output, tmp_path / "g.hdf5", tmp_path / "h.hdf5"):
+        with DataFile(place) as file:
             prints.add(file.fingerprint)
     assert len(prints) == 1
 
@@ -157,11 +157,14 @@ def test_png_images_become_jpegs_and_keep_their_masks(tmp_path: Path) -> None:
         assert file.provenance["transcoded"]["images"] == {"PNG": 1}
 
 
-def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(tmp_path: Path) -> None:
+def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = coco_json(TRAIN)
     first = [at for at, entry in enumerate(content["annotations"]) if entry["image_id"] == 3]
     for at, box in zip(first, ([-2, 1, 10, 50], [32, 0, 5, 5], [1, 1, 31.005, 3])):
         content["annotations"][at]["bbox"] = box
+    next(image for image in content["images"] if image["id"] == 9)["width"] = 2 * SIDE
     folder = coco_folder(tmp_path / "in", content)
     write_images(folder)
     assert make(street.STREET, tmp_path / "f.hdf5", f"--source={folder}", "--bad_boxes=cut") == 0
@@ -173,6 +176,11 @@ def test_boxes_are_cut_off_where_that_is_asked_for_and_it_is_counted(tmp_path: P
         assert corners.tolist() == [[0, 1, 8, SIDE], [1, 1, SIDE, 4]]
         assert (file.provenance["boxes_cut_off"], file.provenance["boxes_left_out"]) == (1, 1)
         assert file.provenance["category_ids"] == [1, 18, 90]
+        assert file.provenance["images_of_another_size_than_annotated"] == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(
+        "1 images, 000000000009 among them, are not of the size that their annotations have"
+    )
 
 
 USERS = "image_id,partition,user_20,user_5\n1,train,a,x\n2,train,b,x\n3,train,,y\n7,train,a,\n4,val,a,x\n"
@@ -222,7 +230,18 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(tmp_path:
         ("image_id,user_id\n,a\n", "", "line 2 has an empty image_id"),
         ("image_id,user_id\n1,a\n1,b\n", "", "line 3 lists image 1 a second time"),
         ("image_id,user_id\n", "", "users.csv lists no image"),
-        ("image_id,owner\n1,a\n", "", "has no column of users, whose name begins with user"),
+        ("image_id,owner\n1,a\n", "", "needs columns of users, whose names begin with user"),
+        ("image_id,user id\n1,a\n", "", "it has image_id, user id"),
+        (
+            "image_id,user_5,user-5\n1,a,b\n",
+            "",
+            "needs columns of users, whose names begin with user, differ",
+        ),
+        (
+            "image_id,partition,user,partition\n1,val,a,val\n",
+            "",
+            "has two columns 'partition'; leave one out",
+        ),
         ("user_id\na\n", "", "has no column 'image_id'"),
         ("image_id,user_id\n1\n", "", "line 2 has 1 fields, not 2"),
         (USERS, "--users=frame", "--users is 'frame'; the columns of users are user_20, user_5"),
