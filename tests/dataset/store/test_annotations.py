@@ -29,7 +29,7 @@ from dataset.store.columns import FLAGGED_BOXES, schema
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
-from dataset.store.validate import main
+from dataset.store.validate import describe, main, validate
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
@@ -103,8 +103,25 @@ def source(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return draw_images(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file with every kind of annotation."""
+    return make(draw_images(tmp_path_factory.mktemp("shared")), rows()).read_bytes()
+
+
+@pytest.fixture
+def path(content: bytes, tmp_path: Path) -> Path:
+    """A copy of that file, which may be damaged."""
+    (tmp_path / "f.hdf5").write_bytes(content)
+    return tmp_path / "f.hdf5"
+
+
+def draw_images(place: Path) -> Path:
     """An image of each size, smooth so that JPEG keeps it."""
-    images = tmp_path / "images"
+    images = place / "images"
     images.mkdir()
     for number, (image_id, (height, width)) in enumerate(SIZES.items()):
         pixels = np.full((height, width, 3), 40 * number + 20, np.uint8)
@@ -176,7 +193,7 @@ def flagged(flags: list[int]) -> pa.Table:
 
 @pytest.mark.parametrize("flags, version", [([0, 0, 0, 0], 3), ([CROWD, 0, DIFFICULT, CROWD | DIFFICULT], 4)])
 def test_flags_of_boxes_are_kept_and_cost_a_version_only_where_there_are_any(
-    folder: Path, flags: list[int], version: int, capsys: pytest.CaptureFixture[str]
+    folder: Path, flags: list[int], version: int
 ) -> None:
     output = folder.parent / "f.hdf5"
     preprocess(source(folder, flagged(flags), KINDS), Options(output, vocabulary=NAMES))
@@ -195,8 +212,8 @@ def test_flags_of_boxes_are_kept_and_cost_a_version_only_where_there_are_any(
         assert crowd == {"a0": [], "a1": bits[0][:1], "b0": bits[0][1:3], "b1": []}
         assert difficult == {"a0": [], "a1": bits[1][:1], "b0": bits[1][1:3], "b1": []}
         assert boxes.take(np.array([2, 1])).flags.tolist() == [*flags[1:3], flags[0]]
-    assert run(main, [str(output)]) == 0
-    assert ("; 2 surround a crowd; 2 are difficult" in capsys.readouterr().out) == (version == 4)
+        assert ("; 2 surround a crowd; 2 are difficult" in describe(file)) == (version == 4)
+    validate(output)
 
 
 def test_a_flag_that_is_unknown_is_found(folder: Path) -> None:
@@ -205,8 +222,8 @@ def test_a_flag_that_is_unknown_is_found(folder: Path) -> None:
         preprocess(source(folder, flagged([0, 4, 0, 0]), KINDS), Options(output, vocabulary=NAMES))
 
 
-def test_one_class_is_stored_once(folder: Path) -> None:
-    with h5py.File(make(folder, rows())) as file:
+def test_one_class_is_stored_once(path: Path) -> None:
+    with h5py.File(path) as file:
         assert list(file["train/annotations/kind"]) == ["classes"]
         assert file["train/annotations/kind/classes"].shape == (4,)
 
@@ -266,8 +283,7 @@ def test_a_class_that_the_vocabulary_lacks_is_named(folder: Path) -> None:
         ("image_sizes", 1, "a box reaches beyond its image"),
     ],
 )
-def test_damage_to_an_annotation_is_found(folder: Path, name: str, value: float, message: str) -> None:
-    path = make(folder, rows())
+def test_damage_to_an_annotation_is_found(path: Path, name: str, value: float, message: str) -> None:
     with h5py.File(path, "r+") as file:
         data = file[f"train/{name}"]
         data[...] = np.full(data.shape, value).astype(data.dtype)
@@ -275,7 +291,7 @@ def test_damage_to_an_annotation_is_found(folder: Path, name: str, value: float,
         with pytest.raises(ValueError, match=message), DataFile(path) as file:
             file.split("train")
     with pytest.raises(ValueError, match="is damaged"):
-        main([str(path)])
+        validate(path)
 
 
 def test_own_sizes_that_contradict_the_pixels_are_refused(folder: Path) -> None:
@@ -287,13 +303,12 @@ def test_own_sizes_that_contradict_the_pixels_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    "wrong",
     [7, [{"name": "kind"}], [{"name": "a", "kind": "smell", "classes": []}], {"name": 1}, [1]],
 )
-def test_metadata_that_list_no_annotations_are_refused(folder: Path, content: Any) -> None:
-    path = make(folder, rows())
+def test_metadata_that_list_no_annotations_are_refused(path: Path, wrong: Any) -> None:
     with h5py.File(path, "r+") as file:
-        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        text = np.frombuffer(json.dumps(wrong).encode(), np.uint8)
         del file["metadata/annotations"]
         from dataset.store.native import checksum
 
