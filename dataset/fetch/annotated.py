@@ -153,10 +153,10 @@ def fitted(
     Raises:
         ValueError: without ``cut``, for a box that is empty or reaches further.
     """
-    left, top, right, bottom = np.asarray(corners, np.float32).tolist()  # as they will be stored
+    left, top, right, bottom = given = np.asarray(corners, np.float32).tolist()  # as they will be stored
     inner = [max(left, 0.0), max(top, 0.0), min(right, float(size[0])), min(bottom, float(size[1]))]
     empty = not (inner[0] < inner[2] and inner[1] < inner[3])
-    beyond = max(abs(a - b) for a, b in zip(corners, inner))
+    beyond = max(abs(a - b) for a, b in zip(given, inner))
     if (empty or beyond >= ROUNDING) and not cut:
         box = ", ".join(f"{value:g}" for value in corners)
         raise ValueError(
@@ -178,7 +178,10 @@ def read_users(content: bytes, origin: str) -> Users:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{origin} is not UTF-8 text") from None
-    header = text.partition("\n")[0].strip().split(",")
+    rows = list(csv_rows(text, origin, ["image_id"]))
+    if not rows:
+        raise ValueError(f"{origin} lists no image")
+    header = rows[0][1]
     names = [name for name in header if name.startswith("user")]
     wrong = [name for name in names if not NAME.fullmatch(_partition(name))]
     if not names or wrong or len({*map(_partition, names)}) < len(names):
@@ -188,13 +191,10 @@ def read_users(content: bytes, origin: str) -> Users:
         )
     columns: dict[str, dict[str, str]] = {name: {} for name in names}
     partitions: dict[str, str] = {}
-    images = set()
-    needed = ["image_id", *names, *(["partition"] if "partition" in header else [])]
-    for where, row in csv_rows(text, origin, needed):
+    for where, row in rows:
         image = row["image_id"]
         if not image:
             raise ValueError(f"{where} has an empty image_id")
-        images.add(image)
         if "partition" in row:
             if row["partition"] not in SPLITS:
                 known = ", ".join(SPLITS)
@@ -203,9 +203,7 @@ def read_users(content: bytes, origin: str) -> Users:
         for name in names:
             if row[name] not in ("", NOBODY):
                 columns[name][image] = row[name]
-    if not images:
-        raise ValueError(f"{origin} lists no image")
-    return Users(origin, columns, partitions, frozenset(images))
+    return Users(origin, columns, partitions, frozenset(row["image_id"] for _, row in rows))
 
 
 def _partition(column: str) -> str:

@@ -167,12 +167,14 @@ class _Reader:
 def _categories(entries: Sequence[Json], origin: str) -> dict[int, str]:
     """Name by id, in the order of the ids."""
     found: dict[int, str] = {}
+    names: set[str] = set()
     for entry in entries:
         number = _whole(entry, "id", f"{origin}: a category")
         name = _text(entry, "name", f"{origin}: category {number}")
-        if number in found or name in found.values():
+        if number in found or name in names:
             raise ValueError(f"{origin} has the category {number} or the name {name!r} twice")
         found[number] = name
+        names.add(name)
     if not 0 < len(found) <= MAX_CATEGORIES:
         raise ValueError(f"{origin} has {len(found):,} categories; give 1 to {MAX_CATEGORIES:,}")
     return dict(sorted(found.items()))
