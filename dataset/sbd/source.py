@@ -8,22 +8,17 @@ Any folders may stand above these. A mask has the classes 0 (background) to 20, 
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any
 
-import numpy as np
-import scipy.io
 from PIL import Image
 
 from dataset.fetch.annotated import COLUMNS, MAX_USERS_BYTES, USERS_CSV, Annotated, Form, Layout, Reading
 from dataset.fetch.voc import CLASSES, MAX_LIST_BYTES, MAX_MASK_BYTES, image_ids
+from dataset.sbd.matlab import byte_matrix
 from dataset.store.annotations import BACKGROUND
 
 LISTS = ("train", "val")
-MAX_MATRIX_BYTES = 1 << 26
-_HEADER, _COMPRESSED = 128, 15  # bytes of a MATLAB file's header; the type of a compressed element
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
@@ -63,31 +58,9 @@ def mask_png(content: bytes, origin: str) -> bytes:
         ValueError: that names the file.
     """
     try:
-        _refuse_bomb(content)
-        (entry,) = scipy.io.loadmat(io.BytesIO(content), variable_names=["GTcls"])["GTcls"].flat
-        mask: Any = entry["Segmentation"]
-    except Exception as error:  # scipy's reader raises whatever comes of damage
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise ValueError(f"{origin} holds no GTcls.Segmentation ({what})") from None
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.ndim != 2 or not mask.size:
-        raise ValueError(f"{origin}: GTcls.Segmentation is no matrix of bytes")
+        mask = byte_matrix(content, "GTcls", "Segmentation")
+    except ValueError as error:
+        raise ValueError(f"{origin} holds no GTcls.Segmentation ({error})") from None
     buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(mask)).save(buffer, "PNG")
+    Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def _refuse_bomb(content: bytes) -> None:
-    """ValueError for a MATLAB file (level 5) of more than `MAX_MATRIX_BYTES` when it is decompressed."""
-    order = {b"IM": "little", b"MI": "big"}.get(content[_HEADER - 2 : _HEADER])
-    if order is None:
-        raise ValueError("it is no MATLAB file of level 5")
-    at, total = _HEADER, 0
-    while at + 8 <= len(content):
-        kind, size = (int.from_bytes(content[at + k : at + k + 4], order) for k in (0, 4))  # type: ignore[arg-type]
-        if kind == _COMPRESSED:
-            total += len(
-                zlib.decompressobj().decompress(content[at + 8 : at + 8 + size], MAX_MATRIX_BYTES + 1)
-            )
-        if total > MAX_MATRIX_BYTES:
-            raise ValueError(f"it has more than {MAX_MATRIX_BYTES:,} bytes when it is decompressed")
-        at += 8 + size

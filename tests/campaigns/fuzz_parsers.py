@@ -22,14 +22,14 @@ with atheris.instrument_imports(
         "dataset.fetch.coco",
         "dataset.fetch.http",
         "dataset.fetch.voc",
-        "dataset.sbd.source",
+        "dataset.sbd.matlab",
     ]
 ):
     from dataset.fetch import coco, voc
     from dataset.fetch.annotated import Reading, read_users
     from dataset.fetch.http import retry_after
     from dataset.flair.sources import _json_list
-    from dataset.sbd.source import mask_png
+    from dataset.sbd.matlab import byte_matrix
     from dataset.store.images import jpeg_size
 
 PATH = Path(tempfile.mkdtemp()) / "list.json"
@@ -56,7 +56,7 @@ def one(data: bytes) -> None:
         elif kind == 6:
             read_users(rest, "here")
         else:
-            mask_png(bytes(126) + rest, "here")
+            byte_matrix(bytes(126) + rest, "GTcls", "Segmentation")
 
 
 if __name__ == "__main__":

@@ -126,13 +126,13 @@ def sbd_files() -> Files:
     return files
 
 
-def matlab(mask: npt.NDArray[Any]) -> bytes:
+def matlab(mask: npt.NDArray[Any], compressed: bool = True) -> bytes:
     """As SBD's files: a struct with the mask, and more."""
     boundaries = np.empty((20, 1), object)
     boundaries[:] = [[np.zeros((2, 2), np.uint8)] for _ in range(20)]
     content = {"Segmentation": mask, "CategoriesPresent": np.unique(mask), "Boundaries": boundaries}
     buffer = io.BytesIO()
-    scipy.io.savemat(buffer, {"GTcls": content}, do_compression=True)
+    scipy.io.savemat(buffer, {"GTcls": content}, do_compression=compressed)
     return buffer.getvalue()
 
 
