@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dataset.fetch.archives import JPEG_SUFFIXES, ArchiveSource
 from dataset.fetch.http import below, fetch_checked, remote
 from dataset.fetch.listed import Archive, image_files
 from dataset.fetch.members import collected
-from dataset.fetch.source import Shard, bytes_to_download, delete_downloads
+from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
 from dataset.journal import free
 from dataset.preprocess import Options, checked_places, command_parser, make
 from dataset.store.images import Transcoding
@@ -147,8 +146,10 @@ def _users(arguments: argparse.Namespace, files: Mapping[str, bytes]) -> Users |
     if arguments.users_csv is not None:
         path = input_file("--users_csv", arguments.users_csv)
         return read_users(path.read_bytes(), str(path))
-    if USERS_CSV in files:
-        return read_users(files[USERS_CSV], f"{arguments.source}: {USERS_CSV}")
+    beside = Path(arguments.source) / USERS_CSV  # of archives
+    if USERS_CSV in files or beside.is_file():
+        content = files[USERS_CSV] if USERS_CSV in files else beside.read_bytes()
+        return read_users(content, f"{arguments.source}: {USERS_CSV}")
     if arguments.users is not None:
         raise ValueError(f"--users is for a {USERS_CSV}, and there is none: give --users_csv")
     return None
@@ -159,19 +160,17 @@ def _owners(
 ) -> tuple[Mapping[str, str], Mapping[str, Mapping[str, str]], str]:
     """Who owns which image, the columns that become partitions, and where that is from."""
     if users is None:
-        if not annotated.owners:
-            return {}, {}, NOBODY_KNOWN
-        return (
-            annotated.owners,
-            {},
-            f"{len(set(annotated.owners.values())):,} photographers by the annotations",
-        )
-    columns = dict(users.named(annotated).columns)
+        count = len(set(annotated.owners.values()))
+        said = f"{count:,} photographers by the annotations" if count else NOBODY_KNOWN
+        return annotated.owners, {}, said
+    known = users.named(annotated)
+    columns, others = dict(known.columns), len(users.images) - len(known.images)
     name = chosen or next(iter(columns))
     if name not in columns:
         raise ValueError(f"--users is {name!r}; the columns of users are {', '.join(columns)}")
     owners = columns.pop(name)
-    return owners, columns, f"{len(set(owners.values())):,} users by the column {name} of {USERS_CSV}"
+    said = f"{len(set(owners.values())):,} users by the column {name} of {users.origin}"
+    return owners, columns, said + (f", which lists {others:,} other images, too" if others else "")
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,6 @@ class _Place:
     images: Sequence[Shard]
     root: Path | None  # of a folder
     downloads: Path
-    download_bytes: int = 0
 
     @classmethod
     def of(cls, spec: AnnotatedSet, source: str, downloads: Path) -> _Place:
@@ -211,7 +209,7 @@ class _Place:
                 f"{need / 1e9:.2f} GB are to be downloaded, but only {free(downloads) / 1e9:.2f} GB are free "
                 f"at {downloads}: free some or choose another --download_folder"
             )
-        return cls(spec, listing, images, root, downloads, need)
+        return cls(spec, listing, images, root, downloads)
 
     def fetched(self) -> list[Path]:
         """The folder, or the archives, with the annotations."""
@@ -222,7 +220,7 @@ class _Place:
     def source(self, table: pa.Table, inside: frozenset[str], provenance: Mapping[str, Any]) -> ArchiveSource:
         """The images of these records."""
         ids = table["image_id"].to_pylist()
-        digest = _digest(table)
+        digest = digest_of(table)
         shards = [*self.listing, *self.images]
         paths, size = None, self.spec.mean_image_bytes * len(ids)
         if self.root is not None:
@@ -257,11 +255,3 @@ def _remote(archive: Archive, base: str, downloads: Path) -> Shard:
 
     size = target.stat().st_size if target.is_file() else remote(url).size
     return Shard(target.name, size, fetch, f"{url} {archive.md5}")
-
-
-def _digest(table: pa.Table) -> str:
-    """SHA-256 of the records."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return hashlib.sha256(sink.getvalue()).hexdigest()

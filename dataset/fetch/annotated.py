@@ -120,16 +120,19 @@ class Users:
     images: frozenset[str]
 
     def named(self, annotated: Annotated) -> Users:
-        """The same by the ids of these images; it lists images by them, or all by their other ids.
+        """The same by the ids of these images, and without others; it may list them by their other ids.
 
         Raises:
-            ValueError: for an image that there is not, and a split other than that of the images.
+            ValueError: when it lists none of the images, and for a split other than that of the image.
         """
         split_of = {record["image_id"]: record["partition"] for record in annotated.records}
-        to_id = annotated.ids if self.images <= set(annotated.ids) else {image: image for image in split_of}
-        for image in sorted(self.images):
-            if image not in to_id:
-                raise ValueError(f"{self.origin} lists image {image!r}, which is none of the images")
+        by_id = {image: image for image in self.images if image in split_of}
+        by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
+        to_id = by_id if len(by_id) >= len(by_other) else by_other
+        if not to_id:
+            image = min(self.images)
+            raise ValueError(f"{self.origin} lists image {image!r} and others, which are none of the images")
+        for image in sorted(to_id):
             stated, split = self.partitions.get(image), split_of[to_id[image]]
             if stated not in (None, split):
                 raise ValueError(
@@ -137,10 +140,10 @@ class Users:
                     "correct one of the two"
                 )
         columns = {
-            name: {to_id[image]: user for image, user in column.items()}
+            name: {to_id[image]: user for image, user in column.items() if image in to_id}
             for name, column in self.columns.items()
         }
-        return replace(self, columns=columns)
+        return replace(self, columns=columns, images=frozenset(to_id.values()))
 
 
 def fitted(

@@ -116,12 +116,22 @@ def test_archives_of_a_server_give_what_their_folder_gives_and_leave_nothing(
     assert make(spec, tmp_path / "g.hdf5", f"--source={folder}", *words) == 0
     for path, files in archives.items():
         write_archive(tmp_path / "packed" / Path(path).name, files)
-    assert make(spec, tmp_path / "h.hdf5", f"--source={tmp_path / 'packed'}", *words) == 0
+    packed = f"--source={tmp_path / 'packed'}"
+    assert make(spec, tmp_path / "h.hdf5", packed, *words) == 0
     prints = set()
     for place in (output, tmp_path / "g.hdf5", tmp_path / "h.hdf5"):
         with DataFile(place) as file:
             prints.add(file.fingerprint)
     assert len(prints) == 1
+    write_files(
+        tmp_path / "packed",
+        {
+            "users.csv": f"image_id,user_id\n{TRAIN[0].number:0{12 if layout == 'coco' else 6}d},zoe\n".encode()
+        },
+    )
+    assert make(spec, tmp_path / "i.hdf5", packed, *words) == 0
+    with DataFile(tmp_path / "i.hdf5") as file:
+        assert set(file.split("train").user_ids) == {"zoe", "no-author"}
 
 
 def test_a_download_goes_on_where_it_broke_and_is_checked(
@@ -204,7 +214,9 @@ def owned(path: Path, split: str = "train", partition: str = "") -> dict[int, st
         return {int(index.image_ids[row]): users[k] for row, k in zip(rows.tolist(), owner.tolist())}
 
 
-def test_users_come_from_a_csv_and_its_other_columns_become_partitions(tmp_path: Path) -> None:
+def test_users_come_from_a_csv_and_its_other_columns_become_partitions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, out = with_users(tmp_path, USERS), tmp_path / "f.hdf5"
     assert make(street.STREET, out, f"--source={folder}") == 0
     assert owned(out) == {1: "a", 2: "b", 3: "no-author", 7: "a", 9: "no-author"}
@@ -213,18 +225,18 @@ def test_users_come_from_a_csv_and_its_other_columns_become_partitions(tmp_path:
     assert make(street.STREET, out, f"--source={folder}", "--users=user_5", "--overwrite") == 0
     assert owned(out) == {1: "x", 2: "x", 3: "y", 7: "no-author", 9: "no-author"}
     assert owned(out, partition="user-20") == {1: "a", 2: "b", 7: "a"}
-    (tmp_path / "other.csv").write_text("image_id,user_id\n000000000009,z\n")
+    (tmp_path / "other.csv").write_text("image_id,user_id\n000000000009,z\n77,q\n")
     words = [f"--source={folder}", f"--users_csv={tmp_path / 'other.csv'}", "--overwrite"]
     assert make(street.STREET, out, *words) == 0
     assert owned(out)[9] == "z"
     assert set(owned(out, "val").values()) == {"all-val"}
+    assert "other.csv, which lists 1 other images, too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "text, words, message",
     [
-        ("image_id,user_id\n99,a\n", "", "lists image '99', which is none of the images"),
-        ("image_id,user_id\n1,a\n000000000002,b\n", "", "lists image '1', which is none of the images"),
+        ("image_id,user_id\n99,a\n", "", "lists image '99' and others, which are none of the images"),
         ("image_id,partition,user_id\n1,val,a\n", "", "says that image 1 is in val, but it is in train"),
         ("image_id,partition,user_id\n1,dev,a\n", "", "line 2 has the partition 'dev'; there are train"),
         ("image_id,user_id\n,a\n", "", "line 2 has an empty image_id"),
