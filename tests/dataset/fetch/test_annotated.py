@@ -123,12 +123,8 @@ def test_archives_of_a_server_give_what_their_folder_gives_and_leave_nothing(
         with DataFile(place) as file:
             prints.add(file.fingerprint)
     assert len(prints) == 1
-    write_files(
-        tmp_path / "packed",
-        {
-            "users.csv": f"image_id,user_id\n{TRAIN[0].number:0{12 if layout == 'coco' else 6}d},zoe\n".encode()
-        },
-    )
+    first = f"{TRAIN[0].number:0{12 if layout == 'coco' else 6}d}"
+    write_files(tmp_path / "packed", {"users.csv": f"image_id,user_id\n{first},zoe\n".encode()})
     assert make(spec, tmp_path / "i.hdf5", packed, *words) == 0
     with DataFile(tmp_path / "i.hdf5") as file:
         assert set(file.split("train").user_ids) == {"zoe", "no-author"}
