@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given setup test lint horovod weights bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-data setup test lint horovod weights bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -100,6 +100,10 @@ dataset-given:
 	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks|cifar10_pfl) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist, landmarks or cifar10_pfl" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
+FEDCV    = camvid street voc sbd coco cifar10 cifar100 landmarks
+fedcv-dataset-given:
+	@case ' $(FEDCV) ' in *' $(DATASET) '*) ;; \
+	  *) echo "error: DATASET is '$(DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
 
 vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 | cifar100 | inaturalist | landmarks, ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
@@ -120,6 +124,9 @@ vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and m
 
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
+
+fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street with ARGS="--source DIR"
+	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 ROW  ?=
 SEED ?= 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import hashlib
 import io
 import shutil
 import sys
@@ -20,7 +19,7 @@ import pyarrow as pa
 from dataset.cli import input_file, is_address
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.listed import ListedSet, Lists, fetch_lists, image_files, largest, read_lists, remote_shard
-from dataset.fetch.source import Shard, delete_downloads
+from dataset.fetch.source import Shard, delete_downloads, digest_of
 from dataset.files import write_bytes
 from dataset.partitions.assignments import NOBODY, deal, partition_of
 from dataset.partitions.geo import geo_partition, leaf_ids, read_coordinates
@@ -110,10 +109,7 @@ def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Pat
 def _source(spec: ListedSet, place: str, folder: Path, lists: Lists, table: pa.Table) -> ArchiveSource:
     ids = table["image_id"].to_pylist()
     wanted = {image: row for row, image in enumerate(ids)}
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    digest = hashlib.sha256(sink.getvalue()).hexdigest()
+    digest = digest_of(table)
     listing = Shard(Path(lists.origin).name, 0, lambda: folder, digest)
     provenance: dict[str, Any] = {
         "source": place,

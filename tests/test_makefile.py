@@ -73,11 +73,14 @@ def test_a_given_data_file_that_does_not_exist_ends_in_one_line(tmp_path: Path) 
     assert ended.stdout == ""
 
 
-def test_a_data_set_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target, first", [("vision-data", "cifar10, "), ("fedcv-data", "any of camvid ")])
+def test_a_data_set_that_is_not_there_is_refused_before_anything_starts(
+    target: str, first: str, tmp_path: Path
+) -> None:
     """It ended with Python's message on a module that is missing."""
-    ended = make(tmp_path, "vision-data", "DATASET=cifar11")
+    ended = make(tmp_path, target, "DATASET=cifar11")
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: DATASET is 'cifar11': choose cifar10, ")
+    assert ended.stderr.startswith(f"error: DATASET is 'cifar11': choose {first}")
     assert not (tmp_path / "asked").exists()
 
 

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import lzma
 import tarfile
+import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 import pyarrow as pa
@@ -27,13 +28,21 @@ from dataset.fetch import source
 from dataset.fetch.source import Image, Records, Shard, Source
 
 MAX_IMAGE_BYTES = 1 << 26
+JPEG_SUFFIXES = (".jpg", ".jpeg")
+Member = tuple[PurePosixPath, int, Callable[[], bytes]]
+"""A file of an archive: its path there, its size in bytes, and how to read it."""
+_DAMAGE = (
+    tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, OSError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+"""What the libraries raise for a damaged archive; the last two are zipfile's, for a method or a password."""
 _MAX_HEADER_BYTES = 1 << 20  # of a long name in a tar archive
 _HEADERS = frozenset((b"L", b"K", b"x", b"g", b"X", b"N", b"V"))  # tar members that are headers of the next
 
 
 @dataclass
 class ArchiveSource(Source):
-    """Images that a file lists, in tar archives or as files ``<image_id>.jpg``.
+    """Images that a file lists, in tar or zip archives or as files ``<image_id>.jpg``.
 
     Archives are read as streams and never unpacked, and only the last part of a member's name is looked at.
     A file whose image is in an archive, too, is left out. Images that are not listed are left out;
@@ -115,7 +124,7 @@ class ArchiveSource(Source):
         """The listed images of a part, each with how to read it; None if it is nowhere."""
         _, row_of = self.listed
         if part < len(self.archives):
-            yield from (found for found in tar_images(self.archives[part].fetch()) if found[0] in row_of)
+            yield from (found for found in archive_images(self.archives[part].fetch()) if found[0] in row_of)
         elif self.files is not None and part == len(self.archives):
             for image_id, path in self._found():
                 if self._claimed[row_of[image_id]] in (0, part + 1):
@@ -160,8 +169,39 @@ class BoundedHeader(tarfile.TarInfo):
         return found
 
 
-def tar_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The JPEGs of an archive, in its order; each must be read before the next is asked for."""
+def archive_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The JPEGs of a tar or zip archive, in its order: the name without suffix, and how to read it.
+
+    Each must be read before the next is asked for.
+
+    Raises:
+        ValueError: when the archive is damaged, or an image has more bytes than any photograph.
+    """
+    for name, size, read in archive_members(path):
+        if name.suffix.lower() in JPEG_SUFFIXES:
+            _bounded(f"{path}: {str(name)!r}", size)
+            yield name.stem, read
+
+
+def archive_members(path: Path) -> Iterator[Member]:
+    """The files of a tar or zip archive, in its order; each must be read before the next is asked for.
+
+    Raises:
+        ValueError: when the archive is damaged.
+    """
+    with archive_errors(path), open(path, "rb") as file:
+        zipped = file.read(2) == b"PK"
+    return _zip_members(path) if zipped else _tar_members(path)
+
+
+def _zip_members(path: Path) -> Iterator[Member]:
+    with archive_errors(path), zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if not member.is_dir():
+                yield PurePosixPath(member.filename), member.file_size, partial(_unzip, path, archive, member)
+
+
+def _tar_members(path: Path) -> Iterator[Member]:
     with archive_errors(path), ExitStack() as stack:
         stream: IO[bytes] = stack.enter_context(open(path, "rb"))
         if stream.read(2) == b"\x1f\x8b":  # tarfile itself does not look at gzip's checksum
@@ -171,12 +211,10 @@ def tar_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
         archive = stack.enter_context(tarfile.open(fileobj=stream, mode="r|", tarinfo=BoundedHeader))
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
-            name = Path(member.name)
-            if member.isreg() and name.suffix.lower() in (".jpg", ".jpeg"):
-                _bounded(f"{path}: {member.name!r}", member.size)
+            if member.isreg():
                 content = archive.extractfile(member)
                 assert content is not None
-                yield name.stem, partial(_read, path, content)
+                yield PurePosixPath(member.name), member.size, partial(_read, path, content)
         while stream.read(1 << 20):  # to gzip's checksum, which stands at the end
             pass
 
@@ -186,10 +224,15 @@ def _read(path: Path, content: IO[bytes]) -> bytes:
         return content.read()
 
 
+def _unzip(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    with archive_errors(path):
+        return archive.read(member)
+
+
 @contextmanager
 def archive_errors(path: Path) -> Iterator[None]:
     """Turn what a damaged archive raises into one ValueError that names it."""
     try:
         yield
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{path} is damaged ({error}); delete it and run the command again") from None

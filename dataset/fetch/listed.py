@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from dataset.cli import SourceError
 from dataset.fetch import http
-from dataset.fetch.archives import tar_images
+from dataset.fetch.archives import JPEG_SUFFIXES, archive_images
 from dataset.fetch.http import below, fetch_checked, remote, retried
 from dataset.fetch.source import Shard
 from dataset.files import replacing
@@ -217,7 +217,7 @@ def keep(archive: Path, wanted: Container[str], target: Path) -> int:
         replacing(target) as temporary,
         tarfile.open(temporary, mode="w", format=tarfile.GNU_FORMAT) as output,
     ):
-        for name, read in tar_images(archive):
+        for name, read in archive_images(archive):
             if name in wanted:
                 content = read()
                 member = tarfile.TarInfo(f"{name}.jpg")
@@ -227,15 +227,27 @@ def keep(archive: Path, wanted: Container[str], target: Path) -> int:
     return count
 
 
-def image_files(folder: Path, wanted: Container[str]) -> dict[str, Path]:
+def image_files(
+    folder: Path,
+    wanted: Container[str],
+    inside: Container[str] | None = None,
+    suffixes: Container[str] = JPEG_SUFFIXES,
+) -> dict[str, Path]:
     """Wanted images that lie as files anywhere below a folder, by id: the name without its last suffix.
+
+    Args:
+        folder: what is looked through.
+        wanted: the ids.
+        inside: names of the folders in which images lie; None: in any.
+        suffixes: of images, in small letters.
 
     Raises:
         ValueError: when two files have the same id.
     """
     found: dict[str, Path] = {}
     for path in folder.rglob("*.*"):
-        is_wanted = path.suffix.lower() in (".jpg", ".jpeg") and path.stem in wanted
+        is_wanted = path.suffix.lower() in suffixes and path.stem in wanted
+        is_wanted = is_wanted and (inside is None or path.parent.name in inside)
         if is_wanted and path.is_file() and (other := found.setdefault(path.stem, path)) != path:
             raise ValueError(f"image {path.stem} is there twice, at {other} and {path}; delete one")
     return found

@@ -7,6 +7,7 @@ A source has parts (its files, mostly), read from any image on: `Source.records`
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,14 @@ class Shard:
         """A local file."""
         stat = path.stat()
         return cls(name, stat.st_size, lambda: path, f"{name} {stat.st_size} {stat.st_mtime_ns}")
+
+
+def digest_of(table: pa.Table) -> str:
+    """SHA-256 of a table's rows and schema, in hexadecimal."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return hashlib.sha256(sink.getvalue()).hexdigest()
 
 
 def delete_downloads(folder: Path, names: Sequence[str]) -> None:

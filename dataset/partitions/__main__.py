@@ -20,7 +20,7 @@ from pathlib import Path
 from dataset.cli import OneLineParser, input_file, output_file, output_folder, run
 from dataset.files import write_json
 from dataset.partitions.drawn import Recipe, parse_kinds, read_name, written_kinds
-from dataset.partitions.of_file import drawn_of, read_csv, write_with
+from dataset.partitions.of_file import default_taxonomy, drawn_of, read_csv, write_with
 from dataset.partitions.statistics import as_text, measure
 from dataset.store import probe
 from dataset.store.hdf5 import DataFile
@@ -39,7 +39,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--clients", type=int, help="of the partitions that are drawn (100)")
     add("--seed", type=int, help="of the partitions that are drawn (0)")
     add("--csv", type=Path, help="a partition by the columns image_id,user_id; its name is the file's")
-    add("--taxonomy", default="labels", help="the annotation that holds the classes: labels (default), ...")
+    add("--taxonomy", help="the annotation that holds the classes (labels, or else the file's first)")
     add("--output_dir", type=Path, help="for statistics.json and the figures")
     add("--output_file", type=Path, help="a copy of the file that holds the new partitions too")
     add("--overwrite", action="store_true", help="replace an existing output file; it may be the file itself")
@@ -77,19 +77,18 @@ def main(argv: Sequence[str]) -> None:
         output_file("--output_file", arguments.output_file, arguments.overwrite)
     probe.probe(arguments.file)
     with DataFile(arguments.file) as file:
-        new = {recipe.name: drawn_of(file, recipe, arguments.taxonomy) for recipe in recipes}
+        taxonomy = arguments.taxonomy or default_taxonomy(file)
+        new = {recipe.name: drawn_of(file, recipe, taxonomy) for recipe in recipes}
         if arguments.csv is not None:
             new[arguments.csv.stem] = read_csv(file, input_file("--csv", arguments.csv))
-        measured = measure(file, arguments.taxonomy, new)
+        measured = measure(file, taxonomy, new)
         print(as_text([statistics for statistics, _ in measured]))
         if arguments.output_dir is not None:
             from dataset.partitions.figures import draw  # matplotlib takes a second
 
             content = [asdict(statistics) for statistics, _ in measured]
             write_json(arguments.output_dir / "statistics.json", content)
-            for path in draw(
-                file, [dealt for _, dealt in measured], arguments.taxonomy, arguments.output_dir
-            ):
+            for path in draw(file, [dealt for _, dealt in measured], taxonomy, arguments.output_dir):
                 print(f"wrote {path}", file=sys.stderr)
         if arguments.output_file is not None:
             drawn = {

@@ -14,6 +14,7 @@ import io
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def csv_rows(text: str, origin: str, needed: Sequence[str]) -> Iterator[tuple[st
         lacking = [name for name in needed if name not in header]
         if lacking:
             raise ValueError(f"{origin} has no column {lacking[0]!r}; it needs {', '.join(needed)}")
-        twice = [name for name in needed if header.count(name) > 1]
+        twice = [name for name, count in Counter(header).items() if name and count > 1]
         if twice:
             raise ValueError(f"{origin} has two columns {twice[0]!r}; leave one out")
         for fields in filter(None, rows):  # an empty line is no row

@@ -15,8 +15,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataset.files import import_all
-from dataset.store.annotations import IntArray
+from dataset.store.annotations import IntArray, LabelMatrix
 from dataset.store.index import PartitionIndex
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of a file, besides their class.
+
+    Attributes:
+        present: the classes that each contains, ``[N, K]``.
+        ids: of each image, ``[N]``.
+        users: whose each is, ``[N]``.
+    """
+
+    present: LabelMatrix
+    ids: Sequence[str]
+    users: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -28,12 +43,14 @@ class Drawing:
         seed: the partition is a function of it and of the other arguments.
         num_clients: how many clients there are to be.
         images_per_client: of each client, where its kind does not decide that.
+        images: what else is known of them, where they are those of a file.
     """
 
     classes: IntArray
     seed: int
     num_clients: int
     images_per_client: int
+    images: Images | None = None
 
 
 Drawer = Callable[[Drawing, float], PartitionIndex]
@@ -43,15 +60,18 @@ MAX_NUMBER = 1e100
 """Far beyond any use; its products with a number of classes stay finite."""
 _DRAWERS: dict[str, Drawer] = {}
 _WITHOUT_NUMBER: set[str] = set()
+_OF_ANY: set[str] = set()
 _WHOLE_NAME = re.compile(r"([a-z-]+?)(?:-([0-9][0-9.e+-]*))?-clients-([0-9]{1,9})-seed-([0-9]{1,19})")
 
 
-def drawn(name: str, *, numbered: bool = True) -> Callable[[Drawer], Drawer]:
+def drawn(name: str, *, numbered: bool = True, of_any: bool = False) -> Callable[[Drawer], Drawer]:
     """Decorator of a function that draws a partition: ``--partition`` chooses it by this name.
 
     Args:
         name: of the kind.
         numbered: whether the kind has a number.
+        of_any: whether it deals images whose masks or boxes have no class, too; their number in
+            `Drawing.classes` is -1 then.
     """
 
     def decorate(drawer: Drawer) -> Drawer:
@@ -59,6 +79,8 @@ def drawn(name: str, *, numbered: bool = True) -> Callable[[Drawer], Drawer]:
             raise ValueError(f"there are two --partition {name}")
         if not numbered:
             _WITHOUT_NUMBER.add(name)
+        if of_any:
+            _OF_ANY.add(name)
         return drawer
 
     return decorate
@@ -68,6 +90,11 @@ def drawers() -> Mapping[str, Drawer]:
     """All kinds by name, from the files of this folder."""
     import_all("dataset.partitions")
     return dict(sorted(_DRAWERS.items()))
+
+
+def deals_any(kind: str) -> bool:
+    """Whether a kind deals images whose masks or boxes have no class, too."""
+    return kind in drawers() and kind in _OF_ANY
 
 
 def written_kinds() -> str:
@@ -86,10 +113,11 @@ class Recipe:
     """None: as many as there are for each."""
     seed: int
 
-    def draw(self, classes: IntArray) -> PartitionIndex:
+    def draw(self, classes: IntArray, images: Images | None = None) -> PartitionIndex:
         """The partition of images with these classes, ``[N]``; ValueError where they do not allow it."""
         each = self.images_per_client or len(classes) // self.num_clients
-        return drawers()[self.kind](Drawing(classes, self.seed, self.num_clients, each), self.number)
+        drawing = Drawing(classes, self.seed, self.num_clients, each, images)
+        return drawers()[self.kind](drawing, self.number)
 
     @property
     def name(self) -> str:
@@ -145,11 +173,11 @@ def parse_kinds(option: str, text: str, kind: str | None = None) -> Iterator[tup
         yield name, abs(number)  # -0 is 0
 
 
-def of_parts(parts: Sequence[IntArray]) -> PartitionIndex:
-    """The partition whose client i has the rows ``parts[i]``, in order."""
+def of_parts(parts: Sequence[IntArray], names: Sequence[str] = ()) -> PartitionIndex:
+    """The partition whose client i has the rows ``parts[i]``, in order, and a name, or its number as such."""
     offsets = np.cumsum([0, *map(len, parts)]).astype(np.int64)
     rows = np.concatenate([np.sort(part) for part in parts])
-    return PartitionIndex([str(client) for client in range(len(parts))], rows, offsets)
+    return PartitionIndex(names or [str(client) for client in range(len(parts))], rows, offsets)
 
 
 def check_parameter(value: float) -> None:

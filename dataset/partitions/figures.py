@@ -52,7 +52,7 @@ def classes(file: DataFile, taxonomy: str) -> Figure:
     """Images of each class, the commonest first."""
     figure = Figure(figsize=(4.6, 3.4), layout="constrained")
     axes = figure.subplots()
-    task = SingleLabelView(file, taxonomy=taxonomy)
+    task = SingleLabelView(file, taxonomy=taxonomy, lowest=True)
     for name, colour, dash in zip(file.splits, (BLUE, GREEN, ORANGE), DASHES):
         counts = task.split(name).label_counts()
         label = f"{name}: {counts.sum():,} images"

@@ -8,7 +8,7 @@ from dataset.partitions.drawn import Drawing, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 
-@drawn("iid", numbered=False)
+@drawn("iid", numbered=False, of_any=True)
 def iid(drawing: Drawing, _: float) -> PartitionIndex:
     """Every image is dealt; clients' sizes differ by one at most.
 

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from dataset.files import replacing
 from dataset.journal import free
 from dataset.partitions.assignments import NOBODY, csv_rows, deal
-from dataset.partitions.drawn import Recipe
+from dataset.partitions.drawn import Images, Recipe, deals_any
+from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import BAD_NAME, NAME, PartitionIndex, check_index
 from dataset.store.views import PARTITIONED, SingleLabelView
@@ -25,16 +26,35 @@ COPIED = 1 << 26
 """Bytes that are copied at once."""
 
 
+def default_taxonomy(file: DataFile) -> str:
+    """The annotation whose classes count where none is named: ``labels``, or else the file's first."""
+    return "labels" if "labels" in file.annotation_names else next(iter(file.annotation_names), "labels")
+
+
 def drawn_of(file: DataFile, recipe: Recipe, taxonomy: str = "labels") -> PartitionIndex:
     """The partition of the training images that have one class in ``taxonomy``, as rows of the file.
+
+    The class of an image with a mask or boxes is the lowest that it contains, as FedML deals images with
+    masks (background is no class). Where it contains none, only kinds that do not look at classes deal it.
 
     Raises:
         ValueError: when it cannot be drawn of these images.
     """
-    images = SingleLabelView(file, taxonomy=taxonomy).split(PARTITIONED)
-    order = np.argsort(images.file_rows)  # a partition is of images, whoever took them
-    dealt = recipe.draw(images.classes[order])
-    return replace(dealt, rows=images.file_rows[order][dealt.rows])
+    view = SingleLabelView(file, taxonomy=taxonomy, lowest=True)
+    index, annotation = file.split(PARTITIONED), file.split(PARTITIONED).annotations[taxonomy]
+    present = file.present(PARTITIONED, taxonomy)
+    if isinstance(annotation, LabelMatrix) or not deals_any(recipe.kind):
+        rows = np.sort(view.split(PARTITIONED).file_rows)  # a partition is of images, whoever took them
+        classes = present.lowest().take(rows).indices.astype(np.int64)
+    else:
+        rows = np.arange(index.num_images)
+        classes = np.full(len(rows), -1)
+        lowest = present.lowest()
+        classes[np.diff(lowest.indptr) > 0] = lowest.indices
+    users = [index.user_ids[owner] for owner in index.user_index[rows].tolist()]
+    ids = [index.image_ids[row] for row in rows.tolist()]
+    dealt = recipe.draw(classes, Images(present.take(rows), ids, users))
+    return replace(dealt, rows=rows[dealt.rows])
 
 
 def read_csv(file: DataFile, path: Path) -> PartitionIndex:

@@ -16,7 +16,7 @@ from dataset.partitions.drawn import Drawing, check_parameter, drawn, of_parts
 from dataset.store.index import PartitionIndex
 
 
-@drawn("quantity-dirichlet")
+@drawn("quantity-dirichlet", of_any=True)
 def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     """``beta``: the parameter of each client; the smaller it is, the more sizes differ.
 
@@ -39,13 +39,13 @@ def by_dirichlet(drawing: Drawing, beta: float) -> PartitionIndex:
     )
 
 
-@drawn("quantity-linear", numbered=False)
+@drawn("quantity-linear", numbered=False, of_any=True)
 def linear(drawing: Drawing, _: float) -> PartitionIndex:
     """Raises ValueError where a client would have no image."""
     return _in_proportion(drawing, np.arange(1.0, drawing.num_clients + 1))
 
 
-@drawn("quantity-exponential")
+@drawn("quantity-exponential", of_any=True)
 def exponential(drawing: Drawing, rate: float) -> PartitionIndex:
     """``rate``: the logarithm of a client's size over that of the one before; ValueError as `linear`."""
     return _in_proportion(drawing, np.exp(rate * np.arange(1 - drawing.num_clients, 1.0)))

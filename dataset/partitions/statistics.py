@@ -10,7 +10,7 @@ Shape letters: U clients, N images, K classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -112,12 +112,13 @@ def measure(
 
     Args:
         file: whose images they are.
-        taxonomy: whose labels are the classes.
+        taxonomy: whose labels are the classes; an image with a mask or boxes counts as the lowest class that
+            it contains.
         new: partitions of the training images that the file does not hold, or in place of its own.
     """
-    plain, new = SingleLabelView(file, taxonomy=taxonomy), new or {}
-    views = [SingleLabelView(file, n, taxonomy) for n in plain.partition_names if n not in new]
-    views += [SingleLabelView(file, name, taxonomy, dealt=dealt) for name, dealt in new.items()]
+    plain, new = SingleLabelView(file, taxonomy=taxonomy, lowest=True), new or {}
+    views = [replace(plain, partition=name) for name in plain.partition_names if name not in new]
+    views += [replace(plain, partition=name, dealt=dealt) for name, dealt in new.items()]
     ways = [(view, PARTITIONED) for view in views]
     ways += [(plain, split) for split in file.splits if file.split(split).num_users > 1]
     if not ways:
@@ -185,7 +186,7 @@ def as_text(rows: Sequence[Statistics]) -> str:
     lines += [f"{row.name}: {row.convention}" for row in rows if row.convention]
     lines += [
         f"{row.split} dealt by {row.name}: {row.images_left_out:,} of {row.images + row.images_left_out:,} "
-        f"images are left out, as they have no label or several in {row.taxonomy}"
+        f"images are left out, as they have no class in {row.taxonomy}, or several labels"
         for row in rows
         if row.images_left_out
     ]

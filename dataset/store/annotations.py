@@ -10,7 +10,7 @@ Masks and boxes refer to the image in its own size, whatever the size at which i
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -21,11 +21,17 @@ from PIL import Image
 IntArray = npt.NDArray[np.int64]
 Kind = Literal["label set", "class", "mask", "boxes"]
 
+_PNG_DEPTH_AT = 24  # of the bit depth in a PNG: after the signature, and length, name and size in IHDR
 VOID = 255
 """The number of a mask's pixels that belong to no class."""
+BACKGROUND = "background"
+"""The name of a mask's class 0, where that is what belongs to no object."""
+
+CROWD, DIFFICULT = 1, 2
+"""Bits of a box's flags: it surrounds a group of objects (COCO), it need not be found (PASCAL VOC)."""
 
 LEAF_TYPES = dict.fromkeys(("indptr", "offsets"), "<i8") | dict.fromkeys(("indices", "classes"), "<u2")
-LEAF_TYPES |= {"png": "|u1", "corners": "<f4"}
+LEAF_TYPES |= {"png": "|u1", "corners": "<f4", "flags": "|u1"}
 """The types of the data sets that annotations are stored in."""
 
 
@@ -55,6 +61,11 @@ class LabelMatrix:
         """The matrix of these rows, in their order."""
         indptr, places = gathered(self.indptr, rows)
         return LabelMatrix(indptr, self.indices[places], self.num_labels)
+
+    def lowest(self) -> LabelMatrix:
+        """The lowest label of each image alone; none where an image has none."""
+        any_label = np.diff(self.indptr) > 0
+        return LabelMatrix(offsets_of(any_label), self.indices[self.indptr[:-1][any_label]], self.num_labels)
 
     def only(self, label: int) -> LabelMatrix:
         """The column of one label, ``[N, 1]``."""
@@ -138,6 +149,7 @@ class Boxes:
     indptr: IntArray  # [N + 1]: image i has the objects indptr[i]:indptr[i + 1]
     corners: npt.NDArray[np.float32]  # [M, 4]: left, top, right, bottom in pixels of the image's own size
     classes: npt.NDArray[np.uint16]  # [M]
+    flags: npt.NDArray[np.uint8]  # [M]: `CROWD` and `DIFFICULT`
     num_labels: int  # K
 
     def __len__(self) -> int:
@@ -145,13 +157,20 @@ class Boxes:
 
     def read(self, row: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
         """The corners, ``[m, 4]``, and classes, ``[m]``, of one image's objects."""
-        here = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
+        here = self._of(row)
         return self.corners[here], self.classes[here]
+
+    def flagged(self, row: int, flag: int) -> npt.NDArray[np.bool_]:
+        """Which of one image's objects are `CROWD`, or `DIFFICULT`, ``[m]``."""
+        return np.asarray(self.flags[self._of(row)] & flag > 0)
+
+    def _of(self, row: int) -> slice:
+        return slice(int(self.indptr[row]), int(self.indptr[row + 1]))
 
     def take(self, rows: IntArray) -> Boxes:
         """The objects of these images, in their order."""
         indptr, places = gathered(self.indptr, rows)
-        return Boxes(indptr, self.corners[places], self.classes[places], self.num_labels)
+        return Boxes(indptr, self.corners[places], self.classes[places], self.flags[places], self.num_labels)
 
     def counts(self) -> IntArray:
         """Number of objects of each class, ``[K]``."""
@@ -165,7 +184,7 @@ LEAVES: dict[Kind, tuple[str, ...]] = {
     "label set": ("indptr", "indices"),
     "class": ("classes",),
     "mask": ("offsets", "png"),
-    "boxes": ("indptr", "corners", "classes"),
+    "boxes": ("indptr", "corners", "classes", "flags"),
 }
 """The names of the data sets of each kind."""
 
@@ -176,12 +195,36 @@ def stored(annotation: Annotation) -> dict[str, npt.NDArray[Any]]:
     return {leaf: getattr(annotation, leaf).astype(LEAF_TYPES[leaf], copy=False) for leaf in leaves}
 
 
-def restored(kind: Kind, columns: Sequence[npt.NDArray[Any]], num_labels: int) -> Annotation:
-    """The annotation with these data sets, in the order of `LEAVES`."""
+def restored(kind: Kind, columns: Mapping[str, npt.NDArray[Any]], num_labels: int) -> Annotation:
+    """The annotation with these data sets, by `LEAVES`; boxes without ``flags`` have none set."""
     makers: dict[Kind, Callable[..., Annotation]] = {
         "label set": LabelMatrix, "class": OneClass.of, "mask": Masks, "boxes": Boxes
     }  # fmt: skip
-    return makers[kind](*columns, num_labels)
+    if kind == "boxes" and "flags" not in columns:
+        columns = {**columns, "flags": np.zeros(len(columns["classes"]), np.uint8)}
+    return makers[kind](*columns.values(), num_labels)
+
+
+def present(annotation: Annotation, first: int = 0) -> LabelMatrix:
+    """The classes from ``first`` on that each image contains, whatever the annotation; masks are decoded.
+
+    Raises:
+        ValueError: with a clause, for a mask that cannot be read.
+    """
+    num_images, num_labels = len(annotation), annotation.num_labels
+    if isinstance(annotation, LabelMatrix):
+        return annotation
+    if isinstance(annotation, Boxes):
+        rows, classes = np.repeat(np.arange(num_images), np.diff(annotation.indptr)), annotation.classes
+    else:
+        found = [
+            np.flatnonzero(np.bincount(annotation.read(row).ravel(), minlength=256))
+            for row in range(num_images)
+        ]
+        classes = np.concatenate([*found, np.empty(0, np.int64)])
+        rows = np.repeat(np.arange(num_images), [len(each) for each in found])
+    counted = (classes >= first) & (classes < num_labels)
+    return LabelMatrix.from_pairs(rows[counted], classes[counted], num_images, num_labels)
 
 
 def check_annotation(name: str, annotation: Annotation, num_images: int) -> None:
@@ -201,6 +244,8 @@ def check_annotation(name: str, annotation: Annotation, num_images: int) -> None
             raise ValueError(f"{name}: a corner is negative or no number, or there are not four of each box")
         if (corners[:, :2] >= corners[:, 2:]).any():
             raise ValueError(f"{name}: a box is empty: its right is not beyond its left, or bottom below top")
+        if len(annotation.flags) != len(numbers) or not within(annotation.flags, 2 * DIFFICULT):
+            raise ValueError(f"{name}: a flag of a box is unknown, or there is not one for each box")
         return
     rising = np.diff(annotation.indices.astype(np.int64), prepend=-1) > 0
     rising[annotation.indptr[:-1][np.diff(annotation.indptr) > 0]] = True  # the first label of each image
@@ -242,6 +287,8 @@ def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             if image.mode not in ("L", "P"):
                 raise ValueError(f"its mode is {image.mode}: it needs 8 bits for each pixel, a class number")
+            if image.mode == "L" and png[_PNG_DEPTH_AT] != 8:  # Pillow would scale its numbers to 0..255
+                raise ValueError(f"it is grey of {png[_PNG_DEPTH_AT]} bits: it needs 8, or a palette")
             if image.width * image.height > (1 << 20) + 1100 * len(png):
                 raise ValueError(f"it declares {image.width} x {image.height} pixels in {len(png):,} bytes")
             return cast(npt.NDArray[np.uint8], np.asarray(image))

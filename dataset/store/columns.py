@@ -26,28 +26,33 @@ from dataset.store.annotations import (
 )
 from dataset.store.index import SPLITS, DatasetIndex, IdColumn, SplitIndex
 
+_BOX: list[tuple[str, pa.DataType]] = [("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))]
 ARROW: dict[Kind, pa.DataType] = {
     "label set": pa.list_(pa.string()),
     "class": pa.string(),
     "mask": pa.large_binary(),
-    "boxes": pa.list_(pa.struct([("name", pa.string()), ("corners", pa.list_(pa.float32(), 4))])),
+    "boxes": pa.list_(pa.struct(_BOX)),
 }
 """The type of a source's column of each kind. A mask is a PNG of class numbers; corners are left, top, right,
 bottom in pixels."""
+FLAGGED_BOXES = pa.list_(pa.struct([*_BOX, ("flags", pa.uint8())]))
+"""Another type for boxes, with `dataset.store.annotations.CROWD` and ``DIFFICULT``."""
 
 ID_COLUMNS = ("user_id", "image_id", "partition")
 MAX_ID_BYTES = 255  # ids are held in columns of fixed width
 
 
-def schema(annotations: Mapping[str, Kind]) -> pa.Schema:
+def schema(annotations: Mapping[str, Kind | pa.DataType]) -> pa.Schema:
     """The columns of a source's records: ids, which are strings, and annotations by name."""
     ids = [(name, pa.string()) for name in ID_COLUMNS]
-    return pa.schema(ids + [(name, ARROW[kind]) for name, kind in annotations.items()])
+    types = {name: ARROW.get(kind, kind) for name, kind in annotations.items()}
+    return pa.schema([*ids, *types.items()])
 
 
 def kinds(columns: pa.Schema) -> dict[str, Kind]:
     """The annotations of a source's records, by name."""
-    by_type = {str(arrow): kind for kind, arrow in ARROW.items()}
+    by_type: dict[str, Kind] = {str(arrow): kind for kind, arrow in ARROW.items()}
+    by_type[str(FLAGGED_BOXES)] = "boxes"
     return {field.name: by_type[str(field.type)] for field in columns if field.name not in ID_COLUMNS}
 
 
@@ -182,8 +187,10 @@ def _annotation(
     else:
         record, values = pc.list_parent_indices(column).to_numpy().astype(np.int64), pc.list_flatten(column)
     kept = keep[record]
-    corners = np.zeros((len(record), 4), np.float32)
+    corners, flags = np.zeros((len(record), 4), np.float32), np.zeros(len(record), np.uint8)
     if kind == "boxes":
+        if values.type.get_field_index("flags") >= 0:
+            flags = pc.struct_field(values, "flags").to_numpy()
         corners = pc.list_flatten(pc.struct_field(values, "corners")).to_numpy().reshape(-1, 4)
         values = pc.struct_field(values, "name")
     names, codes = _coded(values)
@@ -203,7 +210,7 @@ def _annotation(
         return mapping, LabelMatrix.from_pairs(record, classes, len(keep), len(mapping))
     if kind == "boxes":
         indptr = offsets_of(np.bincount(record, minlength=len(keep)))
-        return mapping, Boxes(indptr, corners[kept], classes.astype(np.uint16), len(mapping))
+        return mapping, Boxes(indptr, corners[kept], classes.astype(np.uint16), flags[kept], len(mapping))
     every = np.zeros(len(keep), np.int64)
     every[record] = classes
     return mapping, OneClass.of(every, len(mapping))

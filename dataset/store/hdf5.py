@@ -2,7 +2,7 @@
 
     python -m dataset.store F
 
-Schema, versions 1 to 3; a file is written as the oldest version that can hold it. Shape letters: U users,
+Schema, versions 1 to 4; a file is written as the oldest version that can hold it. Shape letters: U users,
 N images, B bytes of all images, S side in pixels, K classes, P labels, M boxes, V users of a partition, R
 images of it.
 
@@ -43,6 +43,10 @@ Version 3 holds any annotations instead of the two label sets, each under a name
     /{split}/image_sizes                  int32 [N,2]       each image's own height and width, to which masks
                                                             and boxes refer
 
+Version 4 adds to boxes, where any is flagged:
+
+    /{split}/annotations/NAME/flags       uint8 [M]         1: it surrounds a crowd (COCO), 2: difficult (VOC)
+
 JSON texts are uint8 bytes. Every data set is contiguous and uncompressed. Each but ``images`` has an
 attribute ``sha256`` of its bytes; ``images`` has ``image_crc32``. ``content_sha256`` covers all but
 provenance, so it is the same for the same data whenever and from whichever source the file was made. HDF5's
@@ -56,13 +60,15 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from dataset.files import file_digest
-from dataset.store.annotations import IntArray
+from dataset.store.annotations import BACKGROUND, IntArray, LabelMatrix, Masks, present
 from dataset.store.foreign import ForeignReader, is_foreign
 from dataset.store.images import decode, resize
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_split
@@ -93,6 +99,7 @@ class DataFile:
         self.annotation_names = tuple(self.reader.label_mappings)
         """The annotations that the file holds."""
         self._splits: dict[str, SplitIndex] = {}
+        self._present: dict[tuple[str, str], LabelMatrix] = {}
         self._lock = threading.Lock()
 
     @property
@@ -136,6 +143,27 @@ class DataFile:
                 self._splits[name] = split
             return self._splits[name]
 
+    def present(self, split: str, name: str) -> LabelMatrix:
+        """The classes that each image of a split contains; masks are decoded, once, and background is none.
+
+        Args:
+            split: of the file.
+            name: of an annotation.
+
+        Raises:
+            ValueError: for an annotation that the file lacks, and a mask that cannot be read.
+        """
+        background = self.label_mapping(name).get(BACKGROUND) == 0
+        annotation = self.split(split).annotations[name]
+        with self._lock:
+            if (split, name) not in self._present:
+                try:
+                    found = present(annotation, int(background and isinstance(annotation, Masks)))
+                except ValueError as error:
+                    raise damaged(self.path, f"split {split}: {error}") from None
+                self._present[split, name] = found
+            return self._present[split, name]
+
     def index(self) -> DatasetIndex:
         """Everything that the file says, without its pixels."""
         splits = {name: self.split(name) for name in self.splits}
@@ -153,23 +181,34 @@ class DataFile:
             return resize(stored, image_size)
         out = np.empty((len(rows), image_size, image_size, 3), np.uint8)
         for i, image in enumerate(stored):
-            try:
+            with self._named(split, rows[i]):
                 if isinstance(image, memoryview):
                     decode(image, image_size, out[i])
                 else:
                     out[i] = resize(image[None], image_size)[0]
-            except ValueError as error:
-                image_id = self.split(split).image_ids[int(rows[i])]
-                raise ValueError(
-                    f"image {image_id} ({split}, row {rows[i]}) of {self.path}: {error}; "
-                    f"check the file with python -m dataset.store {self.path}"
-                ) from None
         return out
 
     def read_own(self, split: str, rows: IntArray) -> list[npt.NDArray[np.uint8]]:
         """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
-        stored = self.reader.stored(split, np.asarray(rows, np.int64))
-        return [decode(image, None) if isinstance(image, memoryview) else image for image in stored]
+        rows = np.asarray(rows, np.int64)
+        stored = self.reader.stored(split, rows)
+        out = []
+        for row, image in zip(rows, stored):
+            with self._named(split, row):
+                out.append(decode(image, None) if isinstance(image, memoryview) else image)
+        return out
+
+    @contextmanager
+    def _named(self, split: str, row: int) -> Iterator[None]:
+        """Name the image in what is said of it."""
+        try:
+            yield
+        except ValueError as error:
+            image_id = self.split(split).image_ids[int(row)]
+            raise ValueError(
+                f"image {image_id} ({split}, row {row}) of {self.path}: {error}; "
+                f"check the file with python -m dataset.store {self.path}"
+            ) from None
 
     def close(self) -> None:
         """Release the file; a later call opens it again."""

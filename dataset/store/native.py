@@ -19,13 +19,15 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from dataset.store.annotations import LEAF_TYPES, LEAVES, IntArray, Kind, restored, rises
+from dataset.store.annotations import LEAF_TYPES, LEAVES, Boxes, IntArray, Kind, restored, rises
 from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, IdColumn, PartitionIndex, SplitIndex
 
-FORMATS = {1: "flair-on-pfl", 2: "flair-on-pfl", 3: "federated-images"}
+FORMATS = {1: "flair-on-pfl", 2: "flair-on-pfl", 3: "federated-images", 4: "federated-images"}
 """What a file of each schema version says that it is."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The newest that is read. A file is written as the oldest version that can hold it."""
+ANNOTATED, FLAGGED = 3, 4
+"""The versions from which on annotations have names of their own, and boxes have flags."""
 ANNOTATIONS = "annotations"
 PARTITIONS = "partitions"
 PARTITION_COLUMNS = ("offsets", "rows", "user_ids")
@@ -147,16 +149,25 @@ def is_native(file: h5py.File) -> bool:
 
 def version_of(index: DatasetIndex) -> int:
     """The oldest schema version that can hold an index."""
+    version = 0
     for split in index.splits.values():
         kinds = [(name, annotation.kind) for name, annotation in split.annotations.items()]
         if split.image_sizes is not None or kinds != [(name, "label set") for name in TAXONOMIES]:
-            return SCHEMA_VERSION
+            boxes = [found for found in split.annotations.values() if isinstance(found, Boxes)]
+            version = max(version, FLAGGED if any(found.flags.any() for found in boxes) else ANNOTATED)
+    if version:
+        return version
     return 2 if any(split.partitions for split in index.splits.values()) else 1
 
 
 def leaf_name(annotation: str, leaf: str, version: int) -> str:
     """Where a data set of an annotation is in a split's group."""
-    return f"{annotation}_{leaf}" if version < SCHEMA_VERSION else f"{ANNOTATIONS}/{annotation}/{leaf}"
+    return f"{annotation}_{leaf}" if version < ANNOTATED else f"{ANNOTATIONS}/{annotation}/{leaf}"
+
+
+def leaves_of(kind: Kind, version: int) -> tuple[str, ...]:
+    """The data sets of an annotation of this kind in a file of this schema version."""
+    return tuple(leaf for leaf in LEAVES[kind] if leaf != "flags" or version >= FLAGGED)
 
 
 def partition_names(group: h5py.Group) -> list[str]:
@@ -181,7 +192,11 @@ def content_checksum(file: h5py.File) -> str:
     """
     lines = [f"{key}={file.attrs[key]}" for key in ("schema_version", "storage", "grouped", "image_size")]
     version = int(file.attrs["schema_version"])
-    names = [f"metadata/{name}" for name in MAPPINGS.values()] if version < 3 else ["metadata/annotations"]
+    names = (
+        [f"metadata/{name}" for name in MAPPINGS.values()]
+        if version < ANNOTATED
+        else ["metadata/annotations"]
+    )
     for split in sorted(set(file) - {"metadata"}):
         groups = ("images", PARTITIONS, ANNOTATIONS)
         names += [f"{split}/{name}" for name in sorted(file[split]) if name not in groups]
@@ -224,7 +239,7 @@ class NativeReader:
             self.content_sha256: str | None = str(file.attrs["content_sha256"])
             self.kinds: dict[str, Kind] = dict.fromkeys(TAXONOMIES, "label set")
             self.label_mappings: dict[str, dict[str, int]]
-            if self.version < SCHEMA_VERSION:
+            if self.version < ANNOTATED:
                 self.label_mappings = {t: read_json(file, name) for t, name in MAPPINGS.items()}
             else:
                 self.kinds, self.label_mappings = _annotations(read_json(file, "annotations"))
@@ -242,7 +257,7 @@ class NativeReader:
         """The data sets of a split's group, without ``images`` and partitions."""
         names = ["user_ids", "user_offsets" if self.grouped else "user_index", "image_ids", "image_crc32"]
         for name, kind in self.kinds.items():
-            names += [leaf_name(name, leaf, self.version) for leaf in LEAVES[kind]]
+            names += [leaf_name(name, leaf, self.version) for leaf in leaves_of(kind, self.version)]
         names += ["image_sizes"] if self._sized else []
         return names + (["image_offsets"] if self.image_size is None else [])
 
@@ -260,10 +275,10 @@ class NativeReader:
                 offsets, owner = np.empty(0, np.int64), column(group, "user_index")
             annotations = {}
             for key, kind in self.kinds.items():
-                places = [leaf_name(key, leaf, self.version) for leaf in LEAVES[kind]]
-                found = [
-                    self._bytes(group, at) if at.endswith("/png") else column(group, at) for at in places
-                ]
+                found = {}
+                for leaf in leaves_of(kind, self.version):
+                    at = leaf_name(key, leaf, self.version)
+                    found[leaf] = self._bytes(group, at) if leaf == "png" else column(group, at)
                 annotations[key] = restored(kind, found, len(self.label_mappings[key]))
             partitions = {}
             for part in partition_names(group):

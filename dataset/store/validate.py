@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from dataset.cli import OneLineParser
 from dataset.store import probe
-from dataset.store.annotations import Masks, fault_of_mask
+from dataset.store.annotations import CROWD, DIFFICULT, Annotation, Boxes, Masks, fault_of_mask
 from dataset.store.hdf5 import DataFile
 from dataset.store.images import jpeg_size
 from dataset.store.index import check_index, meaning
@@ -114,17 +114,18 @@ def _label_lines(file: DataFile) -> list[str]:
     before: tuple[Any, ...] = ()
     for taxonomy, mapping in file.reader.label_mappings.items():
         names, found = list(mapping), [file.split(name).annotations[taxonomy] for name in file.splits]
-        counted = [annotation for annotation in found if not isinstance(annotation, Masks)]
-        if not counted:
-            lines.append(f"{taxonomy}: masks of {len(names):,} classes: {', '.join(names[:MOST_LABELS])}")
-            continue
-        counts = np.array([annotation.counts() for annotation in counted])
+        counts = np.array(
+            [
+                (file.present(name, taxonomy) if isinstance(annotation, Masks) else annotation).counts()
+                for name, annotation in zip(file.splits, found)
+            ]
+        )
         if before == (names, counts.tolist()):
             lines.append(f"{taxonomy}: the same {len(names):,}")
             continue
         before = names, counts.tolist()
-        what = "objects" if counted[0].kind == "boxes" else "images"
-        lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}")
+        what = {"boxes": "objects", "mask": "masks"}.get(found[0].kind, "images")
+        lines.append(f"{taxonomy}: {len(names):,}, with {what} in {', '.join(file.splits)}{_flags(found)}")
         order = np.argsort(-counts.sum(0), kind="stable")
         lines += [
             f"  {names[k]}: {', '.join(f'{count:,}' for count in counts[:, k])}" for k in order[:MOST_LABELS]
@@ -135,6 +136,16 @@ def _label_lines(file: DataFile) -> list[str]:
                 f"  {len(names) - MOST_LABELS:,} more, together: {', '.join(f'{count:,}' for count in rest)}"
             )
     return lines
+
+
+def _flags(found: Sequence[Annotation]) -> str:
+    """How many of an annotation's boxes have a flag."""
+    flags = [annotation.flags for annotation in found if isinstance(annotation, Boxes)]
+    counts = {
+        word: sum(int(np.count_nonzero(column & flag)) for column in flags)
+        for flag, word in ((CROWD, "surround a crowd"), (DIFFICULT, "are difficult"))
+    }
+    return "".join(f"; {count:,} {word}" for word, count in counts.items() if count)
 
 
 def _check_columns(file: h5py.File, reader: NativeReader, split: str) -> None:

@@ -26,6 +26,7 @@ CARVED = "val"
 
 ByteArray = npt.NDArray[np.uint8]
 
+KINDS = {"mask": "masks", "boxes": "boxes"}
 _MISSING, _RESERVED = -1, -2  # a place that a thread is filling is reserved, and cannot be read yet
 
 
@@ -147,6 +148,21 @@ class _View:
                 f"{self.file.path} is not grouped by user: preprocess without --not_group_data_by_user"
             )
 
+    def _labels(self, split: str) -> LabelMatrix:
+        """The labels of a split's images.
+
+        Raises:
+            ValueError: when the annotation has masks or boxes.
+        """
+        self.file.label_mapping(self.taxonomy)
+        found = self.file.split(split).annotations[self.taxonomy]
+        if isinstance(found, LabelMatrix):
+            return found
+        raise ValueError(
+            f"{self.taxonomy} of {self.file.path} holds {KINDS[found.kind]}; this needs a class, or a set of "
+            "labels, for each image"
+        )
+
 
 @dataclass(frozen=True)
 class LabelSetView(_View):
@@ -197,7 +213,7 @@ class LabelSetView(_View):
             raise ValueError(f"this file has no images in the split {name!r}")
         index = self.file.split(name)
         if self.binary_label is None:
-            labels = index.labels[self.taxonomy]
+            labels = self._labels(name)
         else:
             taxonomy = self._binary_taxonomies[0]
             labels = index.labels[taxonomy].only(self.file.label_mapping(taxonomy)[self.binary_label])
@@ -227,6 +243,8 @@ class SingleLabelView(_View):
         val_share: share of the training images that become val, from 0 (none) to below 1.
         dealt: the partition called ``partition``, of rows of the file's training images, where it is none of
             the file's.
+        lowest: let masks and boxes count as the lowest class that an image contains, as FedML's partitions
+            do; without it they are refused.
 
     Raises:
         ValueError: when the file has no such partition or taxonomy, is not grouped by user, or has a val
@@ -240,6 +258,7 @@ class SingleLabelView(_View):
     cache_bytes: int = 0
     val_share: float = 0.0
     dealt: PartitionIndex | None = None
+    lowest: bool = False
 
     def __post_init__(self) -> None:
         self._refuse_ungrouped()
@@ -297,9 +316,15 @@ class SingleLabelView(_View):
             )
         sizes = np.bincount(owner, minlength=len(user_ids))
         present = np.flatnonzero(sizes)
-        labels = self.file.split(file_split).labels[self.taxonomy].take(rows)
+        labels = self._labels(file_split).take(rows)
         users = [user_ids[user] for user in present.tolist()]
         return SplitImages(users, offsets_of(sizes[present]), labels, file_split, rows, self.pixels)
+
+    def _labels(self, split: str) -> LabelMatrix:
+        found = self.file.split(split).annotations[self.taxonomy]
+        if self.lowest and not isinstance(found, LabelMatrix):
+            return self.file.present(split, self.taxonomy).lowest()
+        return super()._labels(split)
 
     def _file_split(self, name: str) -> str:
         """The file's split that holds the images of one of `splits`."""
@@ -317,7 +342,7 @@ class SingleLabelView(_View):
             dealt = self.dealt or index.partitions[known_as(self.partition, index.partitions)]
             user_ids, rows = dealt.user_ids, dealt.rows
             owner = np.repeat(np.arange(len(user_ids)), np.diff(dealt.offsets))
-        usable = (np.diff(index.labels[self.taxonomy].indptr) == 1)[rows]
+        usable = (np.diff(self._labels(file_split).indptr) == 1)[rows]
         rows, owner = rows[usable], owner[usable]
         if self.val_share and file_split == PARTITIONED:
             in_val = _carved([index.image_ids[row] for row in rows.tolist()], owner, user_ids, self.val_share)

@@ -29,15 +29,16 @@ from dataset.journal import Journal
 from dataset.store.annotations import IntArray, offsets_of, stored
 from dataset.store.index import DatasetIndex, IdColumn, PartitionIndex, SplitIndex, check_index
 from dataset.store.native import (
+    ANNOTATED,
     FORMATS,
     MAPPINGS,
     PARTITIONS,
-    SCHEMA_VERSION,
     TYPES,
     Storage,
     checksum,
     content_checksum,
     leaf_name,
+    leaves_of,
     version_of,
 )
 from dataset.store.validate import validate
@@ -255,7 +256,7 @@ class DataWriter:
             )
             mappings = self._index.label_mappings
             texts: dict[str, Any] = {"annotations": []}
-            if version < SCHEMA_VERSION:
+            if version < ANNOTATED:
                 texts = {name: dict(mappings[taxonomy]) for taxonomy, name in MAPPINGS.items()}
             else:
                 for name, found in next(iter(self._index.splits.values())).annotations.items():
@@ -281,7 +282,9 @@ def _columns(split: SplitIndex, grouped: bool, version: int) -> dict[str, npt.ND
     columns |= {name: column.astype(TYPES[name]) for name, column in owners.items()}
     columns["image_ids"] = IdColumn.of(split.image_ids).raw
     for name, annotation in split.annotations.items():
-        columns |= {leaf_name(name, leaf, version): data for leaf, data in stored(annotation).items()}
+        data = stored(annotation)
+        for leaf in leaves_of(annotation.kind, version):
+            columns[leaf_name(name, leaf, version)] = data[leaf]
     if split.image_sizes is not None:
         columns["image_sizes"] = split.image_sizes.astype(np.int32)
     return columns | _partition_columns(split.partitions)

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the parsers that are our own: JPEG headers, the JSON stream, arguments, dates.
+"""Coverage-guided fuzzing of the parsers that are our own: JPEG headers, JSON, XML, lists, arguments, dates.
 
     pip install atheris==3.0.0 && python -m tests.campaigns.fuzz_parsers -runs=200000
 
@@ -15,10 +15,21 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
-    include=["dataset.store.images", "dataset.flair.sources", "dataset.fetch.http"]
+    include=[
+        "dataset.store.images",
+        "dataset.flair.sources",
+        "dataset.fetch.annotated",
+        "dataset.fetch.coco",
+        "dataset.fetch.http",
+        "dataset.fetch.voc",
+        "dataset.sbd.matlab",
+    ]
 ):
+    from dataset.fetch import coco, voc
+    from dataset.fetch.annotated import Reading, read_users
     from dataset.fetch.http import retry_after
     from dataset.flair.sources import _json_list
+    from dataset.sbd.matlab import byte_matrix
     from dataset.store.images import jpeg_size
 
 PATH = Path(tempfile.mkdtemp()) / "list.json"
@@ -26,7 +37,7 @@ PATH = Path(tempfile.mkdtemp()) / "list.json"
 
 def one(data: bytes) -> None:
     """Give one input to the parser that its first byte chooses."""
-    kind, rest = (data[0] % 4 if data else 0), data[1:]
+    kind, rest = (data[0] % 8 if data else 0), data[1:]
     with contextlib.suppress(ValueError):
         if kind == 0:
             jpeg_size(rest)
@@ -35,8 +46,17 @@ def one(data: bytes) -> None:
         elif kind == 2:
             PATH.write_bytes(b"[" + rest)
             list(_json_list(PATH, 1 + len(rest) // 3))
-        else:
+        elif kind == 3:
             retry_after(rest.decode("latin-1"), 1.0)
+        elif kind == 4:
+            coco.read({"instances_train.json": rest}, "here", Reading("boxes", cut=rest[:1] == b" "))
+        elif kind == 5:
+            files = {"ImageSets/train.txt": b"1", "Annotations/1": rest}
+            voc.read(files, "here", Reading("boxes", cut=rest[:1] == b" "))
+        elif kind == 6:
+            read_users(rest, "here")
+        else:
+            byte_matrix(bytes(126) + rest, "GTcls", "Segmentation")
 
 
 if __name__ == "__main__":

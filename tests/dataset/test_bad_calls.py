@@ -16,11 +16,14 @@ import pytest
 from dataset.cifar10 import download_preprocess as cifar10
 from dataset.cifar100 import download_preprocess as cifar100
 from dataset.cli import run
+from dataset.coco import download_preprocess as coco
 from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
 from dataset.partitions import __main__ as partitions
 from dataset.store import probe, validate
+from dataset.street import download_preprocess as street
+from dataset.voc import download_preprocess as voc
 from tests.bad_calls import check_refused
 from tests.dataset.cifar10.made_cifar import CIFAR10
 from tests.dataset.cifar10.made_cifar import write_parquet as write_cifar
@@ -36,6 +39,9 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "cifar100": cifar100.main,
     "inaturalist": inaturalist.main,
     "landmarks": landmarks.main,
+    "voc": voc.main,
+    "coco": coco.main,
+    "street": street.main,
 }
 OUT = "--output_file=out.hdf5"
 FLAIR = f"{OUT} --source=flair"
@@ -117,6 +123,17 @@ BAD = [
     ("flair", "--output_file=text/out --source=flair", "--output_file text/out: text is a file"),
     ("flair", "--output_file=/proc/out --source=flair", "--output_file /proc/out cannot be written"),
     ("flair", f"--output_file={'a' * 250} --source=flair", "has a name of more than 200 bytes"),
+    ("voc", f"{OUT} --source=text", "--source text is neither a folder nor an address"),
+    ("voc", f"{OUT} --source=folder", "folder has neither ImageSets/Segmentation/train.txt nor"),
+    ("voc", f"{OUT} --source=folder --subset=2010", "--subset: invalid choice: '2010'"),
+    ("voc", f"{OUT} --source=folder --first_pixel=2", "--first_pixel: invalid choice: 2"),
+    ("voc", f"{OUT} --source=folder --users_csv=folder", "--users_csv folder is a folder; give a file"),
+    ("voc", f"{OUT} --source=folder --users_csv=cut.hdf5", "cut.hdf5 is not UTF-8 text"),
+    ("coco", f"{OUT} --source=folder", "folder holds no annotations/instances_train*.json"),
+    ("coco", f"{OUT} --source=folder --annotation=boxes", "unrecognized arguments: --annotation=boxes"),
+    ("coco", f"{OUT} --source=folder --bad_boxes=keep", "--bad_boxes: invalid choice: 'keep'"),
+    ("street", OUT, "required: --source"),
+    ("street", f"{OUT} --source=http://127.0.0.1:9/", "is an address; give a folder: there is no archive"),
     ("cifar10", "", "required: --output_file"),
     ("cifar10", f"{OUT} --source=nowhere", "--source nowhere is neither a folder nor an address"),
     (

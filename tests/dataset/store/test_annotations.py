@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import json
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +24,14 @@ from dataset.cli import run
 from dataset.fetch.archives import ArchiveSource
 from dataset.fetch.source import Shard
 from dataset.preprocess import Options, preprocess
-from dataset.store.annotations import VOID, Boxes, Kind, Masks, OneClass
-from dataset.store.columns import schema
+from dataset.store.annotations import CROWD, DIFFICULT, VOID, Boxes, Kind, Masks, OneClass
+from dataset.store.columns import FLAGGED_BOXES, schema
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import DatasetIndex
 from dataset.store.native import Storage
-from dataset.store.validate import main
+from dataset.store.validate import describe, main, validate
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
 KINDS: dict[str, Kind] = {"tags": "label set", "kind": "class", "mask": "mask", "objects": "boxes"}
 NAMES = {"tags": ["x", "y"], "kind": ["zebra", "ape"], "mask": ["sky", "road"], "objects": ["cup", "ant"]}
 SIZES = {"a0": (12, 20), "a1": (30, 16), "b0": (16, 16), "b1": (40, 8), "c0": (9, 9)}
@@ -42,6 +42,19 @@ def png(mask: npt.NDArray[np.uint8]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(mask).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def grey_of_4_bits(height: int, width: int) -> bytes:
+    """A PNG whose numbers Pillow multiplies by 17; it writes none itself."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 4, 0, 0, 0, 0)
+    lines = zlib.compress((b"\0" + b"\x01" * (width // 2)) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
 
 
 def mask_of(image_id: str) -> npt.NDArray[np.uint8]:
@@ -70,9 +83,11 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def source(folder: Path, records: list[dict[str, Any]], kinds: Mapping[str, Kind]) -> ArchiveSource:
+def source(
+    folder: Path, records: list[dict[str, Any]] | pa.Table, kinds: Mapping[str, Kind]
+) -> ArchiveSource:
     """Images in a folder, and records that are held in memory."""
-    table = pa.Table.from_pylist(records, schema(kinds))
+    table = pa.Table.from_pylist(records, schema(kinds)) if isinstance(records, list) else records
     listing = Shard("records", 0, lambda: folder, "records")
     return ArchiveSource(
         listing,
@@ -88,8 +103,25 @@ def source(folder: Path, records: list[dict[str, Any]], kinds: Mapping[str, Kind
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return draw_images(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file with every kind of annotation."""
+    return make(draw_images(tmp_path_factory.mktemp("shared")), rows()).read_bytes()
+
+
+@pytest.fixture
+def path(content: bytes, tmp_path: Path) -> Path:
+    """A copy of that file, which may be damaged."""
+    (tmp_path / "f.hdf5").write_bytes(content)
+    return tmp_path / "f.hdf5"
+
+
+def draw_images(place: Path) -> Path:
     """An image of each size, smooth so that JPEG keeps it."""
-    images = tmp_path / "images"
+    images = place / "images"
     images.mkdir()
     for number, (image_id, (height, width)) in enumerate(SIZES.items()):
         pixels = np.full((height, width, 3), 40 * number + 20, np.uint8)
@@ -146,13 +178,52 @@ def test_every_kind_of_annotation_is_read_as_the_source_had_it(
             assert file.read_images(where, at, 16).shape == (1, 16, 16, 3)
     assert run(main, [str(path)]) == 0
     said = capsys.readouterr().out
-    assert "mask: masks of 2 classes: sky, road" in said
+    assert "mask: 2, with masks in train, val\n  sky: 4, 1\n  road: 4, 1\n" in said
     assert "objects: 2, with objects in train, val" in said
     assert "flair" not in said.lower()
 
 
-def test_one_class_is_stored_once(folder: Path) -> None:
-    with h5py.File(make(folder, rows())) as file:
+def flagged(flags: list[int]) -> pa.Table:
+    """The records, whose boxes have these flags in order."""
+    records, left = rows(), list(flags)
+    for record in records:
+        record["objects"] = [{**box, "flags": left.pop(0)} for box in record["objects"]]
+    return pa.Table.from_pylist(records, schema({**KINDS, "objects": FLAGGED_BOXES}))
+
+
+@pytest.mark.parametrize("flags, version", [([0, 0, 0, 0], 3), ([CROWD, 0, DIFFICULT, CROWD | DIFFICULT], 4)])
+def test_flags_of_boxes_are_kept_and_cost_a_version_only_where_there_are_any(
+    folder: Path, flags: list[int], version: int
+) -> None:
+    output = folder.parent / "f.hdf5"
+    preprocess(source(folder, flagged(flags), KINDS), Options(output, vocabulary=NAMES))
+    with h5py.File(output) as file:
+        assert file.attrs["schema_version"] == version
+        assert ("flags" in file["train/annotations/objects"]) == (version == 4)
+    with DataFile(output) as file:
+        split = file.split("train")
+        boxes = of(file, "train", "objects", Boxes)
+
+        crowd = {split.image_ids[row]: boxes.flagged(row, CROWD).tolist() for row in range(len(boxes))}
+        difficult = {
+            split.image_ids[row]: boxes.flagged(row, DIFFICULT).tolist() for row in range(len(boxes))
+        }
+        bits = [[bool(flag & bit) for flag in flags] for bit in (CROWD, DIFFICULT)]
+        assert crowd == {"a0": [], "a1": bits[0][:1], "b0": bits[0][1:3], "b1": []}
+        assert difficult == {"a0": [], "a1": bits[1][:1], "b0": bits[1][1:3], "b1": []}
+        assert boxes.take(np.array([2, 1])).flags.tolist() == [*flags[1:3], flags[0]]
+        assert ("; 2 surround a crowd; 2 are difficult" in describe(file)) == (version == 4)
+    validate(output)
+
+
+def test_a_flag_that_is_unknown_is_found(folder: Path) -> None:
+    output = folder.parent / "f.hdf5"
+    with pytest.raises(ValueError, match="objects: a flag of a box is unknown"):
+        preprocess(source(folder, flagged([0, 4, 0, 0]), KINDS), Options(output, vocabulary=NAMES))
+
+
+def test_one_class_is_stored_once(path: Path) -> None:
+    with h5py.File(path) as file:
         assert list(file["train/annotations/kind"]) == ["classes"]
         assert file["train/annotations/kind/classes"].shape == (4,)
 
@@ -163,6 +234,8 @@ def test_one_class_is_stored_once(folder: Path) -> None:
         ({"mask": png(np.zeros((3, 3), np.uint8))}, "its mask has 3 x 3 pixels, the image 20 x 12"),
         ({"mask": png(np.full((12, 20), 2, np.uint8))}, "its mask has the class 2, of 2"),
         ({"mask": b"no picture"}, "its mask cannot be used"),
+        ({"mask": png(np.zeros((12, 20), np.uint8))[:-30]}, "its mask cannot be used"),
+        ({"mask": grey_of_4_bits(12, 20)}, "it is grey of 4 bits: it needs 8, or a palette"),
         ({"mask": None}, "its mask cannot be used"),
         ({"mask": png(np.zeros((12, 20, 3), np.uint8))}, "its mask cannot be used (its mode is RGB"),
         ({"objects": [{"name": "cup", "corners": [0, 0, 21, 5]}]}, "its box (0, 0, 21, 5) is empty or not"),
@@ -210,8 +283,7 @@ def test_a_class_that_the_vocabulary_lacks_is_named(folder: Path) -> None:
         ("image_sizes", 1, "a box reaches beyond its image"),
     ],
 )
-def test_damage_to_an_annotation_is_found(folder: Path, name: str, value: float, message: str) -> None:
-    path = make(folder, rows())
+def test_damage_to_an_annotation_is_found(path: Path, name: str, value: float, message: str) -> None:
     with h5py.File(path, "r+") as file:
         data = file[f"train/{name}"]
         data[...] = np.full(data.shape, value).astype(data.dtype)
@@ -219,7 +291,7 @@ def test_damage_to_an_annotation_is_found(folder: Path, name: str, value: float,
         with pytest.raises(ValueError, match=message), DataFile(path) as file:
             file.split("train")
     with pytest.raises(ValueError, match="is damaged"):
-        main([str(path)])
+        validate(path)
 
 
 def test_own_sizes_that_contradict_the_pixels_are_refused(folder: Path) -> None:
@@ -231,13 +303,12 @@ def test_own_sizes_that_contradict_the_pixels_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    "wrong",
     [7, [{"name": "kind"}], [{"name": "a", "kind": "smell", "classes": []}], {"name": 1}, [1]],
 )
-def test_metadata_that_list_no_annotations_are_refused(folder: Path, content: Any) -> None:
-    path = make(folder, rows())
+def test_metadata_that_list_no_annotations_are_refused(path: Path, wrong: Any) -> None:
     with h5py.File(path, "r+") as file:
-        text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        text = np.frombuffer(json.dumps(wrong).encode(), np.uint8)
         del file["metadata/annotations"]
         from dataset.store.native import checksum
 
@@ -277,60 +348,3 @@ def test_splits_have_the_same_annotations(tmp_path: Path) -> None:
     wrong = {**index.splits, "val": replace(index.splits["val"], annotations={"labels": labels})}
     with pytest.raises(ValueError, match="different annotations"):
         write(tmp_path / "f.hdf5", "raw", splits=wrong)
-
-
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data {DATA} are not on this machine")
-
-
-@needs_data
-def test_camvid_keeps_its_masks(tmp_path: Path) -> None:
-    place, classes = DATA / "camvid", (DATA / "camvid" / "classes.txt").read_text().split()
-    with open(place / "users.csv") as file:
-        chosen = [one for number, one in enumerate(csv.DictReader(file)) if number % 20 == 0]
-    records: list[dict[str, Any]] = [
-        {
-            "user_id": f"{one['partition']}-{one['user_id']}",
-            "image_id": one["image_id"],
-            "partition": one["partition"],
-            "mask": (place / "SegmentationClass" / f"{one['image_id']}.png").read_bytes(),
-        }
-        for one in chosen
-    ]
-    made = source(place / "JPEGImages", records, {"mask": "mask"})
-    preprocess(made, Options(tmp_path / "camvid.hdf5", vocabulary={"mask": classes}))
-    main([str(tmp_path / "camvid.hdf5")])
-    with DataFile(tmp_path / "camvid.hdf5") as data:
-        for one in records:
-            split = data.split(one["partition"])
-            row = list(split.image_ids).index(one["image_id"])
-            masks = of(data, one["partition"], "mask", Masks)
-            with Image.open(place / "SegmentationClass" / f"{one['image_id']}.png") as image:
-                assert np.array_equal(masks.read(row), np.asarray(image))
-
-
-@needs_data
-def test_street_keeps_its_boxes(tmp_path: Path) -> None:
-    place, records, expected = DATA / "street", [], {}
-    names: list[str] = []
-    for split in ("train", "test"):
-        content = json.loads((place / "annotations" / f"instances_{split}.json").read_text())
-        names = [one["name"] for one in content["categories"]]
-        for image in content["images"][::20]:
-            boxes = [one for one in content["annotations"] if one["image_id"] == image["id"]]
-            image_id = image["file_name"].removesuffix(".jpg")
-            corners = [[x, y, x + w, y + h] for x, y, w, h in (one["bbox"] for one in boxes)]
-            kinds = [names[one["category_id"] - 1] for one in boxes]
-            objects = [{"name": name, "corners": four} for name, four in zip(kinds, corners)]
-            one = {"user_id": f"all-{split}", "image_id": image_id, "partition": split, "objects": objects}
-            records.append(one)
-            expected[split, image_id] = corners, kinds
-            shutil.copy(place / split / image["file_name"], tmp_path / image["file_name"])
-    made = source(tmp_path, records, {"objects": "boxes"})
-    preprocess(made, Options(tmp_path / "street.hdf5", vocabulary={"objects": names}))
-    main([str(tmp_path / "street.hdf5")])
-    with DataFile(tmp_path / "street.hdf5") as data:
-        for (split, image_id), (corners, kinds) in expected.items():
-            row = list(data.split(split).image_ids).index(image_id)
-            found, classes = of(data, split, "objects", Boxes).read(row)
-            assert found.tolist() == corners
-            assert [names[k] for k in classes] == kinds

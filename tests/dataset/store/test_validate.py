@@ -364,7 +364,7 @@ def other_content(file: h5py.File) -> None:
 
 
 def newer(file: h5py.File) -> None:
-    file.attrs["schema_version"] = 4
+    file.attrs["schema_version"] = 5
 
 
 def no_mapping(file: h5py.File) -> None:
@@ -385,7 +385,7 @@ def no_mapping(file: h5py.File) -> None:
         (stale_checksum, "train/user_ids does not agree with its checksum"),
         (mapping_not_alphabetical, "the mapping of labels is not alphabetical"),
         (other_content, "its content checksum does not agree"),
-        (newer, "schema version 4, newer than 3"),
+        (newer, "schema version 5, newer than 4"),
         (no_mapping, "label_mapping"),
     ],
 )

@@ -1,0 +1,259 @@
+"""Images with masks or boxes as a source: their records, and who owns which, by a ``users.csv`` or otherwise.
+
+``users.csv`` has a column ``image_id``, perhaps ``partition`` (train, val or test), and for each way to deal
+the images a column whose name begins with ``user``. An empty cell, or ``NA``, says that nobody is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from dataset.partitions.assignments import NOBODY, csv_rows, deal
+from dataset.store.columns import FLAGGED_BOXES, schema
+from dataset.store.index import NAME, SPLITS, DatasetIndex, SplitIndex
+
+USERS_CSV = "users.csv"
+MAX_USERS_BYTES = 1 << 28
+Form = Literal["mask", "boxes"]
+COLUMNS: dict[Form, str] = {"mask": "mask", "boxes": "objects"}
+"""The annotation's name in the file."""
+ROUNDING = 0.01
+"""Pixels by which a box may reach beyond its image: COCO's have two decimals."""
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What the annotations of a folder or of archives say.
+
+    Attributes:
+        form: of the annotations.
+        records: ``image_id``, ``partition`` and the annotation under its name in `COLUMNS`, for each image.
+        classes: the names of the K classes, in the order of their numbers.
+        folders: names of the folders in which the images lie.
+        owners: users that the annotations know, by image.
+        ids: another id of an image, under which ``users.csv`` may list it -> its id.
+        sizes: width and height of an image as the annotations have them.
+        repaired: how many boxes were cut off or left out.
+        notes: for the provenance.
+    """
+
+    form: Form
+    records: Sequence[Mapping[str, Any]]
+    classes: Sequence[str]
+    folders: frozenset[str]
+    owners: Mapping[str, str] = field(default_factory=dict)
+    ids: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    repaired: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def table(self, owners: Mapping[str, str]) -> pa.Table:
+        """A source's records.
+
+        The users of ``val`` and ``test`` have their split's name before their own, since users are disjoint
+        between splits; an image of nobody has the user ``no-author``, or ``all-SPLIT`` where no image of its
+        split has a user.
+        """
+        known = {record["partition"] for record in self.records if record["image_id"] in owners}
+        rows = []
+        for record in self.records:
+            split = record["partition"]
+            user = owners.get(record["image_id"])
+            if user is None:
+                user = "no-author" if split in known else f"all-{split}"
+            if split != "train" and split in known:
+                user = f"{split}-{user}"
+            rows.append({**record, "user_id": user})
+        kind = FLAGGED_BOXES if self.form == "boxes" else self.form
+        return pa.Table.from_pylist(rows, schema({COLUMNS[self.form]: kind}))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How annotations are read.
+
+    Attributes:
+        form: masks, or boxes.
+        cut: cut boxes off at the border of their image, and leave out those of which nothing remains; without
+            it they are an error.
+        first_pixel: the number of an image's first pixel in its boxes, 1 or 0, where the layout leaves that
+            open.
+        splits: of the images by id, where the layout's own files do not say them.
+    """
+
+    form: Form
+    cut: bool = False
+    first_pixel: int = 1
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set's lists and annotations lie on the disk.
+
+    Attributes:
+        forms: the annotations that it can have, the usual one first.
+        wanted: as `dataset.fetch.members.Wanted`, for one kind of annotation.
+        read: what the wanted files say, from their contents by name and from where they are, for errors. A
+            ValueError names the file and what is wrong in it.
+    """
+
+    forms: tuple[Form, ...]
+    wanted: Callable[[PurePosixPath, Form], tuple[str, int] | None]
+    read: Callable[[Mapping[str, bytes], str, Reading], Annotated]
+
+
+@dataclass(frozen=True)
+class Users:
+    """What a ``users.csv`` says, by image id as it stands there."""
+
+    origin: str
+    columns: Mapping[str, Mapping[str, str]]  # column -> image -> user; images of nobody are left out
+    partitions: Mapping[str, str]  # image -> split; empty without such a column
+    images: frozenset[str]
+
+    def named(self, annotated: Annotated) -> Users:
+        """The same by the ids of these images, and without others; it may list them by their other ids.
+
+        Raises:
+            ValueError: when it lists none of the images, and for a split other than that of the image.
+        """
+        split_of = {record["image_id"]: record["partition"] for record in annotated.records}
+        by_id = {image: image for image in self.images if image in split_of}
+        by_other = {image: annotated.ids[image] for image in self.images if image in annotated.ids}
+        to_id = by_id if len(by_id) >= len(by_other) else by_other
+        if not to_id:
+            image = min(self.images)
+            raise ValueError(f"{self.origin} lists image {image!r} and others, which are none of the images")
+        for image in sorted(to_id):
+            stated, split = self.partitions.get(image), split_of[to_id[image]]
+            if stated not in (None, split):
+                raise ValueError(
+                    f"{self.origin} says that image {image} is in {stated}, but it is in {split}; "
+                    "correct one of the two"
+                )
+        columns = {
+            name: {to_id[image]: user for image, user in column.items() if image in to_id}
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns, images=frozenset(to_id.values()))
+
+
+def fitted(
+    corners: Sequence[float], size: tuple[int, int], cut: bool, repaired: Counter[str], where: str
+) -> list[float] | None:
+    """A box's left, top, right and bottom, within an image of this width and height; None if it is left out.
+
+    A part of a pixel beyond the border, as rounding leaves it, is cut off in any case.
+
+    Raises:
+        ValueError: without ``cut``, for a box that is empty or reaches further.
+    """
+    left, top, right, bottom = given = np.asarray(corners, np.float32).tolist()  # as they will be stored
+    inner = [max(left, 0.0), max(top, 0.0), min(right, float(size[0])), min(bottom, float(size[1]))]
+    empty = not (inner[0] < inner[2] and inner[1] < inner[3])
+    beyond = max(abs(a - b) for a, b in zip(given, inner))
+    if (empty or beyond >= ROUNDING) and not cut:
+        box = ", ".join(f"{value:g}" for value in corners)
+        raise ValueError(
+            f"{where}: its box ({box}) is empty or not within the image of {size[0]} x {size[1]} pixels; "
+            "--bad_boxes cut cuts such boxes off at the border, and leaves out what is empty then"
+        )
+    if empty or beyond >= ROUNDING:
+        repaired["boxes_left_out" if empty else "boxes_cut_off"] += 1
+    return None if empty else inner
+
+
+def read_users(content: bytes, origin: str) -> Users:
+    """Parse a ``users.csv``.
+
+    Raises:
+        ValueError: that names file and line.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{origin} is not UTF-8 text") from None
+    rows = list(csv_rows(text, origin, ["image_id"]))
+    if not rows:
+        raise ValueError(f"{origin} lists no image")
+    header = rows[0][1]
+    names = [name for name in header if name.startswith("user")]
+    wrong = [name for name in names if not NAME.fullmatch(_partition(name))]
+    if not names or wrong or len({*map(_partition, names)}) < len(names):
+        raise ValueError(
+            f"{origin} needs columns of users, whose names begin with user, differ, and have letters, digits "
+            f"and ._- alone; it has {', '.join(header)[:200]}"
+        )
+    columns: dict[str, dict[str, str]] = {name: {} for name in names}
+    partitions: dict[str, str] = {}
+    for where, row in rows:
+        image = row["image_id"]
+        if not image:
+            raise ValueError(f"{where} has an empty image_id")
+        if "partition" in row:
+            if row["partition"] not in SPLITS:
+                known = ", ".join(SPLITS)
+                raise ValueError(f"{where} has the partition {row['partition']!r}; there are {known}")
+            partitions[image] = row["partition"]
+        for name in names:
+            if row[name] not in ("", NOBODY):
+                columns[name][image] = row[name]
+    return Users(origin, columns, partitions, frozenset(row["image_id"] for _, row in rows))
+
+
+def _partition(column: str) -> str:
+    """The name of the partition by a column of users."""
+    return column.replace("_", "-")
+
+
+@dataclass
+class Finish:
+    """Adds to an index the partitions by the other columns of users, and counts images of unexpected sizes.
+
+    Attributes:
+        columns: the users of images, by the column's name.
+        sizes: as in `Annotated`.
+        other_sizes: the images that turned out to have another width and height.
+    """
+
+    columns: Mapping[str, Mapping[str, str]]
+    sizes: Mapping[str, tuple[int, int]]
+    other_sizes: Sequence[str] = ()
+
+    def __call__(self, index: DatasetIndex) -> DatasetIndex:
+        """As `dataset.preprocess.Options.finish`."""
+        self.other_sizes = [image for split in index.splits.values() for image in self._of_other_sizes(split)]
+        provenance = {**index.provenance, "images_of_another_size_than_annotated": len(self.other_sizes)}
+        index = replace(index, provenance=provenance) if self.sizes else index
+        if "train" not in index.splits:
+            return index
+        ids = list(index.splits["train"].image_ids)
+        partitions = {}
+        for name, column in self.columns.items():
+            rows = np.array([row for row, image in enumerate(ids) if image in column], np.int64)
+            if len(rows):
+                partitions[_partition(name)] = deal([column[ids[row]] for row in rows], rows)
+        return index.with_partitions(partitions)
+
+    def _of_other_sizes(self, split: SplitIndex) -> list[str]:
+        assert split.image_sizes is not None, "masks and boxes have them"
+        found = zip(split.image_ids, split.image_sizes[:, ::-1].tolist())
+        return [image for image, size in found if list(self.sizes.get(image, size)) != size]
+
+    @property
+    def warning(self) -> str:
+        """A line about images of unexpected sizes; empty if there are none."""
+        if not self.other_sizes:
+            return ""
+        return (
+            f"{len(self.other_sizes):,} images, {self.other_sizes[0]} among them, are not of the size that "
+            "their annotations have: are their boxes right?"
+        )

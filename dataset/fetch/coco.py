@@ -1,0 +1,205 @@
+"""Folders and archives in COCO's layout: images, and their objects' boxes in ``instances_*.json``.
+
+    annotations/instances_train2017.json     images, annotations and categories
+    train2017/000000000009.jpg, ...          or below images/
+
+A file's name says its split: what stands behind ``instances_`` begins with train, val or test, and is the
+name of the folder of its images (or they all lie in ``images``). Boxes are left, top, width and height in
+pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dataset.fetch.annotated import (
+    COLUMNS,
+    MAX_USERS_BYTES,
+    USERS_CSV,
+    Annotated,
+    Form,
+    Layout,
+    Reading,
+    fitted,
+)
+from dataset.store.annotations import CROWD
+
+MAX_JSON_BYTES = 1 << 30
+"""COCO's largest has 448 MB."""
+MAX_CATEGORIES = 1 << 16
+_NAME = re.compile(r"instances_((train|val|test)[A-Za-z0-9._-]*)\.json")
+_KEPT = {
+    "images", "annotations", "categories", "id", "name", "file_name", "width", "height", "image_id",
+    "category_id", "bbox", "iscrowd",
+}  # fmt: skip
+"""The keys that are looked at; outlines, most of the bytes, are dropped while the JSON is read."""
+
+Json = dict[str, Any]
+
+
+def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
+    """As `dataset.fetch.annotated.Layout.wanted`."""
+    if path.name == USERS_CSV:
+        return path.name, MAX_USERS_BYTES
+    return (path.name, MAX_JSON_BYTES) if _NAME.fullmatch(path.name) else None
+
+
+def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
+    """As `dataset.fetch.annotated.Layout.read`."""
+    reader = _Reader(reading.cut)
+    for name in sorted(files):
+        if found := _NAME.fullmatch(name):
+            reader.read(parse_json(files[name], f"{origin}: {name}"), f"{origin}: {name}", found[1], found[2])
+    if not reader.records:
+        raise ValueError(f"{origin} holds no annotations/instances_train*.json, _val*.json or _test*.json")
+    return reader.annotated()
+
+
+COCO = Layout(("boxes",), wanted, read)
+
+
+def parse_json(content: bytes, origin: str) -> Json:
+    """The object in a JSON text, without the keys that nobody asks for.
+
+    Raises:
+        ValueError: when it is no JSON, or no object.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it holds {constant}, which is no number of JSON")
+
+    def kept(entry: Json) -> Json:
+        return {key: entry[key] for key in entry if key in _KEPT}
+
+    try:
+        found = json.loads(content, object_hook=kept, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{origin} is not JSON ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{origin} holds no object with images, annotations and categories")
+    return found
+
+
+@dataclass
+class _Reader:
+    """The images of one file after another."""
+
+    cut: bool
+    records: list[Json] = field(default_factory=list)
+    categories: dict[int, str] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=lambda: {"images"})
+    ids: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    twice: set[str] = field(default_factory=set)  # ids that two files have
+    repaired: Counter[str] = field(default_factory=Counter)
+
+    def read(self, content: Json, origin: str, folder: str, split: str) -> None:
+        categories = _categories(_list(content, "categories", origin), origin)
+        if self.categories and categories != self.categories:
+            raise ValueError(f"{origin} has other categories than the files before it")
+        self.categories = categories
+        self.folders.add(folder)
+        images: dict[int, Json] = {}
+        for entry in _list(content, "images", origin):
+            number, where = _whole(entry, "id", origin), f"{origin}: image {entry.get('id')}"
+            if number in images:
+                raise ValueError(f"{where} comes a second time")
+            name = _text(entry, "file_name", where)
+            if name != Path(name).name or name.startswith("."):
+                raise ValueError(f"{where} has the file_name {name[:200]!r}; give a name without folders")
+            size = (_whole(entry, "width", where), _whole(entry, "height", where))
+            self.sizes[Path(name).stem] = size
+            images[number] = {
+                "size": size,
+                "record": {"image_id": Path(name).stem, "partition": split, COLUMNS["boxes"]: []},
+            }
+            self._also_called(str(number), Path(name).stem)
+        for entry in _list(content, "annotations", origin):
+            where = f"{origin}: annotation {str(entry.get('id'))[:40]}"
+            number = _whole(entry, "image_id", where)
+            if number not in images:
+                raise ValueError(f"{where} is of image {number}, which the file does not list")
+            if (box := self._box(entry, images[number]["size"], where)) is not None:
+                images[number]["record"][COLUMNS["boxes"]].append(box)
+        self.records += [image["record"] for image in images.values()]
+
+    def _also_called(self, number: str, image: str) -> None:
+        if number in self.ids:
+            self.twice.add(number)
+        self.ids[number] = image
+
+    def _box(self, entry: Json, size: tuple[int, int], where: str) -> Json | None:
+        category, crowd = _whole(entry, "category_id", where), entry.get("iscrowd", 0)
+        if category not in self.categories:
+            raise ValueError(f"{where} has the category {category}, which the file does not name")
+        if crowd not in (0, 1):
+            raise ValueError(f"{where} has iscrowd {str(crowd)[:40]!r}; it is 0 or 1")
+        box = entry.get("bbox")
+        if not isinstance(box, list) or len(box) != 4 or not all(map(_finite, box)):
+            raise ValueError(f"{where} has the bbox {str(box)[:80]}; it needs four numbers")
+        x, y, width, height = map(float, box)
+        corners = fitted((x, y, x + width, y + height), size, self.cut, self.repaired, where)
+        name = self.categories[category]
+        return None if corners is None else {"name": name, "corners": corners, "flags": CROWD * int(crowd)}
+
+    def annotated(self) -> Annotated:
+        notes = {"category_ids": list(self.categories)}
+        ids = {number: image for number, image in self.ids.items() if number not in self.twice}
+        classes = list(self.categories.values())
+        return Annotated(
+            "boxes",
+            self.records,
+            classes,
+            frozenset(self.folders),
+            ids=ids,
+            sizes=self.sizes,
+            repaired=self.repaired,
+            notes=notes,
+        )
+
+
+def _categories(entries: Sequence[Json], origin: str) -> dict[int, str]:
+    """Name by id, in the order of the ids."""
+    found: dict[int, str] = {}
+    names: set[str] = set()
+    for entry in entries:
+        number = _whole(entry, "id", f"{origin}: a category")
+        name = _text(entry, "name", f"{origin}: category {number}")
+        if number in found or name in names:
+            raise ValueError(f"{origin} has the category {number} or the name {name!r} twice")
+        found[number] = name
+        names.add(name)
+    if not 0 < len(found) <= MAX_CATEGORIES:
+        raise ValueError(f"{origin} has {len(found):,} categories; give 1 to {MAX_CATEGORIES:,}")
+    return dict(sorted(found.items()))
+
+
+def _list(content: Json, key: str, origin: str) -> list[Json]:
+    found = content.get(key)
+    if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+        raise ValueError(f"{origin} has no list of objects under {key!r}")
+    return found
+
+
+def _whole(entry: Json, key: str, where: str) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; give a whole number from 0 on")
+    return value
+
+
+def _text(entry: Json, key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{where}: {key} is {str(value)[:40]!r}; give a text of one line")
+    return value
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9

@@ -1,0 +1,57 @@
+"""The small files of a data set, by name: its lists and annotations, in folders and in tar and zip archives.
+
+Files may come from anywhere: each has a largest size, links are not followed within archives, and no path is
+ever written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from dataset.fetch.archives import Member, archive_members
+
+Wanted = Callable[[PurePosixPath], tuple[str, int] | None]
+"""Of a path within a folder or an archive: the name under which a file is kept, and its largest size in
+bytes; None for a file that is not read."""
+MAX_TOTAL = 1 << 32
+"""Bytes of all files together."""
+
+
+def collected(places: Sequence[Path], wanted: Wanted) -> dict[str, bytes]:
+    """The content of the wanted files of some folders and archives, by name.
+
+    Raises:
+        ValueError: for a damaged archive, a file or all files together of more bytes than they may have, and
+            two files of one name that differ.
+    """
+    found: dict[str, bytes] = {}
+    total = 0
+    for place in places:
+        for path, size, read in _files(place):
+            chosen = None if _is_rubbish(path) else wanted(path)
+            if chosen is None:
+                continue
+            name, most = chosen
+            total += size
+            if size > most or total > MAX_TOTAL:
+                raise ValueError(f"{place}: {path} has {size:,} bytes, more than such a file may have")
+            content = read()
+            if found.setdefault(name, content) != content:
+                raise ValueError(f"{place} holds two different files {name}: give a folder with one of them")
+    return found
+
+
+def _files(place: Path) -> Iterator[Member]:
+    if not place.is_dir():
+        return archive_members(place)
+    files = (path for path in sorted(place.rglob("*")) if path.is_file())
+    return (
+        (PurePosixPath(path.relative_to(place).as_posix()), path.stat().st_size, path.read_bytes)
+        for path in files
+    )
+
+
+def _is_rubbish(path: PurePosixPath) -> bool:
+    """Whether a file is of those that macOS puts beside others."""
+    return "__MACOSX" in path.parts or path.name.startswith(".")

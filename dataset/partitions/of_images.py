@@ -1,0 +1,95 @@
+"""Partitions by what images contain, or by when they were taken: `most-frequent` and `windows`.
+
+``most-frequent`` (He et al., FedCV, arXiv 2111.11066, for COCO): all images that contain the category of the
+most images go to client 0; of the images that are left, the same again for the next client, and so on. The
+last client has the rest. ``windows`` cuts each user's images, in the order of their ids, into stretches of
+neighbours: parts of a drive differ as its streets do.
+
+Shape letters: N images, K classes, C clients.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+
+import numpy as np
+
+from dataset.partitions.drawn import Drawing, Images, drawn, of_parts
+from dataset.store.index import PartitionIndex
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@drawn("most-frequent", numbered=False, of_any=True)
+def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
+    """Of categories that as many images contain, the lowest is taken first. The seed changes nothing.
+
+    Raises:
+        ValueError: where a client would have no image.
+    """
+    matrix, clients = _known(drawing, "most-frequent").present, drawing.num_clients
+    owner_of = np.repeat(np.arange(len(matrix)), np.diff(matrix.indptr))  # the image of each label
+    client_of = np.full(len(matrix), clients - 1)
+    left = np.ones(len(matrix), bool)
+    for client in range(clients - 1):
+        here = left[owner_of]
+        counts = np.bincount(matrix.indices[here], minlength=matrix.num_labels)
+        if not counts.any():
+            raise ValueError(
+                f"no image with an object is left for client {client} of {clients}: ask for fewer"
+            )
+        given = owner_of[here & (matrix.indices == counts.argmax())]
+        client_of[given], left[given] = client, False
+    if not left.any():
+        raise ValueError(f"no image is left for client {clients - 1} of {clients}: ask for fewer")
+    return of_parts([np.flatnonzero(client_of == client) for client in range(clients)])
+
+
+@drawn("windows", numbered=False, of_any=True)
+def windows(drawing: Drawing, _: float) -> PartitionIndex:
+    """C stretches of neighbouring images, each of one user, of sizes as equal as that allows.
+
+    A user gets a further window as long as its windows are larger than any other user's. Digits in ids count
+    as numbers. The k-th window of a user has the name ``USER-k``. The seed changes nothing.
+
+    Raises:
+        ValueError: for fewer clients than users, and more than images.
+    """
+    images, clients = _known(drawing, "windows"), drawing.num_clients
+    rows_of: dict[str, list[int]] = {}
+    for row in sorted(range(len(images.ids)), key=lambda row: _natural(images.ids[row])):
+        rows_of.setdefault(images.users[row], []).append(row)
+    users = sorted(rows_of)
+    if not len(users) <= clients <= len(images.ids):
+        raise ValueError(
+            f"{clients} windows, each of one user, cannot be had of {len(images.ids):,} images of "
+            f"{len(users):,} users: ask for at least one for each user, and at most one for each image"
+        )
+    cuts = dict.fromkeys(users, 1)
+    largest = [(-float(len(rows_of[user])), user) for user in users]
+    heapq.heapify(largest)
+    for _ in range(clients - len(users)):
+        user = heapq.heappop(largest)[1]
+        cuts[user] += 1
+        heapq.heappush(largest, (-len(rows_of[user]) / cuts[user], user))
+    parts = {
+        f"{user}-{k}": part
+        for user in users
+        for k, part in enumerate(np.array_split(np.array(rows_of[user], np.int64), cuts[user]))
+    }
+    return of_parts([*parts.values()], [*parts])
+
+
+def _natural(image_id: str) -> list[tuple[int, str]]:
+    """A key by which ``frame-9`` comes before ``frame-10``."""
+    parts = enumerate(_DIGITS.split(image_id))
+    return [(int(part), part) if place % 2 else (0, part) for place, part in parts]
+
+
+def _known(drawing: Drawing, kind: str) -> Images:
+    if drawing.images is None:
+        raise ValueError(
+            f"{kind} is of a file's images: make the file, then call python -m dataset.partitions"
+        )
+    return drawing.images

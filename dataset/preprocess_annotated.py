@@ -1,0 +1,257 @@
+"""The command line of data sets with masks or boxes: `dataset.voc`, `dataset.coco`, `dataset.camvid`, ..."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dataset.cli import input_file, is_address
+from dataset.fetch.annotated import COLUMNS, USERS_CSV, Annotated, Finish, Layout, Reading, Users, read_users
+from dataset.fetch.archives import JPEG_SUFFIXES, ArchiveSource
+from dataset.fetch.http import below, fetch_checked, remote
+from dataset.fetch.listed import Archive, image_files
+from dataset.fetch.members import collected
+from dataset.fetch.source import Shard, bytes_to_download, delete_downloads, digest_of
+from dataset.journal import free
+from dataset.preprocess import Options, checked_places, command_parser, make
+from dataset.store.images import Transcoding
+
+SUFFIXES = (*JPEG_SUFFIXES, ".png", ".webp")
+NOBODY_KNOWN = (
+    "nobody is known who took these images, so that one user owns each split: give --users_csv, or draw "
+    "clients with python -m dataset.partitions"
+)
+
+
+@dataclass(frozen=True)
+class AnnotatedSet:
+    """A data set.
+
+    Attributes:
+        name: of its folder below ``dataset``.
+        title: for the help.
+        layout: of its lists and annotations.
+        licence: of images and annotations.
+        base: the address below which its archives are; empty where there are none to download.
+        listing: the archives that hold lists and annotations.
+        images: the archives that hold images; the same ones, it may be.
+        mean_image_bytes: for the disk.
+        bad_boxes: what is done with boxes that reach beyond their image, or are empty: ``fail`` or ``cut``.
+    """
+
+    name: str
+    title: str
+    layout: Layout
+    licence: str
+    base: str = ""
+    listing: tuple[Archive, ...] = ()
+    images: tuple[Archive, ...] = ()
+    mean_image_bytes: int = 120_000
+    bad_boxes: str = "fail"
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys((*self.listing, *self.images)))
+
+
+def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argparse.Namespace:
+    spec = next(iter(specs.values()))
+    parser = command_parser(spec.name, f"Make one HDF5 file of {spec.title}.")
+    add = parser.add_argument
+    if len(specs) > 1:
+        add("--subset", choices=tuple(specs), default=next(iter(specs)), help="which images")
+    place = "a folder with images and annotations, or with their archives"
+    if spec.base:
+        add("--source", default=spec.base, help=f"{place}; or the address below which the archives are")
+    else:
+        add("--source", required=True, help=place)
+    if len(spec.layout.forms) > 1:
+        add("--annotation", choices=spec.layout.forms, default=spec.layout.forms[0], help="what is kept")
+    if "boxes" in spec.layout.forms:
+        cut = "cut: boxes that reach beyond their image are cut off, and left out if they are empty then"
+        add("--bad_boxes", choices=("fail", "cut"), default=spec.bad_boxes, help=cut)
+    if "boxes" in spec.layout.forms and len(spec.layout.forms) > 1:
+        pixel = (
+            "number of the first pixel in boxes: 1 as VOC counts, whose boxes include their last pixel, or 0"
+        )
+        add("--first_pixel", type=int, choices=(0, 1), default=1, help=pixel)
+    add("--users_csv", type=Path, help=f"image_id, user_...: whose each image is (--source's {USERS_CSV})")
+    add(
+        "--users",
+        help="the column of --users_csv with the file's users; others become partitions (the first)",
+    )
+    bad = "leave out and list images that are missing; these and damaged ones; or none"
+    add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
+    arguments = parser.read(argv)
+    if getattr(arguments, "annotation", "boxes") != "boxes":
+        for name in ("bad_boxes", "first_pixel"):
+            if getattr(arguments, name) != parser.get_default(name):
+                raise ValueError(f"--{name} is for --annotation boxes: leave it out")
+    if arguments.download_folder is not None and not is_address(arguments.source):
+        raise ValueError("--download_folder is for a --source that is an address: leave it out")
+    return arguments
+
+
+def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
+    """Annotations, users, images, file."""
+    arguments = _arguments(specs, argv)
+    spec = specs[arguments.subset] if len(specs) > 1 else next(iter(specs.values()))
+    output, folder = checked_places(arguments)
+    place = _Place.of(spec, arguments.source, folder)
+    form = getattr(arguments, "annotation", spec.layout.forms[0])
+    files = collected(place.fetched(), lambda path: spec.layout.wanted(path, form))
+    users = _users(arguments, files)
+    reading = Reading(
+        form,
+        getattr(arguments, "bad_boxes", None) == "cut",
+        getattr(arguments, "first_pixel", 1),
+        users.partitions if users else {},
+    )
+    annotated = spec.layout.read(files, arguments.source, reading)
+    owners, others, said = _owners(annotated, users, arguments.users)
+    table = annotated.table(owners)
+    print(f"{len(table):,} images; {said}", file=sys.stderr)
+    for key, count in annotated.repaired.items():
+        print(f"{count:,} {key.replace('_', ' ')}", file=sys.stderr)
+    provenance: dict[str, Any] = {"source": arguments.source, "licence": spec.licence, "users": said}
+    provenance |= {**annotated.notes, **annotated.repaired}
+    finish = Finish(others, annotated.sizes)
+    options = Options(
+        output,
+        arguments.storage,
+        arguments.image_size,
+        verify=arguments.verify,
+        on_bad_image=arguments.on_bad_image,
+        vocabulary={COLUMNS[form]: list(annotated.classes)},
+        workers=arguments.workers,
+        transcode=Transcoding(),
+        tool=f"dataset.{spec.name}.download_preprocess",
+        finish=finish,
+    )
+    make(place.source(table, annotated.folders, provenance), options)
+    if finish.warning:
+        print(finish.warning, file=sys.stderr)
+
+
+def _users(arguments: argparse.Namespace, files: Mapping[str, bytes]) -> Users | None:
+    """What the CSV says, if there is one."""
+    if arguments.users_csv is not None:
+        path = input_file("--users_csv", arguments.users_csv)
+        return read_users(path.read_bytes(), str(path))
+    beside = Path(arguments.source) / USERS_CSV  # of archives
+    if USERS_CSV in files or beside.is_file():
+        content = files[USERS_CSV] if USERS_CSV in files else beside.read_bytes()
+        return read_users(content, f"{arguments.source}: {USERS_CSV}")
+    if arguments.users is not None:
+        raise ValueError(f"--users is for a {USERS_CSV}, and there is none: give --users_csv")
+    return None
+
+
+def _owners(
+    annotated: Annotated, users: Users | None, chosen: str | None
+) -> tuple[Mapping[str, str], Mapping[str, Mapping[str, str]], str]:
+    """Who owns which image, the columns that become partitions, and where that is from."""
+    if users is None:
+        count = len(set(annotated.owners.values()))
+        said = f"{count:,} photographers by the annotations" if count else NOBODY_KNOWN
+        return annotated.owners, {}, said
+    known = users.named(annotated)
+    columns, others = dict(known.columns), len(users.images) - len(known.images)
+    name = chosen or next(iter(columns))
+    if name not in columns:
+        raise ValueError(f"--users is {name!r}; the columns of users are {', '.join(columns)}")
+    owners = columns.pop(name)
+    said = f"{len(set(owners.values())):,} users by the column {name} of {users.origin}"
+    return owners, columns, said + (f", which lists {others:,} other images, too" if others else "")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a data set is: archives on a server, or a folder with some of them, or with what they hold."""
+
+    spec: AnnotatedSet
+    listing: Sequence[Shard]
+    images: Sequence[Shard]
+    root: Path | None  # of a folder
+    downloads: Path
+
+    @classmethod
+    def of(cls, spec: AnnotatedSet, source: str, downloads: Path) -> _Place:
+        """The place that ``--source`` names.
+
+        Raises:
+            ValueError: when it is none.
+            OSError: when the disk has no room for the archives.
+        """
+        if not is_address(source):
+            root = Path(source)
+            if not root.is_dir():
+                words = "neither a folder nor an address (http...)" if spec.base else "no folder"
+                raise ValueError(f"--source {source} is {words}")
+            here = {archive: root / Path(archive.path).name for archive in spec.archives}
+            shards = {a: Shard.on_disk(path, path.name) for a, path in here.items() if path.is_file()}
+        else:
+            if not spec.base:
+                raise ValueError(f"--source {source} is an address; give a folder: there is no archive of it")
+            root, shards = None, {archive: _remote(archive, source, downloads) for archive in spec.archives}
+        listing, images = ([shards[a] for a in group if a in shards] for group in (spec.listing, spec.images))
+        need = bytes_to_download([*shards.values()], downloads) if root is None else 0
+        if need > free(downloads):
+            raise OSError(
+                f"{need / 1e9:.2f} GB are to be downloaded, but only {free(downloads) / 1e9:.2f} GB are free "
+                f"at {downloads}: free some or choose another --download_folder"
+            )
+        return cls(spec, listing, images, root, downloads)
+
+    def fetched(self) -> list[Path]:
+        """The folder, or the archives, with the annotations."""
+        if self.root is not None and not self.listing:
+            return [self.root]
+        return [shard.fetch() for shard in self.listing]
+
+    def source(self, table: pa.Table, inside: frozenset[str], provenance: Mapping[str, Any]) -> ArchiveSource:
+        """The images of these records."""
+        ids = table["image_id"].to_pylist()
+        digest = digest_of(table)
+        shards = [*self.listing, *self.images]
+        paths, size = None, self.spec.mean_image_bytes * len(ids)
+        if self.root is not None:
+            paths = image_files(self.root, frozenset(ids), inside, SUFFIXES)
+            if not self.images:
+                size = sum(path.stat().st_size for path in paths.values())
+        return ArchiveSource(
+            Shard("annotations", 0, lambda: self.downloads, digest),
+            lambda _: table,
+            self.images,
+            self.root,
+            paths=paths,
+            schema=table.schema,
+            num_images=len(ids),
+            image_bytes=size,
+            provenance={**provenance, "annotations_sha256": digest},
+            download_bytes=bytes_to_download(shards, self.downloads) if self.root is None else 0,
+            discard=partial(
+                delete_downloads, self.downloads, [s.name for s in shards] if self.root is None else []
+            ),
+        )
+
+
+def _remote(archive: Archive, base: str, downloads: Path) -> Shard:
+    """An archive on a server, downloaded and checked when it is needed."""
+    url, target = below(base, archive.path), downloads / Path(archive.path).name
+
+    @cache  # its digest takes a minute for the largest
+    def fetch() -> Path:
+        fetch_checked(url, target, "md5", archive.md5)
+        return target
+
+    size = target.stat().st_size if target.is_file() else remote(url).size
+    return Shard(target.name, size, fetch, f"{url} {archive.md5}")

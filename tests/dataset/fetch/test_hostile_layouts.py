@@ -1,0 +1,213 @@
+"""Wrong folders in the layouts of VOC, SBD and COCO: one line that names file and fault, exit code 2."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataset.fetch.voc import MAX_XML_BYTES
+from dataset.sbd.matlab import byte_matrix
+from dataset.sbd.source import mask_png
+from dataset.street.download_preprocess import STREET
+from tests.dataset.fetch.made_layouts import (
+    LAYOUTS,
+    TRAIN,
+    VAL,
+    Files,
+    coco_folder,
+    coco_json,
+    make,
+    matlab,
+    voc_files,
+    without_root,
+    write_files,
+)
+
+XML, LIST = "Annotations/000007.xml", "ImageSets/Main/{}.txt"
+VAL_LIST = LIST.format("val")
+DOCTYPE = b'<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;">]><annotation>&c;</annotation>'
+MAX = "<xmax>32"
+
+
+def instead(old: str, new: str) -> Callable[[bytes], bytes]:
+    return lambda content: content.replace(old.encode(), new.encode())
+
+
+VOC_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no list": (dict.fromkeys(map(LIST.format, ("train", "val"))), "has neither ImageSets/Main/train.txt"),
+    "no annotation": ({XML: None}, "image 000007 of train has no annotation in Annotations/*.xml"),
+    "entities": ({XML: DOCTYPE}, f"{XML} cannot be used (it declares a document type"),
+    "cut off": ({XML: lambda xml: xml[:-20]}, f"{XML} cannot be used (unclosed token"),
+    "no XML": ({XML: b"\xff\xfe\x00"}, f"{XML} cannot be used ("),
+    "deep": ({XML: b"<a>" * 99 + b"</a>" * 99}, f"{XML} cannot be used (it nests more than 16"),
+    "encoding": ({XML: b'<?xml version="1.0" encoding="utf-99"?><a/>'}, f"{XML} cannot be used ("),
+    "large": ({XML: b" " * (MAX_XML_BYTES + 1)}, "more than such a file may have"),
+    "class": ({XML: instead("<name>cat", "<name>kite")}, "'kite', which is none of the 20"),
+    "size": ({XML: instead("width>", "w>")}, "size/width is ''"),
+    "number": ({XML: instead(MAX, "<xmax>1e9")}, "bndbox/xmax is '1e9'; it needs a number"),
+    "nan": ({XML: instead(MAX, "<xmax>nan")}, "bndbox/xmax is 'nan'; it needs"),
+    "beyond": ({XML: instead(MAX, "<xmax>33")}, "is empty or not within the image of 32"),
+    "empty": ({XML: instead(MAX, "<xmax>0")}, "(0, 0, 0, 2) is empty or not within"),
+    "twice": ({VAL_LIST: b"000007\n"}, "val.txt lists image 000007, which is in train already"),
+    "path": ({VAL_LIST: b"../../etc/x\n"}, "holds '../../etc/x'; it needs an image id"),
+    "words": ({VAL_LIST: b"000007 1\n"}, "holds '000007 1'; it needs an image id on each line"),
+    "text": ({VAL_LIST: b"\xff"}, "val.txt is not UTF-8 text"),
+    "classes": ({"classes.txt": b"a\na\n"}, "classes.txt needs 1 to 255 names, each once"),
+    "two": ({"b/ImageSets/Main/val.txt": b"000001\n"}, "holds two different files ImageSets/val.txt"),
+    "no image": ({"JPEGImages/000007.jpg": None}, "image 000007 of user Fried Camels cannot be used"),
+}  # fmt: skip
+
+
+def changed(files: Files, changes: dict[str, Any]) -> Files:
+    """Without the files that are None, and with what the others become."""
+    out = {**files}
+    for name, change in changes.items():
+        content = change(files[name]) if callable(change) else change
+        assert content != files.get(name), "it changes something"
+        if content is None:
+            del out[name]
+        else:
+            out[name] = content
+    return out
+
+
+@pytest.mark.parametrize("fault", VOC_FAULTS)
+def test_a_hostile_voc_folder_ends_in_one_line(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, message = VOC_FAULTS[fault]
+    files = changed(without_root(voc_files("2007", {"train": TRAIN, "val": VAL})), changes)
+    folder = write_files(tmp_path / "in", files)
+    words = [f"--source={folder}", "--annotation=boxes"]
+    assert make(LAYOUTS["voc2007"][0], tmp_path / "f.hdf5", *words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert message in line
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def of_annotation(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["annotations"][3].update({key: value})
+
+
+def of_image(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["images"][0].update({key: value})
+
+
+COCO_FAULTS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda content: [content], "holds no object with images, annotations and categories"),
+    (lambda content: content.pop("images") and None, "has no list of objects under 'images'"),
+    (lambda content: content["images"].append(7), "has no list of objects under 'images'"),
+    (lambda content: content["images"].append(content["images"][0]), "image 1 comes a second time"),
+    (of_image("id", "1"), "id is '1'; give a whole number"),
+    (of_image("id", -1), "id is '-1'; give a whole number"),
+    (of_image("width", 0.5), "image 1: width is '0.5'; give a whole number"),
+    (of_image("file_name", "../000001.jpg"), "has the file_name '../000001.jpg'; give a name without"),
+    (of_image("file_name", "a\ud800.jpg"), "give a text of one line"),
+    (of_image("file_name", None), "image 1: file_name is 'None'; give a text"),
+    (of_annotation("image_id", 99), "is of image 99, which the file does not list"),
+    (of_annotation("category_id", 2), "annotation 3 has the category 2, which the file does not name"),
+    (of_annotation("iscrowd", 2), "annotation 3 has iscrowd '2'; it is 0 or 1"),
+    (of_annotation("bbox", [0, 0, 1]), "has the bbox [0, 0, 1]; it needs four numbers"),
+    (of_annotation("bbox", [0, 0, 1, 10**400]), "it needs four numbers"),
+    (of_annotation("bbox", [0, 0, 1, True]), "it needs four numbers"),
+    (of_annotation("bbox", [0, 0, float("nan"), 1]), "is not JSON (it holds NaN"),
+    (of_annotation("bbox", [0, 0, 33, 1]), "its box (0, 0, 33, 1) is empty or not within the image"),
+    (of_annotation("bbox", [0, 0, 0, 1]), "its box (0, 0, 0, 1) is empty or not within"),
+    (lambda content: content["categories"].append({"id": 1, "name": "b"}), "the name 'b' twice"),
+    (lambda content: content["categories"].clear(), "has 0 categories; give 1 to 65,536"),
+    (lambda content: content["categories"][0].update(name="bike"), "has other categories than"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(COCO_FAULTS)))
+def test_a_hostile_coco_folder_ends_in_one_line(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = COCO_FAULTS[number]
+    content = coco_json(TRAIN)
+    answer = change(content)
+    folder = coco_folder(tmp_path / "in", answer if isinstance(answer, list) else content)
+    assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}: instances_")
+    assert message in line
+
+
+@pytest.mark.parametrize("text", ["", "[" * 200_000, '{"images": [', "\xff", '{"a": 1' + "0" * 5000 + "}"])
+def test_what_is_no_json_ends_in_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_files(tmp_path / "in", {"instances_train.json": text.encode("latin-1")})
+    assert make(STREET, tmp_path / "f.hdf5", f"--source={folder}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "instances_train.json is not JSON" in line
+
+
+HEADER = b"x" * 126 + b"IM"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "it is no MATLAB file of level 5"),
+        (HEADER + b"\x0f\0\0\0\xff\0\0\0" + b"rubbish", "holds no GTcls.Segmentation"),
+        (matlab(np.zeros((4, 4), np.int32)), "(its field is no matrix of bytes)"),
+        (HEADER + b"\x0f\0\0\0\0\0\1\0" + zlib.compress(bytes(1 << 27)), "it has more than 67,108,864 bytes"),
+        (matlab(np.zeros((4, 4), np.uint8))[:-40], "holds no GTcls.Segmentation"),
+    ],
+)  # fmt: skip
+def test_a_hostile_matlab_file_ends_in_one_line(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=r"here holds no GTcls\.Segmentation") as caught:
+        mask_png(content, "here")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 2), (1, 1), (40, 7)])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_matrix_is_read_as_scipy_wrote_it(shape: tuple[int, int], compressed: bool) -> None:
+    mask = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    assert np.array_equal(byte_matrix(matlab(mask, compressed), "GTcls", "Segmentation"), mask)
+
+
+def test_a_matrix_that_is_damaged_ends_in_a_valueerror_or_has_its_shape() -> None:
+    """On such files SciPy's own reader ends the process."""
+    rng, mask = np.random.default_rng(1), np.ones((6, 9), np.uint8)
+    whole = matlab(mask, compressed=False)
+    refused = 0
+    for _ in range(3000):
+        content = bytearray(whole)
+        content[rng.integers(len(content))] = rng.integers(256)
+        try:
+            assert byte_matrix(bytes(content), "GTcls", "Segmentation").size == mask.size
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--annotation=mask --bad_boxes=cut", "--bad_boxes is for --annotation boxes: leave it out"),
+        ("--annotation=mask --first_pixel=0", "--first_pixel is for --annotation boxes: leave it out"),
+        ("--download_folder=d", "--download_folder is for a --source that is an address"),
+        ("--users=user_id", "--users is for a users.csv, and there is none: give --users_csv"),
+        ("--source=nowhere", "--source nowhere is neither a folder nor an address (http...)"),
+        ("--image_size=64", "--image_size is for --storage raw"),
+        ("--annotation=outlines", "invalid choice: 'outlines'"),
+    ],
+)
+def test_bad_calls_end_in_one_line(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    assert (
+        make(LAYOUTS["voc2012"][0], tmp_path / "f.hdf5", f"--source={tmp_path / 'in'}", *words.split()) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
