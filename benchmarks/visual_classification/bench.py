@@ -46,12 +46,18 @@ class Case:
 
 
 MOBILENET = ("--config=inat-user-120k-fedavgm-vc-k10", "--model.pretrained=false", "--data.partition=none")
+NIID = ("--recipe=niid-bench+fedavg", "--local.num_epochs=1")
+SCAFFOLD = ("--federated.algorithm=scaffold", "--federated.scaffold_correction=step")
 CPU = [
     Case("CIFAR-10, FedAvgM"),
     Case("CIFAR-10, FedAvgM, bf16", precision="bf16"),
     Case("CIFAR-10, FedAvgM, with evaluation", scored=True),
     Case("CIFAR-100, FedVC and FedIR", ("--recipe=cifar100+fedavgm+vc+ir",), classes=100),
     Case("CIFAR-10, FedNova", ("--recipe=fednova",)),
+    Case("NIID-Bench, FedAvg", NIID, users=10, user_images=640),
+    Case("NIID-Bench, FedNova", (*NIID, "--federated.algorithm=fednova"), users=10, user_images=640),
+    Case("NIID-Bench, SCAFFOLD", (*NIID, *SCAFFOLD), users=10, user_images=640),
+    Case("pfl's CIFAR-10", ("--recipe=pfl-cifar10+fedavg",), cohort=50, users=1000, user_images=50),
 ]
 GPU = [
     *CPU,
