@@ -5,6 +5,7 @@
 #include "across.h"
 #include "direct.h"
 #include "group_norm.h"
+#include "pooled.h"
 #include "winograd.h"
 
 // work(a), or work(b) where `half` says so; 1 where there was no memory for it, else 0
@@ -146,16 +147,29 @@ long few_channels(const float* x, const float* w, const float* bias, float* y, u
     });
   });
 }
-long few_channels_backward(const float* x, const float* e, const float* y, const unsigned char* places, const float* w,
-                           float* dx, float* dw, long threads, long, long n, long count, long c, long h, long width,
-                           long k, long high, long wide, long relu, long pool, long channel, long row, long column,
-                           long e_channel, long e_row, long e_column) {
-  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, pool != 0, {channel, row, column}};
+long few_channels_backward(const float* x, const float* e, const float* y, const float* w, float* dx, float* dw,
+                           long threads, long, long n, long count, long c, long h, long width, long k, long high,
+                           long wide, long relu, long channel, long row, long column, long e_channel, long e_row,
+                           long e_column) {
+  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, false, {channel, row, column}};
   const Steps of_e = {e_channel, e_row, e_column};
   const long size = k * high * wide * c;  // after dw stands db
   return choose(0, 0, 0, [&](int) {
     split_sum(n / L, threads, dw, size + k, [&](long first, long end, float* own) {
-      few_backward(x, e, of_e, y, places, w, dx, own, own ? own + size : nullptr, o, first * L, end * L);
+      few_backward(x, e, of_e, y, w, dx, own, own ? own + size : nullptr, o, first * L, end * L);
+    });
+  });
+}
+long pooled_gradients(const float* x, const float* e, const unsigned char* places, const float* w, float* dx, float* dw,
+                      long threads, long, long n, long h, long width, long c, long k, long high, long wide,
+                      long e_image, long e_channel, long e_row, long e_column, long place_image, long place_channel,
+                      long place_row, long place_column) {
+  const Pooled o = {n,    h,    width, c, k, high, wide, {e_image, e_channel, e_row, e_column},
+                    {place_image, place_channel, place_row, place_column}};
+  const long size = k * high * wide * c;  // after dw stands db
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n, threads, dw, size + k, [&](long first, long end, float* own) {
+      pooled_backward(x, e, places, w, dx, own, own ? own + size : nullptr, o, first, end);
     });
   });
 }

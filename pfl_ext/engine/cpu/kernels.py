@@ -39,7 +39,8 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "lanes": (0, 0, 0),
     "lay_images": (2, 7, 0),
     "few_channels": (5, 15, 0),
-    "few_channels_backward": (7, 18, 0),
+    "few_channels_backward": (6, 17, 0),
+    "pooled_gradients": (6, 17, 0),
 }
 
 
@@ -77,11 +78,13 @@ class Laid(NamedTuple):
     """What `CpuKernels.few_channels` leaves for its gradients."""
 
     images: Tensor
-    """``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of whole vectors."""
+    """``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of whole vectors; or, where
+    outputs are pooled, ``[N, H, W, C]``. Both with their padding."""
     out: Tensor | None = None
     """``[K, H', W', N']``; not needed without ReLU."""
     places: Tensor | None = None
-    """Of each output which of the four it is that were pooled, uint8; None where nothing was."""
+    """``[N, K, H', W']``: of each output which of the four it is that were pooled, or 4 where ReLU lets nothing
+    through; uint8. None where nothing was pooled."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,10 @@ class CpuKernels:
         places = torch.empty(shape, dtype=torch.uint8) if after.pool else None
         sizes = (n, len(x), c, h, w, k, high, wide, after.relu, after.pool, *images.stride()[:3])
         self._call("few_channels", (images, weight, bias, out, places), *sizes)
-        return out.permute(3, 0, 1, 2)[: len(x)], Laid(images, out, places)
+        y = out.permute(3, 0, 1, 2)[: len(x)]
+        if places is None:
+            return y, Laid(images, out)
+        return y, Laid(_padded(x, *padding), None, places.permute(3, 0, 1, 2)[: len(x)])
 
     def few_channels_backward(
         self,
@@ -212,13 +218,15 @@ class CpuKernels:
 
         ``wanted``: whether that of ``x``, and whether the others.
         """
+        if laid.places is not None:
+            return self._pooled_backward(e, weight, padding, laid.images, laid.places, wanted)
         images, weight, e_laid = laid.images, _last(weight), self.laid(e)
         c, h, w, n = images.shape
         k, _, high, wide = weight.shape
         both = torch.zeros(weight.numel() + k) if wanted[1] else None
         dx = torch.empty_strided(images.shape, images.stride()) if wanted[0] else None
-        tensors = (images, e_laid, laid.out, laid.places, weight, dx, both)
-        sizes = (n, len(e), c, h, w, k, high, wide, after.relu, after.pool)
+        tensors = (images, e_laid, laid.out, weight, dx, both)
+        sizes = (n, len(e), c, h, w, k, high, wide, after.relu)
         steps = (*images.stride()[:3], *e_laid.stride()[:3])
         self._call("few_channels_backward", tensors, *sizes, *steps)
         dw = None if both is None else both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2)
@@ -226,6 +234,29 @@ class CpuKernels:
             (top, left), dx = padding, dx.permute(3, 0, 1, 2)[: len(e)]
             dx = dx[:, :, top : h - top, left : w - left]
         return dx, dw, None if both is None else both[-k:]
+
+    def _pooled_backward(
+        self,
+        e: Tensor,
+        weight: Tensor,
+        padding: tuple[int, int],
+        images: Tensor,
+        places: Tensor,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """`few_channels_backward` where outputs were pooled, of any number of channels."""
+        weight, e, (n, h, w, c) = _last(weight), e.detach(), images.shape
+        k, _, high, wide = weight.shape
+        both = torch.zeros(weight.numel() + k) if wanted[1] else None
+        dx = torch.empty_like(images) if wanted[0] else None
+        sizes = (n, h, w, c, k, high, wide, *e.stride(), *places.stride())
+        self._call("pooled_gradients", (images, e, places, weight, dx, both), *sizes)
+        if dx is not None:
+            (top, left), dx = padding, dx.permute(0, 3, 1, 2)
+            dx = dx[:, :, top : h - top, left : w - left]
+        if both is None:
+            return dx, None, None
+        return dx, both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
 
     def laid(self, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
         """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`, as it is where it is laid so."""
@@ -299,6 +330,17 @@ def _following(relu: bool, added: Tensor | None) -> int:
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, memory_format=torch.channels_last)
+
+
+def _padded(x: Tensor, top: int, left: int) -> Tensor:
+    """``[N, C, H, W]`` -> ``[N, H + 2 top, W + 2 left, C]``."""
+    x = x.detach().permute(0, 2, 3, 1)
+    if not (top or left):
+        return x.contiguous()
+    n, h, w, c = x.shape
+    out = torch.zeros(n, h + 2 * top, w + 2 * left, c)
+    out[:, top : top + h, left : left + w] = x
+    return out
 
 
 def _last(x: Tensor) -> Tensor:
