@@ -5,6 +5,7 @@
 #include "across.h"
 #include "direct.h"
 #include "group_norm.h"
+#include "images.h"
 #include "pooled.h"
 #include "winograd.h"
 
@@ -170,6 +171,14 @@ long pooled_gradients(const float* x, const float* e, const unsigned char* place
   return choose(0, 0, 0, [&](int) {
     split_sum(n, threads, dw, size + k, [&](long first, long end, float* own) {
       pooled_backward(x, e, places, w, dx, own, own ? own + size : nullptr, o, first, end);
+    });
+  });
+}
+long crop_images(const unsigned char* images, const float* crops, const float* table, float* input, long threads, long,
+                 long n, long h, long width, long size, long apart, long reflect) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      crop(images, crops, table, input, h, width, size, apart, reflect != 0, first, end);
     });
   });
 }

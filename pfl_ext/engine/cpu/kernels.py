@@ -41,6 +41,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "few_channels": (5, 15, 0),
     "few_channels_backward": (6, 17, 0),
     "pooled_gradients": (6, 17, 0),
+    "crop_images": (4, 8, 0),
 }
 
 
@@ -234,6 +235,18 @@ class CpuKernels:
             (top, left), dx = padding, dx.permute(3, 0, 1, 2)[: len(e)]
             dx = dx[:, :, top : h - top, left : w - left]
         return dx, dw, None if both is None else both[-k:]
+
+    def cropped(self, images: Tensor, crops: Tensor, table: Tensor, size: int, reflect: bool) -> Tensor:
+        """Crops of exactly ``size`` pixels, as `pfl_ext.data.transforms.cropped` has them.
+
+        uint8 ``[N, H, W, 3]`` and crops ``[N, 6]`` or more -> ``[N, 3, size, size]``, whose values ``table``
+        ``[3, 256]`` gives for those of a pixel.
+        """
+        images, crops = images.contiguous(), crops.float().contiguous()
+        n, h, w, _ = images.shape
+        out = _empty((n, 3, size, size), torch.float32)
+        self._call("crop_images", (images, crops, table, out), n, h, w, size, crops.shape[1], reflect)
+        return out
 
     def _pooled_backward(
         self,
