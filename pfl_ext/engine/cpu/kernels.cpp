@@ -161,6 +161,14 @@ long few_channels_backward(const float* x, const float* e, const float* y, const
     });
   });
 }
+long pool_outputs(const float* y, const float* bias, float* out, unsigned char* places, long threads, long, long n,
+                  long rows, long columns, long k, long relu, long image, long row, long column) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      pool(y, {image, 1, row, column}, bias, out, places, rows, columns, k, relu != 0, first, end);
+    });
+  });
+}
 long pooled_gradients(const float* x, const float* e, const unsigned char* places, const float* w, float* dx, float* dw,
                       long threads, long, long n, long h, long width, long c, long k, long high, long wide,
                       long e_image, long e_channel, long e_row, long e_column, long place_image, long place_channel,

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.engine.cpu.build import Unavailable, compiled, processor
@@ -40,6 +41,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "lay_images": (2, 7, 0),
     "few_channels": (5, 15, 0),
     "few_channels_backward": (6, 17, 0),
+    "pool_outputs": (4, 10, 0),
     "pooled_gradients": (6, 17, 0),
     "crop_images": (4, 8, 0),
 }
@@ -220,7 +222,7 @@ class CpuKernels:
         ``wanted``: whether that of ``x``, and whether the others.
         """
         if laid.places is not None:
-            return self._pooled_backward(e, weight, padding, laid.images, laid.places, wanted)
+            return self.pooled_backward(e, weight, padding, laid, wanted)
         images, weight, e_laid = laid.images, _last(weight), self.laid(e)
         c, h, w, n = images.shape
         k, _, high, wide = weight.shape
@@ -248,18 +250,41 @@ class CpuKernels:
         self._call("crop_images", (images, crops, table, out), n, h, w, size, crops.shape[1], reflect)
         return out
 
-    def _pooled_backward(
+    def pooled(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
+    ) -> tuple[Tensor, Laid]:
+        """As `few_channels` where outputs are pooled, of any number of channels in and at least 16 out."""
+        y = self._plain(x, weight, padding)
+        n, k, down, across = y.shape
+        out = _empty((n, k, down // 2, across // 2), torch.float32)
+        places = torch.empty_like(out, dtype=torch.uint8)
+        image, _, row, column = y.stride()
+        sizes = (n, down // 2, across // 2, k, relu, image, row, column)
+        self._call("pool_outputs", (y, bias, out, places), *sizes)
+        return out, Laid(_padded(x, *padding), None, places)
+
+    def _plain(self, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
+        """The convolution without what follows it, channels last."""
+        (n, c, h, w), (k, _, *kernel) = x.shape, weight.shape
+        if c % CHANNELS == k % CHANNELS == 0 and kernel == [3, 3] and padding in ((0, 0), (1, 1)):
+            form = Form(3, 3, 1, 1, 1)
+            if form.pays(n, h, w):  # without padding the outermost outputs are left out
+                inner = slice(1 - padding[0], h - 1 + padding[0]), slice(1 - padding[1], w - 1 + padding[1])
+                return self.convolution(x, weight, form)[:, :, inner[0], inner[1]]
+        return F.conv2d(_last(x), _last(weight), padding=padding).contiguous(memory_format=torch.channels_last)
+
+    def pooled_backward(
         self,
         e: Tensor,
         weight: Tensor,
         padding: tuple[int, int],
-        images: Tensor,
-        places: Tensor,
+        laid: Laid,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """`few_channels_backward` where outputs were pooled, of any number of channels."""
-        weight, e, (n, h, w, c) = _last(weight), e.detach(), images.shape
-        k, _, high, wide = weight.shape
+        images, places, weight, e = laid.images, laid.places, _last(weight), e.detach()
+        assert places is not None
+        (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape
         both = torch.zeros(weight.numel() + k) if wanted[1] else None
         dx = torch.empty_like(images) if wanted[0] else None
         sizes = (n, h, w, c, k, high, wide, *e.stride(), *places.stride())

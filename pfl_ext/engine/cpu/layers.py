@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
-from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
+from pfl_ext.engine.cpu.choice import FLOAT32, Row, chosen, kind_of
 from pfl_ext.engine.cpu.joining import joined
 from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form, Laid
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
@@ -90,8 +90,7 @@ class FewChannels(nn.Conv2d):
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
-        return plain and max(x.shape[2:]) <= LARGEST_SIDE and not torch.is_autocast_enabled("cpu")
+        return _float32(x) and max(x.shape[2:]) <= LARGEST_SIDE
 
     def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
@@ -113,6 +112,28 @@ class FewChannels(nn.Conv2d):
         assert not isinstance(self.padding, str)
         top, left = self.padding
         return top, left
+
+
+class PooledConvolution(Convolution):
+    """A convolution of more channels by `CpuKernels`, with the 2 x 2 max-pooling, and ReLU, after it.
+
+    Where nothing is pooled it is a `Convolution`, or torch's.
+    """
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
+        super().__init__(layer, kernels, torch.float32)
+        self.whole = compilable(layer)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` goes by `Convolution` where nothing is pooled."""
+        return self.whole and super().takes(x)
+
+    def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
+        if not pool or not _float32(x):
+            return followed(super().forward(x), relu, None, pool)
+        out: Tensor = _Pool.apply(x, self.weight, self.bias, self, relu)
+        return out
 
 
 class GroupNorm(nn.GroupNorm):
@@ -162,6 +183,12 @@ def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) ->
     return F.max_pool2d(x, 2) if pool else x
 
 
+def _float32(x: Tensor) -> bool:
+    """Whether these are images that are multiplied as float32, on a CPU."""
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
+    return plain and not torch.is_autocast_enabled("cpu")
+
+
 def taken(x: Tensor) -> bool:
     """Whether these images are of a kind that the compiled layers know."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
@@ -202,6 +229,27 @@ class _Few(torch.autograd.Function):
         layer, wanted = ctx.layer, ctx.needs_input_grad
         dx, dw, db = layer.kernels.few_channels_backward(
             e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
+        )
+        return dx, dw, db if wanted[2] else None, None, None
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: PooledConvolution, relu: bool
+    ) -> Tensor:
+        sides = layer.form.top, layer.form.left
+        out, laid = layer.kernels.pooled(x, weight, bias, sides, relu)
+        ctx.save_for_backward(weight, laid.images, laid.places)
+        ctx.layer, ctx.sides = layer, sides
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, images, places = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dx, dw, db = ctx.layer.kernels.pooled_backward(
+            e, weight, ctx.sides, Laid(images, None, places), (wanted[0], wanted[1] or wanted[2])
         )
         return dx, dw, db if wanted[2] else None, None, None
 
@@ -264,7 +312,13 @@ class CpuLayers(NamedTuple):
             if layer is network:
                 return made
             network.set_submodule(name, made)
-        return joined(network, GroupNorm, FewChannels)
+        return joined(network, GroupNorm, FewChannels, self._pooled)
+
+    def _pooled(self, layer: nn.Module) -> nn.Module | None:
+        """What stands for a convolution whose outputs are pooled, if it is another module."""
+        if not poolable(layer) or self.row.way("other convolutions") != FLOAT32.convolution:
+            return None
+        return PooledConvolution(layer, self.kernels)
 
 
 def gains(network: nn.Module) -> bool:
@@ -301,6 +355,12 @@ def few(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     if not _plain(layer) or layer.stride != (1, 1) or layer.kernel_size == (1, 1):
         return False
     return min(layer.in_channels, layer.out_channels) < FEW
+
+
+def poolable(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a convolution, of which few channels are not thought of, can be `PooledConvolution`."""
+    plain = type(layer) is Convolution or _plain(layer)
+    return plain and layer.stride == (1, 1) and layer.out_channels >= FEW  # type: ignore[union-attr, return-value]
 
 
 def _plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:

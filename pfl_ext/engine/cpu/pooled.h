@@ -1,4 +1,4 @@
-// The gradients of a convolution that ReLU and 2 x 2 max-pooling follow. Of each four outputs of a channel pooling lets
+// Bias, ReLU and 2 x 2 max-pooling after a convolution, and the gradients of all together. Of each four outputs of a channel pooling lets
 // the gradient of one through, or of none: so the products are formed for those alone, each with the inputs that its
 // kernel meets, which lie in rows of wide * c values. That is a quarter of the products, or less.
 //
@@ -52,6 +52,34 @@ template <class Work> static inline void in_tiles(long high, long across, Work w
   });
 #endif
 }
+// From y [n][h][w][k], the convolution without its bias, in any order with k last: out and places [n][rows][columns][k].
+// Places say which of the four it is, or 4 where ReLU lets nothing through.
+static void pool(const float* y, const Strides& of_y, const float* bias, float* out, unsigned char* places, long rows,
+                 long columns, long k, bool relu, long first, long end) {
+  for (long image = first; image < end; image++)
+    for (long row = 0; row < rows; row++) {
+      const long at = (image * rows + row) * columns * k;
+      for (long j = 0; j < columns; j++)
+        for (long q = 0; q < k; q += L) {  // the last vector goes back to end at k
+          const long c = std::min(q, k - L);
+          const float* from = y + of_y.at(image, c, 2 * row, 2 * j);
+          const vec shift = bias ? load(bias + c) : vec{};
+          vec top = load(from) + shift;
+          ints place = {};
+#pragma GCC unroll 4
+          for (int i = 1; i < 4; i++) {
+            const vec one = load(from + i / 2 * of_y.row + i % 2 * of_y.column) + shift;
+            const ints better = (one > top) | (one != one);
+            top = better ? one : top;
+            place = better ? ints{} + i : place;
+          }
+          if (relu) place = top <= 0 ? ints{} + 4 : place, top = top < 0 ? vec{} : top;
+          store(out + at + j * k + c, top);
+          *(Places*)(places + at + j * k + c) = __builtin_convertvector(place, Places);
+        }
+    }
+}
+
 // sum[r][v] += value * x[r][v] over the gradients of a list
 template <int R, int V>
 __attribute__((noinline)) static void gathered(const Passed* list, const Passed* end, const float* x, long row,
