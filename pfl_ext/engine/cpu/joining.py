@@ -60,6 +60,7 @@ def joined(
     network: nn.Module,
     norms: type[nn.Module],
     convolutions: type[nn.Module],
+    linear: type[nn.Module],
     pooled: Callable[[nn.Module], nn.Module | None] = lambda layer: None,
 ) -> nn.Module:
     """The network with such layers doing what comes after them, and nothing else sees, themselves.
@@ -113,6 +114,14 @@ def joined(
                 if kind(node) is nn.MaxPool2d:
                     network.set_submodule(str(node.target), Pooled())
                 graph.erase_node(node)
+            found = True
+    for layer in [node for node in graph.nodes if kind(node) is linear]:
+        if len(layer.users) == 1 and kind(following := next(iter(layer.users))) in RELUS:
+            with graph.inserting_before(following):
+                call = graph.call_module(str(layer.target), layer.args, {"relu": True})
+            following.replace_all_uses_with(call)
+            graph.erase_node(following)
+            graph.erase_node(layer)
             found = True
     return Joined(network, graph) if found else network
 

@@ -4,8 +4,10 @@
 
 #include "across.h"
 #include "direct.h"
+#include "dropping.h"
 #include "group_norm.h"
 #include "images.h"
+#include "linear.h"
 #include "pooled.h"
 #include "winograd.h"
 
@@ -187,6 +189,27 @@ long crop_images(const unsigned char* images, const float* crops, const float* t
   return choose(0, 0, 0, [&](int) {
     split(n, threads, [&](long first, long end, long) {
       crop(images, crops, table, input, h, width, size, apart, reflect != 0, first, end);
+    });
+  });
+}
+long linear_layer(const float* x, const float* w, const float* bias, float* y, long threads, long, long n, long c, long k,
+                  long relu) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      linear(x + first * c, w, bias, y + first * k, end - first, c, k, relu != 0);
+    });
+  });
+}
+long linear_gradients(const float* x, float* e, const float* y, const float* w, float* dx, float* dw, float* db, long, long,
+                      long n, long c, long k, long relu) {
+  linear_backward(x, e, y, w, dx, dw, db, n, c, k, relu != 0);
+  return 0;
+}
+long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,
+                long number, long least, long of_outer, long of_inner, double factor) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      drop(x, keys, y, outer, inner, number, least, float(factor), of_outer, of_inner, first, end);
     });
   });
 }

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from pfl_ext.engine.cpu.build import Unavailable, compiled, processor
 from pfl_ext.engine.cpu.choice import Feature
+from pfl_ext.data.transforms import KEY_BITS
 
 CHANNELS = 32
 """Channels must be a multiple of this."""
+FEW_IMAGES = 32
+"""Up to which a linear layer is compiled; torch multiplies more of them as fast."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
@@ -44,6 +47,9 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "pool_outputs": (4, 10, 0),
     "pooled_gradients": (6, 17, 0),
     "crop_images": (4, 8, 0),
+    "linear_layer": (4, 6, 0),
+    "drop_units": (3, 9, 1),
+    "linear_gradients": (7, 6, 0),
 }
 
 
@@ -295,6 +301,68 @@ class CpuKernels:
         if both is None:
             return dx, None, None
         return dx, both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+        """``[N, C]`` by ``[K, C]`` -> ``[N, K]``, and ReLU if there is one."""
+        x, weight = x.detach().contiguous(), weight.detach().contiguous()
+        if len(x) > FEW_IMAGES:
+            out = x @ weight.t() if bias is None else torch.addmm(bias.detach(), x, weight.t())
+            return out.relu_() if relu else out
+        out = torch.empty(len(x), len(weight))
+        self._call("linear_layer", (x, weight, bias, out), len(x), x.shape[1], len(weight), relu)
+        return out
+
+    def linear_backward(
+        self,
+        x: Tensor,
+        e: Tensor,
+        weight: Tensor,
+        out: Tensor | None,
+        wanted: Sequence[bool],
+        buffer: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K]``, the output's: the gradients of ``x``, of weights and of bias, if wanted.
+
+        Args:
+            x: ``[N, C]``.
+            e: see above.
+            weight: ``[K, C]``.
+            out: what `linear` gave, if it had a ReLU.
+            wanted: of the three.
+            buffer: where the gradient of the weights is written to; None: to new memory.
+        """
+        x, weight = x.detach().contiguous(), weight.detach().contiguous()
+        (n, c), k = x.shape, len(weight)
+        e = e.detach().clone(memory_format=torch.contiguous_format) if out is not None else e.detach().contiguous()
+        dx = torch.empty_like(x) if wanted[0] else None
+        dw = (torch.empty_like(weight) if buffer is None else buffer) if wanted[1] else None
+        db = torch.empty(k) if wanted[2] else None
+        if n <= FEW_IMAGES:
+            tensors = (x, e, out, weight, dx, dw, db)
+            self._call("linear_gradients", tensors, n, c, k, out is not None)
+            return dx, dw, db
+        if out is not None:
+            e *= out > 0
+        if dx is not None:
+            torch.mm(e, weight, out=dx)
+        if dw is not None:
+            torch.mm(e.t(), x, out=dw)
+        return dx, dw, e.sum(0) if wanted[2] else None
+
+    def dropped(self, x: Tensor, keys: Tensor, p: float, number: int, wide: int) -> Tensor:
+        """As `pfl_ext.models.dropout.KeyedDropout` with these properties, of images with these keys."""
+        format = torch.channels_last if x.ndim == 4 and not x.is_contiguous() else torch.contiguous_format
+        x = x.detach().contiguous(memory_format=format)
+        n, inner, places = len(x), x.shape[1], x[0, 0].numel()
+        if format == torch.channels_last:
+            sizes = (places, inner, *((1, places), (0, 1), (0, 0))[wide])
+        else:
+            sizes = (inner, places, *((places, 1), (1, 0), (0, 0))[wide])
+        outer, inner, of_outer, of_inner = sizes
+        out, least = torch.empty_like(x), round(p * (1 << KEY_BITS))
+        factor = 0.0 if p == 1 else 1 / (1 - p)
+        self._call("drop_units", (x, keys, out), n, outer, inner, number, least, of_outer, of_inner, factor)
+        return out
 
     def laid(self, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
         """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`, as it is where it is laid so."""

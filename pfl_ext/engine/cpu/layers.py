@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import FLOAT32, Row, chosen, kind_of
+from pfl_ext.engine.cpu.dense import Dropout, Linear
 from pfl_ext.engine.cpu.joining import joined
 from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form, Laid
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.models.dropout import KeyedDropout
 
 FEW, LARGEST_SIDE = 16, 64
 """Channels, in or out, below which a convolution is `FewChannels`; a side beyond which images, whose places a
@@ -296,6 +298,12 @@ class CpuLayers(NamedTuple):
         normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
         for name, layer in list(network.named_modules()):
             kind = kind_of(layer)
+            dense = self._dense(layer)
+            if dense is not None:
+                if layer is network:
+                    return dense
+                network.set_submodule(name, dense)
+                continue
             if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
                 continue
             # a norm would have the images in channels-last memory again
@@ -312,7 +320,14 @@ class CpuLayers(NamedTuple):
             if layer is network:
                 return made
             network.set_submodule(name, made)
-        return joined(network, GroupNorm, FewChannels, self._pooled)
+        return joined(network, GroupNorm, FewChannels, Linear, self._pooled)
+
+    def _dense(self, layer: nn.Module) -> nn.Module | None:
+        if type(layer) is KeyedDropout:
+            return Dropout(layer, self.kernels)
+        if type(layer) is nn.Linear and self.row.way("linear").by == "compiled":
+            return Linear(layer, self.kernels)
+        return None
 
     def _pooled(self, layer: nn.Module) -> nn.Module | None:
         """What stands for a convolution whose outputs are pooled, if it is another module."""
