@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
+from pfl_ext.engine.cpu.dense import Linear, gradients_into
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.one_step import Sums
@@ -98,6 +99,7 @@ class Lane:
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
             parameter.data = view
+        self._buffers = self._room()
         vector = layout.zeros(accumulate)
         losses = torch.zeros(2, dtype=torch.float64, device=layout.device)
         self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], losses)
@@ -106,6 +108,15 @@ class Lane:
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
         self._sizes = sent(torch.tensor(layout.sizes), layout.device)
+
+    def _room(self) -> dict[int, Tensor]:
+        """Memory for the gradients of large weights, which each step overwrites: see `gradients_into`."""
+        buffers = {}
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, Linear) and layer.weight.requires_grad:
+                room = torch.empty_like(layer.weight, requires_grad=False)
+                buffers[id(layer.weight)] = buffers[id(self._central.get_submodule(name).weight)] = room
+        return buffers
 
     def _written(self) -> list[Tensor]:
         """What a step writes to."""
@@ -173,7 +184,7 @@ class Lane:
     def _gradients(
         self, module: ImageClassifier, batch: Batch, local: LocalTraining, tally: bool = False
     ) -> list[Tensor]:
-        with torch.enable_grad():
+        with torch.enable_grad(), gradients_into(self._buffers):
             with local.autocast(self.layout.device):
                 outputs, targets = module.outputs(batch.images, batch.targets, batch.crops)
             losses = module.task.image_losses(outputs, targets)
