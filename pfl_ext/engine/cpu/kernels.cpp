@@ -5,6 +5,7 @@
 #include "across.h"
 #include "direct.h"
 #include "dropping.h"
+#include "first.h"
 #include "group_norm.h"
 #include "images.h"
 #include "linear.h"
@@ -210,6 +211,22 @@ long drop_units(const float* x, const int64_t* keys, float* y, long threads, lon
   return choose(0, 0, 0, [&](int) {
     split(n, threads, [&](long first, long end, long) {
       drop(x, keys, y, outer, inner, number, least, float(factor), of_outer, of_inner, first, end);
+    });
+  });
+}
+long first_layer(const float* x, const float* w, const float* bias, float* y, long threads, long, long n, long h,
+                 long width, long c, long k, long high, long wide, long relu) {
+  const First o = {n, h, width, c, k, high, wide, relu != 0};
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) { first_forward(x, w, bias, y, o, first, end); });
+  });
+}
+long first_gradients(const float* x, const float* e, const float* y, float* dw, long threads, long, long n, long h,
+                     long width, long c, long k, long high, long wide, long relu) {
+  const First o = {n, h, width, c, k, high, wide, relu != 0};
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n, threads, dw, (o.taps() + 1) * k, [&](long first, long end, float* own) {
+      first_backward(x, e, y, own, o, first, end);
     });
   });
 }

@@ -48,6 +48,8 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "pooled_gradients": (6, 17, 0),
     "crop_images": (4, 8, 0),
     "linear_layer": (4, 6, 0),
+    "first_layer": (4, 10, 0),
+    "first_gradients": (4, 10, 0),
     "drop_units": (3, 9, 1),
     "linear_gradients": (7, 6, 0),
 }
@@ -255,6 +257,25 @@ class CpuKernels:
         out = _empty((n, 3, size, size), torch.float32)
         self._call("crop_images", (images, crops, table, out), n, h, w, size, crops.shape[1], reflect)
         return out
+
+    def first(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `few_channels` without pooling, channels last, of a multiple of `CHANNELS` out; the padded images."""
+        images, weight = _padded(x, *padding), _last(weight)
+        (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape
+        out = _empty((n, k, h - high + 1, w - wide + 1), torch.float32)
+        self._call("first_layer", (images, weight, bias, out), n, h, w, c, k, high, wide, relu)
+        return out, images
+
+    def first_backward(
+        self, images: Tensor, e: Tensor, out: Tensor, weight: Tensor, relu: bool
+    ) -> tuple[Tensor, Tensor]:
+        """From ``e``, the gradient of `first`'s output: those of weights and of bias."""
+        e, (n, h, w, c), (k, _, high, wide) = _last(e), images.shape, weight.shape
+        both = torch.zeros(weight.numel() + k)
+        self._call("first_gradients", (images, e, out, both), n, h, w, c, k, high, wide, relu)
+        return both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2), both[-k:]
 
     def pooled(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool

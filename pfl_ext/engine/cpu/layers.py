@@ -98,8 +98,13 @@ class FewChannels(nn.Conv2d):
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
         if not self.takes(x):
             return followed(super().forward(x), relu, None, pool)
-        out: Tensor = _Few.apply(x, self.weight, self.bias, self, After(relu, pool))
+        kind: Any = _First if self._first(x, pool) else _Few
+        out: Tensor = kind.apply(x, self.weight, self.bias, self, After(relu, pool))
         return out
+
+    def _first(self, x: Tensor, pool: bool) -> bool:
+        """Whether vectors are filled with channels: of the first layer, whose outputs are not pooled."""
+        return not (pool or x.requires_grad) and self.out_channels % CHANNELS == 0
 
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
@@ -233,6 +238,23 @@ class _Few(torch.autograd.Function):
             e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
         )
         return dx, dw, db if wanted[2] else None, None, None
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
+    ) -> Tensor:
+        out, images = layer.kernels.first(x, weight, bias, layer.sides, after.relu)
+        ctx.save_for_backward(weight, images, out)
+        ctx.layer, ctx.after = layer, after
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, images, out = ctx.saved_tensors
+        dw, db = ctx.layer.kernels.first_backward(images, e, out, weight, ctx.after.relu)
+        return None, dw, db if ctx.needs_input_grad[2] else None, None, None
 
 
 class _Pool(torch.autograd.Function):
