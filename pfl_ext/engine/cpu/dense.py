@@ -13,27 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.kernels import CpuKernels
+from pfl_ext.engine.cpu.kernels import CpuKernels, Room
 from pfl_ext.models.dropout import KeyedDropout, keys_of_images
 
-_BUFFERS: ContextVar[Mapping[int, Tensor]] = ContextVar("where gradients of weights go", default={})
+_ROOMS: ContextVar[Mapping[int, Room]] = ContextVar("where gradients of weights go", default={})
 
 
 @contextlib.contextmanager
-def gradients_into(buffers: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within, in this thread, layers write the gradients of large weights to these tensors.
-
-    So memory is not asked for in each step, which would take as long as the products. The next step in this
-    thread overwrites them.
+def gradients_into(rooms: Mapping[int, Room]) -> Iterator[None]:
+    """Within, in this thread, linear layers write the gradients of their weights there.
 
     Args:
-        buffers: by ``id`` of the parameter, in its shape and contiguous.
+        rooms: by ``id`` of the parameter; each tensor in it is contiguous.
     """
-    token = _BUFFERS.set(buffers)
+    token = _ROOMS.set(rooms)
     try:
         yield
     finally:
-        _BUFFERS.reset(token)
+        _ROOMS.reset(token)
 
 
 class Linear(nn.Linear):
@@ -84,14 +81,15 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         out = layer.kernels.linear(x, weight, bias, relu)
         ctx.save_for_backward(x, weight, *([out] if relu else []))
-        ctx.kernels, ctx.buffer = layer.kernels, _BUFFERS.get().get(id(layer.weight))
+        ctx.kernels, ctx.room = layer.kernels, _ROOMS.get().get(id(layer.weight))
         return out
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *out = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        return (*ctx.kernels.linear_backward(x, e, weight, out[0] if out else None, wanted, ctx.buffer), None, None)
+        relu = out[0] if out else None
+        return (*ctx.kernels.linear_backward(x, e, weight, relu, wanted, ctx.room), None, None)
 
 
 class _Drop(torch.autograd.Function):

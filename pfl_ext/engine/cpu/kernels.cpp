@@ -202,8 +202,8 @@ long linear_layer(const float* x, const float* w, const float* bias, float* y, l
   });
 }
 long linear_gradients(const float* x, float* e, const float* y, const float* w, float* dx, float* dw, float* db, long, long,
-                      long n, long c, long k, long relu) {
-  linear_backward(x, e, y, w, dx, dw, db, n, c, k, relu != 0);
+                      long n, long c, long k, long relu, long step, double rate) {
+  linear_backward(x, e, y, w, dx, dw, db, n, c, k, relu != 0, step != 0, float(rate));
   return 0;
 }
 long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,

@@ -51,7 +51,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "first_layer": (4, 10, 0),
     "first_gradients": (4, 10, 0),
     "drop_units": (3, 9, 1),
-    "linear_gradients": (7, 6, 0),
+    "linear_gradients": (7, 7, 1),
 }
 
 
@@ -96,6 +96,22 @@ class Laid(NamedTuple):
     places: Tensor | None = None
     """``[N, K, H', W']``: of each output which of the four it is that were pooled, or 4 where ReLU lets nothing
     through; uint8. None where nothing was pooled."""
+
+
+@dataclass
+class Room:
+    """Memory for the gradient of a large weight, which each step writes to again.
+
+    So it need not be asked for in each step, which would take as long as the products.
+    """
+
+    gradient: Tensor
+    after: Tensor | None = None
+    """Where the weights after a step of gradient descent go: then ``gradient`` is not written to, and ``done`` says
+    that the step was made. It may be the weights themselves."""
+    rate: float = 0.0
+    """Of that step."""
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -340,7 +356,7 @@ class CpuKernels:
         weight: Tensor,
         out: Tensor | None,
         wanted: Sequence[bool],
-        buffer: Tensor | None = None,
+        room: Room | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """From ``e`` ``[N, K]``, the output's: the gradients of ``x``, of weights and of bias, if wanted.
 
@@ -350,17 +366,20 @@ class CpuKernels:
             weight: ``[K, C]``.
             out: what `linear` gave, if it had a ReLU.
             wanted: of the three.
-            buffer: where the gradient of the weights is written to; None: to new memory.
+            room: where the gradient of the weights, or the weights after a step, are written to.
         """
         x, weight = x.detach().contiguous(), weight.detach().contiguous()
         (n, c), k = x.shape, len(weight)
         e = e.detach().clone(memory_format=torch.contiguous_format) if out is not None else e.detach().contiguous()
         dx = torch.empty_like(x) if wanted[0] else None
-        dw = (torch.empty_like(weight) if buffer is None else buffer) if wanted[1] else None
+        dw = (torch.empty_like(weight) if room is None else room.gradient) if wanted[1] else None
         db = torch.empty(k) if wanted[2] else None
         if n <= FEW_IMAGES:
-            tensors = (x, e, out, weight, dx, dw, db)
-            self._call("linear_gradients", tensors, n, c, k, out is not None)
+            step = room is not None and room.after is not None and dw is not None
+            tensors = (x, e, out, weight, dx, room.after if step else dw, db)
+            self._call("linear_gradients", tensors, n, c, k, out is not None, step, room.rate if step else 0.0)
+            if step:
+                room.done = True
             return dx, dw, db
         if out is not None:
             e *= out > 0

@@ -88,10 +88,10 @@ __attribute__((noinline)) static void spread_back(const float* e, const float* w
     }
   });
 }
-// dw[q][at..] of K outputs and I vectors of inputs, of which the last has `left` values
+// dw[q][at..] of K outputs and I vectors of inputs, of which the last has `left` values; or, where w is given, w - rate * dw
 template <int K, int I>
-__attribute__((noinline)) static void products_of(const float* e, const float* x, float* dw, long n, long c, long k,
-                                                  long left) {
+__attribute__((noinline)) static void products_of(const float* e, const float* x, const float* w, float rate, float* dw,
+                                                  long n, long c, long k, long left) {
   vec sum[K][I] = {};
   auto go = [&](auto whole) {
     for (long i = 0; i < n; i++) {
@@ -104,16 +104,20 @@ __attribute__((noinline)) static void products_of(const float* e, const float* x
         for (int j = 0; j < I; j++) sum[q][j] += one[j] * e[i * k + q];
     }
     for (int q = 0; q < K; q++)
-      for (int j = 0; j < I; j++) store_some(dw + q * c + j * L, sum[q][j], left, whole);
+      for (int j = 0; j < I; j++) {
+        const long at = q * c + j * L;
+        store_some(dw + at, w ? load_some(w + at, left, whole) - sum[q][j] * rate : sum[q][j], left, whole);
+      }
   };
   if (left < L)
     go(std::false_type());
   else
     go(std::true_type());
 }
-// From e, the gradient of y, which is changed where ReLU let nothing through: dx, dw and db, unless they are null.
+// From e, the gradient of y, which is changed where ReLU let nothing through: dx, dw and db, unless they are null. Where
+// `step` says so, dw are the weights after a step of gradient descent, and may be w itself.
 static void linear_backward(const float* x, float* e, const float* y, const float* w, float* dx, float* dw, float* db,
-                            long n, long c, long k, bool relu) {
+                            long n, long c, long k, bool relu, bool step, float rate) {
   for (long i = 0; relu && i < n * k; i++) e[i] = y[i] <= 0 ? 0 : e[i];
   if (db) {
     std::fill(db, db + k, 0.0f);
@@ -126,8 +130,11 @@ static void linear_backward(const float* x, float* e, const float* y, const floa
     if (!dw) return;
     const long whole = c / L;
     in_blocks<INPUTS>(whole, [&](long at, auto inputs) {
-      products_of<units, inputs>(e + q, x + at * L, dw + q * c + at * L, n, c, k, L);
+      const long own = q * c + at * L;
+      products_of<units, inputs>(e + q, x + at * L, step ? w + own : nullptr, rate, dw + own, n, c, k, L);
     });
-    if (whole < vectors) products_of<units, 1>(e + q, x + whole * L, dw + q * c + whole * L, n, c, k, c - whole * L);
+    const long own = q * c + whole * L;
+    if (whole < vectors)
+      products_of<units, 1>(e + q, x + whole * L, step ? w + own : nullptr, rate, dw + own, n, c, k, c - whole * L);
   });
 }
