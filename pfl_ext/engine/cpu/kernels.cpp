@@ -74,6 +74,14 @@ long conv3x3(const void* x, const float* w, void* y, long threads, long half, lo
     });
   });
 }
+long conv3x3_inner(const float* x, const float* w, float* y, long threads, long, long n, long h, long width, long c,
+                   long k) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      winograd<vec, 0>(x + first * h * width * c, w, y + first * (h - 2) * (width - 2) * k, end - first, h, width, c, k);
+    });
+  });
+}
 long conv3x3_backward(const void* x, const void* e, const float* w, void* dx, float* dw, long threads, long half, long n,
                       long h, long width, long c, long k) {
   return with(half, [&](auto kind) {
@@ -201,9 +209,9 @@ long linear_layer(const float* x, const float* w, const float* bias, float* y, l
     });
   });
 }
-long linear_gradients(const float* x, float* e, const float* y, const float* w, float* dx, float* dw, float* db, long, long,
-                      long n, long c, long k, long relu, long step, double rate) {
-  linear_backward(x, e, y, w, dx, dw, db, n, c, k, relu != 0, step != 0, float(rate));
+long linear_gradients(const float* x, const float* e, const float* w, float* dx, float* dw, float* db, long, long, long n,
+                      long c, long k, long step, double rate) {
+  linear_backward(x, e, w, dx, dw, db, n, c, k, step != 0, float(rate));
   return 0;
 }
 long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,

@@ -35,6 +35,7 @@ transforms of the weights of a pair of channels, likewise (ResNet-18's layers, s
 SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "has_halves": (0, 0, 0),
     "conv3x3": (3, 7, 0),
+    "conv3x3_inner": (3, 7, 0),
     "conv3x3_backward": (5, 7, 0),
     "convolve": (3, 12, 0),
     "convolve_backward": (5, 12, 0),
@@ -51,7 +52,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "first_layer": (4, 10, 0),
     "first_gradients": (4, 10, 0),
     "drop_units": (3, 9, 1),
-    "linear_gradients": (7, 7, 1),
+    "linear_gradients": (6, 6, 1),
 }
 
 
@@ -71,6 +72,11 @@ class Form:
             return False
         tiles = n * -(-height // 4) * -(-width // 4)
         return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
+
+    def pays_without_padding(self, n: int, height: int, width: int) -> bool:
+        """`pays`, of the same convolution without its padding, which it is here."""
+        padded = Form(self.high, self.wide, self.stride, 1, 1)
+        return (self.top, self.left) == (0, 0) and padded.pays(n, height - 2, width - 2)
 
     def halves_pay(self, n: int, height: int, width: int) -> bool:
         """Whether half floats are the faster ones: not where the weights are most of the work."""
@@ -309,11 +315,13 @@ class CpuKernels:
     def _plain(self, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
         """The convolution without what follows it, channels last."""
         (n, c, h, w), (k, _, *kernel) = x.shape, weight.shape
-        if c % CHANNELS == k % CHANNELS == 0 and kernel == [3, 3] and padding in ((0, 0), (1, 1)):
-            form = Form(3, 3, 1, 1, 1)
-            if form.pays(n, h, w):  # without padding the outermost outputs are left out
-                inner = slice(1 - padding[0], h - 1 + padding[0]), slice(1 - padding[1], w - 1 + padding[1])
-                return self.convolution(x, weight, form)[:, :, inner[0], inner[1]]
+        form = Form(3, 3, 1, *padding)
+        if c % CHANNELS == k % CHANNELS == 0 and kernel == [3, 3] and form.pays(n, h, w):
+            return self.convolution(x, weight, form)
+        if c % CHANNELS == k % CHANNELS == 0 and kernel == [3, 3] and form.pays_without_padding(n, h, w):
+            x, out = _last(x), _empty((n, k, h - 2, w - 2), torch.float32)
+            self._call("conv3x3_inner", (x, _last(weight), out), n, h, w, c, k)
+            return out
         return F.conv2d(_last(x), _last(weight), padding=padding).contiguous(memory_format=torch.channels_last)
 
     def pooled_backward(
@@ -370,19 +378,19 @@ class CpuKernels:
         """
         x, weight = x.detach().contiguous(), weight.detach().contiguous()
         (n, c), k = x.shape, len(weight)
-        e = e.detach().clone(memory_format=torch.contiguous_format) if out is not None else e.detach().contiguous()
+        e = e.detach().contiguous()
+        if out is not None:
+            e = torch.ops.aten.threshold_backward(e, out, 0)
         dx = torch.empty_like(x) if wanted[0] else None
         dw = (torch.empty_like(weight) if room is None else room.gradient) if wanted[1] else None
         db = torch.empty(k) if wanted[2] else None
         if n <= FEW_IMAGES:
             step = room is not None and room.after is not None and dw is not None
-            tensors = (x, e, out, weight, dx, room.after if step else dw, db)
-            self._call("linear_gradients", tensors, n, c, k, out is not None, step, room.rate if step else 0.0)
+            tensors = (x, e, weight, dx, room.after if step else dw, db)
+            self._call("linear_gradients", tensors, n, c, k, step, room.rate if step else 0.0)
             if step:
                 room.done = True
             return dx, dw, db
-        if out is not None:
-            e *= out > 0
         if dx is not None:
             torch.mm(e, weight, out=dx)
         if dw is not None:

@@ -114,11 +114,10 @@ __attribute__((noinline)) static void products_of(const float* e, const float* x
   else
     go(std::true_type());
 }
-// From e, the gradient of y, which is changed where ReLU let nothing through: dx, dw and db, unless they are null. Where
-// `step` says so, dw are the weights after a step of gradient descent, and may be w itself.
-static void linear_backward(const float* x, float* e, const float* y, const float* w, float* dx, float* dw, float* db,
-                            long n, long c, long k, bool relu, bool step, float rate) {
-  for (long i = 0; relu && i < n * k; i++) e[i] = y[i] <= 0 ? 0 : e[i];
+// From e, the gradient of y before ReLU: dx, dw and db, unless they are null. Where `step` says so, dw are the weights
+// after a step of gradient descent, and may be w itself.
+static void linear_backward(const float* x, const float* e, const float* w, float* dx, float* dw, float* db, long n,
+                            long c, long k, bool step, float rate) {
   if (db) {
     std::fill(db, db + k, 0.0f);
     for (long i = 0; i < n; i++)
