@@ -215,10 +215,10 @@ long linear_gradients(const float* x, const float* e, const float* w, float* dx,
   return 0;
 }
 long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,
-                long number, long least, long of_outer, long of_inner, double factor) {
+                long across, long along, long number, long least, long of_outer, long of_inner, double factor) {
   return choose(0, 0, 0, [&](int) {
     split(n, threads, [&](long first, long end, long) {
-      drop(x, keys, y, outer, inner, number, least, float(factor), of_outer, of_inner, first, end);
+      drop(x, keys, y, outer, inner, across, along, number, least, float(factor), of_outer, of_inner, first, end);
     });
   });
 }

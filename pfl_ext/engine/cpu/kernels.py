@@ -51,7 +51,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "linear_layer": (4, 6, 0),
     "first_layer": (4, 10, 0),
     "first_gradients": (4, 10, 0),
-    "drop_units": (3, 9, 1),
+    "drop_units": (3, 11, 1),
     "linear_gradients": (6, 6, 1),
 }
 
@@ -399,17 +399,19 @@ class CpuKernels:
 
     def dropped(self, x: Tensor, keys: Tensor, p: float, number: int, wide: int) -> Tensor:
         """As `pfl_ext.models.dropout.KeyedDropout` with these properties, of images with these keys."""
-        format = torch.channels_last if x.ndim == 4 and not x.is_contiguous() else torch.contiguous_format
-        x = x.detach().contiguous(memory_format=format)
-        n, inner, places = len(x), x.shape[1], x[0, 0].numel()
-        if format == torch.channels_last:
-            sizes = (places, inner, *((1, places), (0, 1), (0, 0))[wide])
-        else:
-            sizes = (inner, places, *((places, 1), (1, 0), (0, 0))[wide])
-        outer, inner, of_outer, of_inner = sizes
-        out, least = torch.empty_like(x), round(p * (1 << KEY_BITS))
-        factor = 0.0 if p == 1 else 1 / (1 - p)
-        self._call("drop_units", (x, keys, out), n, outer, inner, number, least, of_outer, of_inner, factor)
+        x, n, units, places = x.detach(), len(x), x.shape[1], x[0, 0].numel()
+        last = x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        if not last:
+            x = x.contiguous()
+        if last and wide:  # as the next layer likes it
+            sizes, out = (places, units, units, 1), torch.empty_like(x)
+        else:  # which after single elements is a linear one
+            sizes, out = (units, places, *((1, units) if last else (places, 1))), torch.empty(x.shape)
+        of_units = (places, 1, 0)[wide]
+        of_places = (1, 0, 0)[wide]
+        of = (of_places, of_units) if last and wide else (of_units, of_places)
+        least, factor = round(p * (1 << KEY_BITS)), 0.0 if p == 1 else 1 / (1 - p)
+        self._call("drop_units", (x, keys, out), n, *sizes, number, least, *of, factor)
         return out
 
     def laid(self, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
