@@ -271,7 +271,8 @@ def report_cases(
         stock, fast, cpu = result["stock"], result["fast"], sorted(result["cpu_ratio_of_each_round"])
         print(
             f"{case.name}: stock {stock['round_s']:.3f} s, fast {fast['round_s']:.3f} s a round, "
-            f"ratio {result['ratio']:.2f}, of the cores' time {median(cpu):.2f} ({cpu[0]:.2f} to {cpu[-1]:.2f}), "
+            f"ratio {result['ratio']:.2f}, of the cores' time {median(cpu):.2f} "
+            f"({cpu[0]:.2f} to {cpu[-1]:.2f}), "
             f"data {fast['share']['data']:.1%} of the fast round",
             flush=True,
         )

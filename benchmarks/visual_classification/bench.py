@@ -67,7 +67,7 @@ SETS = {"cpu": CPU, "gpu": GPU, "all": GPU}
 
 
 class RandomImages:
-    """Random pixels, drawn once and the same for every user, and classes: reading them costs next to nothing."""
+    """Random pixels, drawn once and the same for every user, and classes; reading them costs little."""
 
     def __init__(self, case: Case, pixels: int, users: int) -> None:
         self._classes, self._each = case.classes, case.user_images

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
-from pfl_ext.engine.cpu.dense import Linear, gradients_into
-from pfl_ext.engine.cpu.kernels import Room
+from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.one_step import Sums
@@ -85,7 +84,8 @@ class Lane:
 
     Args:
         start: the central weights ``[P]``, of which ``central``'s parameters are views.
-        once: whether no layer is used twice, so that its weights may be moved as soon as their gradient is known.
+        once: whether no layer is used twice: then the gradients of its uses need not be added up, and a weight
+            may be moved as soon as its gradient is known.
     """
 
     def __init__(
@@ -117,10 +117,11 @@ class Lane:
         self._sizes = sent(torch.tensor(layout.sizes), layout.device)
 
     def _rooms_of(self) -> tuple[dict[int, Room], dict[int, Room]]:
-        """Memory for the gradients of linear layers' weights, by parameter and by place among all variables."""
+        """Memory for the gradients of linear layers' weights, by parameter and by place among variables."""
         rooms, places = {}, {}
         both = zip(trained(self._central), trained(self._module))
-        ids = {id(layer.weight) for layer in self._module.modules() if isinstance(layer, Linear)}
+        layers = self._module.modules() if self._once else ()
+        ids = {id(layer.weight) for layer in layers if isinstance(layer, Linear)}
         for place, (central, own) in enumerate(both):
             if id(own) in ids:
                 places[place] = Room(torch.empty_like(own, requires_grad=False))
@@ -193,9 +194,9 @@ class Lane:
     def _gradients(
         self, module: ImageClassifier, batch: Batch, local: LocalTraining, stepping: bool = False
     ) -> list[Tensor]:
-        """By variable. ``stepping``: for a step, whose losses count and which a layer may make itself (`Room`)."""
+        """By variable. ``stepping``: for a step, whose losses count and which layers may make (`Room`)."""
         for place, room in self._places.items():
-            at_once = stepping and self._once and local.is_plain
+            at_once = stepping and local.is_plain
             room.after = self._weights[place] if at_once else None
             room.rate, room.done = local.learning_rate, False
         with torch.enable_grad(), gradients_into(self._rooms):
