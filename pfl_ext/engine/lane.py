@@ -84,8 +84,8 @@ class Lane:
 
     Args:
         start: the central weights ``[P]``, of which ``central``'s parameters are views.
-        once: whether no layer is used twice: then the gradients of its uses need not be added up, and a weight
-            may be moved as soon as its gradient is known.
+        once: whether no layer is used twice: then gradients of uses need not be added up, and a weight may be
+            moved as soon as its gradient is known.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def _of_small_networks(
         given, shift = (x if kernel is weight else images), scale[: len(kernel)]
         with torch.enable_grad():
             leaves = [t.clone().requires_grad_() for t in (given, kernel, shift)]
-            y = F.conv2d(*leaves, padding=padding)
+            y = F.conv2d(leaves[0], leaves[1], leaves[2], padding=padding)
             y = y.relu() if after.relu else y
             y = F.max_pool2d(y, 2) if after.pool else y
             error = e[:, : y.shape[1], : y.shape[2], : y.shape[3]].contiguous()

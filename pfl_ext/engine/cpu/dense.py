@@ -163,14 +163,12 @@ def linear_backward(
         e = torch.ops.aten.threshold_backward(e, out, 0)
     dx = torch.empty_like(x) if wanted[0] else None
     dw = (torch.empty_like(weight) if room is None else room.gradient) if wanted[1] else None
-    db = torch.empty(k) if wanted[2] else None
     if n <= FEW_IMAGES:
-        step = room is not None and room.after is not None and dw is not None
-        tensors = (x, e, weight, dx, room.after if step else dw, db)
-        kernels.call("linear_gradients", tensors, n, c, k, step, room.rate if step else 0.0)
-        if step:
-            room.done = True
-        return dx, dw, db
+        target, rate = dw, 0.0
+        if room is not None and room.after is not None and dw is not None:
+            target, rate, room.done = room.after, room.rate, True
+        kernels.call("linear_gradients", (x, e, weight, dx, target), n, c, k, target is not dw, rate)
+        return dx, dw, e.sum(0) if wanted[2] else None
     if dx is not None:
         torch.mm(e, weight, out=dx)
     if dw is not None:

@@ -209,10 +209,17 @@ long linear_layer(const float* x, const float* w, const float* bias, float* y, l
     });
   });
 }
-long linear_gradients(const float* x, const float* e, const float* w, float* dx, float* dw, float* db, long, long, long n,
+long linear_gradients(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long, long n,
                       long c, long k, long step, double rate) {
-  linear_backward(x, e, w, dx, dw, db, n, c, k, step != 0, float(rate));
-  return 0;
+  return choose(0, 0, 0, [&](int) {
+    if (threads == 1) return linear_backward(x, e, w, dx, dw, n, c, k, step != 0, float(rate), 0, k);
+    split(dx ? n : 0, threads, [&](long first, long end, long) {  // before any weight is changed
+      linear_backward(x, e + first * k, w, dx + first * c, nullptr, end - first, c, k, false, 0, 0, k);
+    });
+    split(k, threads, [&](long first, long end, long) {
+      linear_backward(x, e, w, nullptr, dw, n, c, k, step != 0, float(rate), first, end);
+    });
+  });
 }
 long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,
                 long across, long along, long number, long least, long of_outer, long of_inner, double factor) {

@@ -48,7 +48,7 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "first_layer": (4, 10, 0),
     "first_gradients": (4, 10, 0),
     "drop_units": (3, 11, 1),
-    "linear_gradients": (6, 6, 1),
+    "linear_gradients": (5, 6, 1),
 }
 
 

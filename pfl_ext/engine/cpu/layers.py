@@ -150,7 +150,7 @@ class CpuLayers(NamedTuple):
         """What stands for a convolution whose outputs are pooled, if it is another module."""
         if not poolable(layer) or self.row.way("other convolutions") != FLOAT32.convolution:
             return None
-        return PooledConvolution(layer, self.kernels, compilable(layer) or type(layer) is Convolution)
+        return PooledConvolution(layer, self.kernels, compilable(layer) or isinstance(layer, Convolution))
 
 
 def gains(network: nn.Module) -> bool:
@@ -191,8 +191,9 @@ def few(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 def poolable(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether a convolution, of which few channels are not thought of, can be `PooledConvolution`."""
-    plain = type(layer) is Convolution or _plain(layer)
-    return plain and layer.stride == (1, 1) and layer.out_channels >= FEW  # type: ignore[union-attr, return-value]
+    if not (isinstance(layer, Convolution) or _plain(layer)):
+        return False
+    return layer.stride == (1, 1) and layer.out_channels >= FEW
 
 
 def _plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:

@@ -114,26 +114,25 @@ __attribute__((noinline)) static void products_of(const float* e, const float* x
   else
     go(std::true_type());
 }
-// From e, the gradient of y before ReLU: dx, dw and db, unless they are null. Where `step` says so, dw are the weights
-// after a step of gradient descent, and may be w itself.
-static void linear_backward(const float* x, const float* e, const float* w, float* dx, float* dw, float* db, long n,
-                            long c, long k, bool step, float rate) {
-  if (db) {
-    std::fill(db, db + k, 0.0f);
-    for (long i = 0; i < n; i++)
-      for (long q = 0; q < k; q++) db[q] += e[i * k + q];
-  }
-  const long vectors = (c + L - 1) / L;
-  in_blocks<UNITS>(k, [&](long q, auto units) {
-    if (dx) spread_back<units>(e + q, w + q * c, dx, n, c, k, q > 0);
-    if (!dw) return;
-    const long whole = c / L;
-    in_blocks<INPUTS>(whole, [&](long at, auto inputs) {
-      const long own = q * c + at * L;
-      products_of<units, inputs>(e + q, x + at * L, step ? w + own : nullptr, rate, dw + own, n, c, k, L);
-    });
-    const long own = q * c + whole * L;
-    if (whole < vectors)
-      products_of<units, 1>(e + q, x + whole * L, step ? w + own : nullptr, rate, dw + own, n, c, k, c - whole * L);
-  });
+// From e, the gradient of y before ReLU: dx, and of the outputs [first, end) dw, unless they are null. Where `step` says so,
+// dw are the weights after a step of gradient descent, and may be w itself.
+static void linear_backward(const float* x, const float* e, const float* w, float* dx, float* dw, long n, long c, long k,
+                            bool step, float rate, long first, long end) {
+  const long vectors = (c + L - 1) / L, whole = c / L;
+  in_blocks<UNITS>(
+      end,
+      [&](long q, auto units) {
+        if (dx) spread_back<units>(e + q, w + q * c, dx, n, c, k, q > first);
+        if (!dw) return;
+        const float* before = step ? w + q * c : nullptr;
+        float* to = dw + q * c;
+        in_blocks<INPUTS>(whole, [&](long i, auto inputs) {
+          const long at = i * L;
+          products_of<units, inputs>(e + q, x + at, step ? before + at : nullptr, rate, to + at, n, c, k, L);
+        });
+        const long at = whole * L;
+        if (whole < vectors)
+          products_of<units, 1>(e + q, x + at, step ? before + at : nullptr, rate, to + at, n, c, k, c - at);
+      },
+      first);
 }

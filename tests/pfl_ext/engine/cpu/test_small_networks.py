@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,11 +50,21 @@ def convolved(
     """By torch in float64: the output, a gradient for it, and those of images, weights and bias."""
     with torch.enable_grad():
         exact = [t.double().requires_grad_() for t in leaves]
-        y = F.conv2d(*exact, padding=padding)
+        y = F.conv2d(exact[0], exact[1], exact[2], padding=padding)
         y = y.relu() if relu else y
         y = F.max_pool2d(y, 2) if pool else y
         e = whole(draw, *y.shape)
         return y.detach(), e, torch.autograd.grad(y, exact, e.double())
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 KERNEL = st.tuples(*[st.integers(1, 6)] * 2)
@@ -88,14 +100,10 @@ def test_a_pooled_convolution_of_any_channels_and_its_gradients_are_torchs(
     shift = whole(draw, channels[1])
     theirs, e, exact = convolved([x, weight, shift], padding, relu, True, draw)
     signals = e.contiguous(memory_format=torch.channels_last) if order else e
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with threads(count):
         out, laid = pooled(KERNELS, x, weight, shift, padding, relu)
         found = pooled_backward(KERNELS, signals, weight, padding, laid, (True, True))
         only_x = pooled_backward(KERNELS, signals, weight, padding, laid, (True, False))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(out.double(), theirs)
     for mine, right in zip(found, exact, strict=True):
         assert mine is not None
@@ -169,9 +177,10 @@ def test_a_first_convolution_and_its_gradients_are_torchs(
     k=st.integers(1, 20),
     relu=st.booleans(),
     bias=st.booleans(),
+    count=st.sampled_from([1, 2]),
 )
 def test_a_linear_layer_its_gradients_and_its_step_are_torchs(
-    n: int, c: int, k: int, relu: bool, bias: bool
+    n: int, c: int, k: int, relu: bool, bias: bool, count: int
 ) -> None:
     assert KERNELS is not None
     draw = torch.Generator().manual_seed(n)
@@ -181,15 +190,16 @@ def test_a_linear_layer_its_gradients_and_its_step_are_torchs(
         y = F.linear(leaves[0], leaves[1], leaves[2] if bias else None)
         y = y.relu() if relu else y
         exact = torch.autograd.grad(y, leaves[: 2 + bias], e.double())
-    out = linear(KERNELS, x, weight, shift if bias else None, relu)
+    room = Room(torch.empty_like(weight), weight.clone(), 0.5)
+    with threads(count):
+        out = linear(KERNELS, x, weight, shift if bias else None, relu)
+        after = out if relu else None
+        found = linear_backward(KERNELS, x, e, weight, after, (True, True, bias))
+        moved = linear_backward(KERNELS, x, e, weight, after, (True, True, False), room)
     assert torch.equal(out.double(), y)
-    after = out if relu else None
-    found = linear_backward(KERNELS, x, e, weight, after, (True, True, bias))
     for mine, right in zip(found, exact):
         assert mine is not None
         assert torch.equal(mine.double(), right)
-    room = Room(torch.empty_like(weight), weight.clone(), 0.5)
-    moved = linear_backward(KERNELS, x, e, weight, after, (True, True, False), room)
     assert torch.equal(moved[0], found[0])  # type: ignore[arg-type]
     assert room.done == (n <= FEW_IMAGES)
     result = room.after if room.done else weight - 0.5 * moved[1]  # type: ignore[operator]
@@ -294,25 +304,28 @@ def twice() -> nn.Module:
     return net
 
 
+BACKBONES: dict[str, Callable[[], nn.Module]] = {"dropping": dropping_backbone, "twice": twice}
+
+
 @compiled
 @pytest.mark.parametrize(
-    "backbone, options",
+    "name, options",
     [
-        (dropping_backbone, {}),
-        (dropping_backbone, {"momentum": 0.6, "weight_decay": 0.05}),
-        (dropping_backbone, {"mu": 0.3}),
-        (dropping_backbone, {"clipping": "global", "max_norm": 0.3}),
-        (dropping_backbone, {"scaffold": ("I", "step")}),
-        (dropping_backbone, {"scaffold": ("II", "gradient"), "rounds": 2}),
-        (twice, {}),
+        ("dropping", {}),
+        ("dropping", {"momentum": 0.6, "weight_decay": 0.05}),
+        ("dropping", {"mu": 0.3}),
+        ("dropping", {"clipping": "global", "max_norm": 0.3}),
+        ("dropping", {"scaffold": ("I", "step")}),
+        ("dropping", {"scaffold": ("II", "gradient"), "rounds": 2}),
+        ("twice", {}),
     ],
     ids=str,
 )
-def test_a_cohort_of_small_networks_is_that_of_pfls_loop(backbone: Any, options: dict[str, Any]) -> None:
+def test_a_cohort_of_small_networks_is_that_of_pfls_loop(name: str, options: dict[str, Any]) -> None:
     sampling = local_sampling(input_size=10, batch_size=4, keys=True)
-    setting = Setting([1, 2, 9, 5], sampling, "none", learning_rate=0.1, backbone=backbone)
-    for name, value in options.items():
-        setattr(setting, name, value)
+    setting = Setting([1, 2, 9, 5], sampling, "none", learning_rate=0.1, backbone=BACKBONES[name])
+    for key, value in options.items():
+        setattr(setting, key, value)
     allowed = rounding_of(setting)
     theirs = setting.run(False)[0]
     for lanes in (1, 2):
@@ -321,23 +334,23 @@ def test_a_cohort_of_small_networks_is_that_of_pfls_loop(backbone: Any, options:
 
 @compiled
 @pytest.mark.parametrize(
-    "backbone, options, expected",
-    [(dropping_backbone, {}, True), (dropping_backbone, {"momentum": 0.6}, False), (twice, {}, False)],
+    "name, options, expected",
+    [("dropping", {}, True), ("dropping", {"momentum": 0.6}, False), ("twice", {}, False)],
     ids=str,
 )
 def test_layers_make_steps_of_plain_gradient_descent_alone(
-    backbone: Any, options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[bool] = []
     call = CpuKernels.call
 
-    def noted(self: CpuKernels, name: str, tensors: Any, *numbers: float) -> None:
-        if name == "linear_gradients" and numbers[0] == 4:
+    def noted(self: CpuKernels, function: str, tensors: Any, *numbers: float) -> None:
+        if function == "linear_gradients" and numbers[0] == 4:
             steps.append(bool(numbers[3]))
-        call(self, name, tensors, *numbers)
+        call(self, function, tensors, *numbers)
 
     monkeypatch.setattr(CpuKernels, "call", noted)
-    setting = Setting([9], clipping="none", backbone=backbone, **options)
+    setting = Setting([9], clipping="none", backbone=BACKBONES[name], **options)
     assert setting.sampling.batch_size == 4
     setting.run(True, lanes=1)
     assert len(steps) > 4
