@@ -25,7 +25,8 @@ from pfl_ext.engine.cpu.narrow import (
 )
 
 LARGEST_SIDE = 64
-"""A side beyond which images, whose places a vector holds side by side, would not stay in the cache."""
+"""A side beyond which images, whose places a vector holds side by side, would not stay in the cache; what is
+pooled was not measured beyond it."""
 
 
 class Convolution(nn.Conv2d):
@@ -139,7 +140,7 @@ class PooledConvolution(Convolution):
 
     def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
-        if not pool or not float32_images(x):
+        if not pool or not float32_images(x) or max(x.shape[2:]) > LARGEST_SIDE:
             return followed(super().forward(x), relu, None, pool)
         out: Tensor = _Pool.apply(x, self.weight, self.bias, self, relu)
         return out

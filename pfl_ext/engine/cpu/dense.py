@@ -83,7 +83,7 @@ class Dropout(KeyedDropout):
     def forward(self, x: Tensor) -> Tensor:
         """``[N, ...]`` -> the same shape."""
         keys = keys_of_images()
-        if keys is None or not self.p or not _plain(x):
+        if keys is None or not self.p or not _plain(x) or x.ndim < 2:
             return super().forward(x)
         assert len(keys) == len(x), "a key for each image"
         out: Tensor = _Drop.apply(x, keys, self)

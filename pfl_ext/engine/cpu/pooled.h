@@ -125,8 +125,10 @@ __attribute__((noinline)) static void scattered(const Passed* list, const Passed
 static void pooled_backward(const float* x, const float* e, const unsigned char* places, const float* weights,
                             float* dx, float* dw, float* db, const Pooled& o, long first, long end) {
   const long size = o.h * o.row(), across = o.across(), kernel = o.high * across, width = o.wide * o.c;
+  const long fit = (NEAR / long(o.row() * sizeof(float)) - o.high + 1) / 2;
+  const long band = std::max(1L, std::min(fit, o.rows));
   // A vector may reach beyond a row's values, which ends up where nothing is read, but not beyond an image's.
-  float* room = scratch<float>(0, 2 * (size + L) + o.k * (o.rows * o.columns * 2 + 2));
+  float* room = scratch<float>(0, 2 * (size + L) + o.k * band * o.columns * 2 + 2);
   float *last = room, *sum = room + size + L;
   Passed* lists = (Passed*)(sum + size + L);
   vec* sums = scratch<vec>(1, 2 * o.k * kernel);
@@ -135,8 +137,6 @@ static void pooled_backward(const float* x, const float* e, const unsigned char*
   if (dx)
     for (long row = 0; row < o.k * o.high; row++)
       std::memcpy((void*)(packed + row * across), weights + row * width, width * sizeof(float));
-  const long fit = (NEAR / long(o.row() * sizeof(float)) - o.high + 1) / 2;
-  const long band = std::max(1L, std::min(fit, o.rows));
   std::vector<const Passed*> ends(o.k + 1);
   for (long image = first; image < end; image++) {
     const float* own = x + image * size;
