@@ -18,7 +18,7 @@ from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.engine.cpu.kernels import CpuKernels
 from pfl_ext.models.dropout import KeyedDropout, keys_of_images
 
-FEW_IMAGES = 32
+FEW_IMAGES = 16
 """Up to which a linear layer is compiled; torch multiplies more of them as fast."""
 
 
