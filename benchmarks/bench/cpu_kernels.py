@@ -26,8 +26,9 @@ from dataset.cli import run as run_command
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.cpu.choice import BY_PROCESSOR, FLOAT32
+from pfl_ext.engine.cpu.convolutions import Convolution
 from pfl_ext.engine.cpu.kernels import CpuKernels, Form
-from pfl_ext.engine.cpu.layers import Convolution, CpuLayers
+from pfl_ext.engine.cpu.layers import CpuLayers
 from pfl_ext.models.classifier import build_backbone, memory_format
 from pfl_ext.models.config import ModelConfig
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -104,6 +105,8 @@ class Side:
             self.engine.watch = self.clock
         self.times: list[float] = []
         """Seconds of each counted round."""
+        self.cpu_times: list[float] = []
+        """The same of all cores together, which other work on the machine does not lengthen."""
         self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)
         self._watch()
 
@@ -117,11 +120,12 @@ class Side:
     def round(self, number: int) -> None:
         """One round, as pfl's training loop goes about it; the first, which has number 0, is not counted."""
         _synchronise()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         self._algorithm.round(self.model, number)
         _synchronise()
         if number:
             self.times.append(time.perf_counter() - begin)
+            self.cpu_times.append(time.process_time() - cpu)
         else:
             self.clock.seconds = dict.fromkeys(PARTS, 0.0)
 
@@ -154,6 +158,7 @@ class Side:
         return {
             "round_s": whole,
             "rounds_s": [round(s, 4) for s in self.times],
+            "rounds_cpu_s": [round(s, 4) for s in self.cpu_times],
             "rounds_per_s": 1 / whole,
             "users_per_s": cohort / whole,
             "image_passes_per_s": images / whole,
@@ -200,6 +205,7 @@ def measure(sides: Sides, rounds: int) -> Tree:
         "deviation_of_the_models_first_move": deviation,  # after the server's optimiser, which magnifies it
         **{name: side.summary(cohort, images / rounds, scoring[name]) for name, side in pair.items()},
         "ratio_of_each_round": [round(a / b, 3) for a, b in zip(stock.times, fast.times)],
+        "cpu_ratio_of_each_round": [round(a / b, 3) for a, b in zip(stock.cpu_times, fast.cpu_times)],
         "peak_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
     out["ratio"] = out["stock"]["round_s"] / out["fast"]["round_s"]
@@ -262,10 +268,12 @@ def report_cases(
         print(f"[{i + 1}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
         result = measured(case, args.rounds, args)
         results.append(result)
-        stock, fast = result["stock"], result["fast"]
+        stock, fast, cpu = result["stock"], result["fast"], sorted(result["cpu_ratio_of_each_round"])
         print(
             f"{case.name}: stock {stock['round_s']:.3f} s, fast {fast['round_s']:.3f} s a round, "
-            f"ratio {result['ratio']:.2f}, data {fast['share']['data']:.1%} of the fast round",
+            f"ratio {result['ratio']:.2f}, of the cores' time {median(cpu):.2f} "
+            f"({cpu[0]:.2f} to {cpu[-1]:.2f}), "
+            f"data {fast['share']['data']:.1%} of the fast round",
             flush=True,
         )
         if "private_over_plain" in result:

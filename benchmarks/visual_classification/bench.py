@@ -46,12 +46,18 @@ class Case:
 
 
 MOBILENET = ("--config=inat-user-120k-fedavgm-vc-k10", "--model.pretrained=false", "--data.partition=none")
+NIID = ("--recipe=niid-bench+fedavg", "--local.num_epochs=1")
+SCAFFOLD = ("--federated.algorithm=scaffold", "--federated.scaffold_correction=step")
 CPU = [
     Case("CIFAR-10, FedAvgM"),
     Case("CIFAR-10, FedAvgM, bf16", precision="bf16"),
     Case("CIFAR-10, FedAvgM, with evaluation", scored=True),
     Case("CIFAR-100, FedVC and FedIR", ("--recipe=cifar100+fedavgm+vc+ir",), classes=100),
     Case("CIFAR-10, FedNova", ("--recipe=fednova",)),
+    Case("NIID-Bench, FedAvg", NIID, users=10, user_images=640),
+    Case("NIID-Bench, FedNova", (*NIID, "--federated.algorithm=fednova"), users=10, user_images=640),
+    Case("NIID-Bench, SCAFFOLD", (*NIID, *SCAFFOLD), users=10, user_images=640),
+    Case("pfl's CIFAR-10", ("--recipe=pfl-cifar10+fedavg",), cohort=50, users=1000, user_images=50),
 ]
 GPU = [
     *CPU,
@@ -61,10 +67,12 @@ SETS = {"cpu": CPU, "gpu": GPU, "all": GPU}
 
 
 class RandomImages:
-    """Random pixels and classes, the same whenever they are read."""
+    """Random pixels, drawn once and the same for every user, and classes; reading them costs little."""
 
     def __init__(self, case: Case, pixels: int, users: int) -> None:
-        self._classes, self._pixels, self._each = case.classes, pixels, case.user_images
+        self._classes, self._each = case.classes, case.user_images
+        shape = (case.user_images, pixels, pixels, 3)
+        self._images = stream(0, "bench").integers(0, 256, shape, np.uint8)
         self.user_ids = [f"user-{u}" for u in range(users)]
         self.user_offsets: IntArray = np.arange(users + 1, dtype=np.int64) * case.user_images
 
@@ -75,9 +83,7 @@ class RandomImages:
 
     def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
         """Images ``[n, S, S, 3]`` and one-hot ``[n, K]``."""
-        rng = stream(0, "bench", int(rows[0]) if len(rows) else 0)
-        images = rng.integers(0, 256, (len(rows), self._pixels, self._pixels, 3), np.uint8)
-        return images, self.targets(rows)
+        return self._images[np.asarray(rows) % self._each], self.targets(rows)
 
     def targets(self, rows: IntArray) -> ByteArray:
         """One-hot ``[n, K]``."""

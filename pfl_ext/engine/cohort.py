@@ -28,6 +28,7 @@ from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Plan, Task, grouped, plan
 from pfl_ext.engine.probe import fusable, group_size, most_images
+from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.models.classifier import ImageClassifier
@@ -111,10 +112,13 @@ class CohortEngine:
         self._layout = Layout.of(model)
         start = self._layout.gather(model)
         trimmed.refresh()
-        self.lanes = [Lane(model, self._layout, start, self._accumulate) for _ in range(self._num_lanes)]
+        net = TapedNetwork(model.backbone)
+        self._fusable = self._fuse and fusable(model, net)
+        self.lanes = [
+            Lane(model, self._layout, start, self._accumulate, self._fusable) for _ in range(self._num_lanes)
+        ]
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
-        self._fusable = self._fuse and fusable(model, self.lanes[0].net)
 
     def _prepare(self, local: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done."""

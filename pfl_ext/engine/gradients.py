@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
+from pfl_ext.engine.cpu.convolutions import Convolution, FewChannels
 from pfl_ext.engine.cpu.depthwise import Depthwise
-from pfl_ext.engine.cpu.layers import Convolution, FewChannels
 from pfl_ext.privacy.mechanisms import MARGIN
 
 ROW = 1024  # squares are summed in float32 within rows of so many numbers, in float64 across rows

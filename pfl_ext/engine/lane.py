@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data.transfer import sent
+from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gradients import squared_norms_of
 from pfl_ext.engine.graphs import StepGraphs, padded
 from pfl_ext.engine.one_step import Sums
@@ -83,12 +84,19 @@ class Lane:
 
     Args:
         start: the central weights ``[P]``, of which ``central``'s parameters are views.
+        once: whether no layer is used twice: then gradients of uses need not be added up, and a weight may be
+            moved as soon as its gradient is known.
     """
 
     def __init__(
-        self, central: ImageClassifier, layout: Layout, start: Tensor, accumulate: torch.dtype
+        self,
+        central: ImageClassifier,
+        layout: Layout,
+        start: Tensor,
+        accumulate: torch.dtype,
+        once: bool = False,
     ) -> None:
-        self.layout, self._start = layout, start
+        self.layout, self._start, self._once = layout, start, once
         self._local = layout.zeros()  # weights, then the update
         self._velocity: Tensor | None = None  # of momentum
         self._velocities: list[Tensor] = []
@@ -98,6 +106,7 @@ class Lane:
         self._starts, self._weights = layout.views(start), layout.views(self._local)
         for parameter, view in zip(trained(self._module), self._weights):
             parameter.data = view
+        self._rooms, self._places = self._rooms_of()
         vector = layout.zeros(accumulate)
         losses = torch.zeros(2, dtype=torch.float64, device=layout.device)
         self.sums = Sums(vector, dict(zip(layout.names, layout.views(vector))), [], losses)
@@ -106,6 +115,18 @@ class Lane:
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
         self._sizes = sent(torch.tensor(layout.sizes), layout.device)
+
+    def _rooms_of(self) -> tuple[dict[int, Room], dict[int, Room]]:
+        """Memory for the gradients of linear layers' weights, by parameter and by place among variables."""
+        rooms, places = {}, {}
+        both = zip(trained(self._central), trained(self._module))
+        layers = self._module.modules() if self._once else ()
+        ids = {id(layer.weight) for layer in layers if isinstance(layer, Linear)}
+        for place, (central, own) in enumerate(both):
+            if id(own) in ids:
+                places[place] = Room(torch.empty_like(own, requires_grad=False))
+                rooms[id(central)] = rooms[id(own)] = places[place]
+        return rooms, places
 
     def _written(self) -> list[Tensor]:
         """What a step writes to."""
@@ -171,14 +192,19 @@ class Lane:
         return dict(zip(self.layout.names, total))
 
     def _gradients(
-        self, module: ImageClassifier, batch: Batch, local: LocalTraining, tally: bool = False
+        self, module: ImageClassifier, batch: Batch, local: LocalTraining, stepping: bool = False
     ) -> list[Tensor]:
-        with torch.enable_grad():
+        """By variable. ``stepping``: for a step, whose losses count and which layers may make (`Room`)."""
+        for place, room in self._places.items():
+            at_once = stepping and local.is_plain
+            room.after = self._weights[place] if at_once else None
+            room.rate, room.done = local.learning_rate, False
+        with torch.enable_grad(), gradients_into(self._rooms):
             with local.autocast(self.layout.device):
                 outputs, targets = module.outputs(batch.images, batch.targets, batch.crops)
             losses = module.task.image_losses(outputs, targets)
             loss = (losses * batch.shares).sum()
-            if tally:
+            if stepping:
                 number = (batch.shares > 0).sum()
                 self.sums.losses += torch.stack([loss.detach().double() * number, number.double()])
             return list(torch.autograd.grad(loss, trained(module)))
@@ -201,7 +227,10 @@ class Lane:
         Nothing here waits for the device or depends on values, so that a GPU can replay it.
         """
         module = self._central if first else self._module
-        gradients = self._gradients(module, batch, local, tally=True)
+        gradients = self._gradients(module, batch, local, stepping=True)
+        if any(room.done for room in self._places.values()):
+            self._descend(gradients, local, first)
+            return
         with torch.no_grad():
             if local.mu and not first:
                 difference = torch._foreach_sub(self._weights, self._starts)
@@ -230,6 +259,14 @@ class Lane:
                     torch.sub(start, gradient, alpha=local.learning_rate, out=weight)
             if local.correction == "step":
                 torch._foreach_sub_(self._weights, self._corrections, alpha=local.learning_rate)
+
+    @torch.no_grad()
+    def _descend(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
+        """A step of nothing but gradient descent, of those variables that their layers have not moved."""
+        sources = self._starts if first else self._weights
+        for place, (weight, source, gradient) in enumerate(zip(self._weights, sources, gradients)):
+            if place not in self._places or not self._places[place].done:
+                torch.sub(source, gradient, alpha=local.learning_rate, out=weight)
 
     def decay(self, weight: float, local: LocalTraining, scaling: PrivateMean | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""

@@ -21,7 +21,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.layers import GroupNorm, followed
+from pfl_ext.engine.cpu.convolutions import followed
+from pfl_ext.engine.cpu.layers import GroupNorm
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
 

@@ -125,6 +125,12 @@ class LocalTraining:
         """Whether steps change weights that no image reaches."""
         return self.weight_decay > 0 or self.corrects_all
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is gradient descent and nothing else."""
+        more = self.mu or self.momentum or self.weight_decay or self.correction
+        return not more and self.clipping == "none"
+
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The precision that forward runs in."""
         if self.amp is None:

@@ -19,6 +19,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.engine.cpu.layers import CpuLayers
 from pfl_ext.models.classifier import ImageClassifier, memory_format
 
@@ -64,6 +65,8 @@ class Trimmed:
             self.model.set_submodule(name, _cut(layer, sides))
         if layers is not None:
             self.model.backbone = layers.replaced(self.model.backbone, central.input_size)
+            if Crops.know(central.task):
+                self.model.cropping = Crops(central, layers.kernels)
         elif on_gpu:
             self.model.to(memory_format=torch.channels_last)
 

@@ -255,7 +255,9 @@ class ImageClassifier(nn.Module):
         self.backbone = backbone
         self.framing = Framing(input_size, exact_crops, padding)
         self.task = task
-        self._is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
+        self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
+        """The engine's way from images and crops to the backbone's input; it gives None where it has none."""
+        self.is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
         self.register_buffer("mean", torch.tensor(tuple(mean)), persistent=False)
         self.register_buffer("std", torch.tensor(tuple(std)), persistent=False)
 
@@ -273,6 +275,10 @@ class ImageClassifier(nn.Module):
             targets: of these images.
             crops: ``[B, 6]`` or ``[B, 8]`` (`pfl_ext.data.transforms`); None takes the whole images.
         """
+        if self.cropping is not None and crops is not None:
+            x = self.cropping(images, crops)
+            if x is not None:
+                return x.contiguous(memory_format=self.memory_format), targets
         pixels, targets = self.task.augment(images, targets, crops, self.framing)
         return self._normalised(pixels), targets
 
@@ -280,7 +286,7 @@ class ImageClassifier(nn.Module):
         """In the memory format of the backbone's weights: another costs a copy in every layer, which is a
         third of a step on a CPU.
         """
-        if not self._is_plain:
+        if not self.is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
 

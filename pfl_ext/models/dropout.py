@@ -51,6 +51,11 @@ def dropping(crops: Tensor | None) -> Iterator[None]:
         _KEYS.reset(token)
 
 
+def keys_of_images() -> Tensor | None:
+    """The keys of the images that go through the network now, int64 ``[B]``; None: nothing is dropped."""
+    return _KEYS.get()
+
+
 def mixed(z: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): int64 to int64, one to one."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -78,7 +83,7 @@ class KeyedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, ...]`` -> the same shape."""
-        keys = _KEYS.get()
+        keys = keys_of_images()
         if keys is None or not self.p:
             return x
         assert len(keys) == len(x), "a key for each image"

@@ -71,6 +71,7 @@ _MODULES = {
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
+    "pfl_ext/engine/cpu": "convolutions crops dense narrow",
     "pfl_ext/models": "classifier drawing features lora prefix pretrained random_features scatternet small "
     "standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",

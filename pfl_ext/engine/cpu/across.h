@@ -193,12 +193,12 @@ __attribute__((noinline)) static void few_products(const vec* e, long plane, lon
     }
 }
 
-// From the gradient e of the output y, in any order with n last (`of_e`): dx, in the order of x, and dw and db, to which
-// is added, unless they are null.
-static void few_backward(const float* x, const float* e, const Steps& of_e, const float* y, const unsigned char* places,
-                         const float* weights, float* dx, float* dw, float* db, const Few& o, long first, long end) {
+// From the gradient e of the output y, in any order with n last (`of_e`), of which nothing is pooled (`pooled.h`): dx, in
+// the order of x, and dw and db, to which is added, unless they are null.
+static void few_backward(const float* x, const float* e, const Steps& of_e, const float* y, const float* weights,
+                         float* dx, float* dw, float* db, const Few& o, long first, long end) {
   const long margin = o.wide - 1, wide = o.across + 2 * margin, plane = o.down * wide, taps = o.k * o.high * o.wide;
-  vec* full = scratch<vec>(1, o.k * plane + o.c * o.h * o.w);  // the gradient before pooling, between margins of zeros
+  vec* full = scratch<vec>(1, o.k * plane + o.c * o.h * o.w);  // the gradient between margins of zeros
   vec* kept = full + o.k * plane;
   float* packed = scratch<float>(0, taps * o.c + FEW);
   float* start = packed + taps * o.c;
@@ -219,16 +219,9 @@ static void few_backward(const float* x, const float* e, const Steps& of_e, cons
           const long own = ((k * o.rows() + row) * o.columns() + at) * o.n + image;
           vec v = load(e + k * of_e.channel + row * of_e.row + at * of_e.column + image);
           v = real ? v : vec{};
-          if (!o.pool) {
-            if (o.relu) v = load(y + own) <= 0 ? vec{} : v;
-            full[k * plane + row * wide + margin + at] = v;
-            total += v;
-            continue;
-          }
-          const ints place = __builtin_convertvector(*(const Places*)(places + own), ints);
-          for (int q = 0; q < 4; q++)
-            full[k * plane + (2 * row + q / 2) * wide + margin + 2 * at + q % 2] = place == q ? v : vec{};
-          total += place < 4 ? v : vec{};
+          if (o.relu) v = load(y + own) <= 0 ? vec{} : v;
+          full[k * plane + row * wide + margin + at] = v;
+          total += v;
         }
       for (int q = 0; db && q < L; q++) db[k] += total[q];
     }

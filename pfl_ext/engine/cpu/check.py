@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pfl_ext.engine.cpu.build import Unavailable
-from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form
+from pfl_ext.engine.cpu.dense import Room, linear, linear_backward
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu.narrow import (
+    After,
+    few_channels,
+    few_channels_backward,
+    first,
+    first_backward,
+    pooled,
+    pooled_backward,
+)
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
 """Of a compiled layer beside torch's, on float32 and on bfloat16 images; relative, in the norm."""
@@ -54,18 +64,8 @@ def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
         with torch.enable_grad():
             y = F.conv2d(x, apart, stride=2, padding=2, groups=CHANNELS)
             expected += torch.autograd.grad(y, apart, error)
-        small, kernel = x[:, :3, :13], weight[:5, :3]
-        for after in (After(), After(relu=True), After(relu=True, pool=True)):
-            y, laid = kernels.few_channels(small, kernel, scale[:5], (1, 0), after)
-            error = e[:, :5, : y.shape[2], : y.shape[3]]
-            gradients = kernels.few_channels_backward(error, kernel, (1, 0), after, laid, (True, True))
-            found += [y, *(g for g in gradients if g is not None)]
-            with torch.enable_grad():
-                leaves = [t.clone().requires_grad_() for t in (small, kernel, scale[:5])]
-                y = F.conv2d(leaves[0], leaves[1], leaves[2], padding=(1, 0))
-                y = y.relu() if after.relu else y
-                y = F.max_pool2d(y, 2) if after.pool else y
-                expected += [y, *torch.autograd.grad(y, leaves, error)]
+        small = _of_small_networks(kernels, x, e, weight)
+        found, expected = found + small[0], expected + small[1]
     for relu, added in ((False, None), (True, None), (True, torch.cos(x))):
         out, mean, rstd = kernels.group_norm(x, scale, scale, 4, 1e-5, relu, added)
         kept = None if added is None else out
@@ -82,3 +82,51 @@ def check(kernels: CpuKernels, dtype: torch.dtype, tolerance: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         if not (ours - theirs).norm() <= tolerance * theirs.norm():
             raise Unavailable("what the compiler made of them does not compute what torch computes")
+
+
+def _of_small_networks(
+    kernels: CpuKernels, x: Tensor, e: Tensor, weight: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `narrow`, `dense` and `crops` compute from these, and what torch does."""
+    found: list[Tensor | None] = []
+    expected: list[Tensor] = []
+    scale, images, plain = weight[0, :, 0, 0].contiguous(), x[:, :3, :13], After(relu=True)
+    both = After(relu=True, pool=True)
+    for kernel, after, padding in (
+        (weight[:5, :3], After(), (1, 0)),
+        (weight[:5, :3], plain, (1, 0)),
+        (weight[:5, :3], both, (1, 0)),
+        (weight[:, :3], plain, (0, 1)),
+        (weight, both, (0, 0)),
+        (weight, both, (1, 1)),
+    ):
+        given, shift = (x if kernel is weight else images), scale[: len(kernel)]
+        with torch.enable_grad():
+            leaves = [t.clone().requires_grad_() for t in (given, kernel, shift)]
+            y = F.conv2d(leaves[0], leaves[1], leaves[2], padding=padding)
+            y = y.relu() if after.relu else y
+            y = F.max_pool2d(y, 2) if after.pool else y
+            error = e[:, : y.shape[1], : y.shape[2], : y.shape[3]].contiguous()
+            gradients = torch.autograd.grad(y, leaves, error)
+        if kernel.shape[0] == 5:
+            out, laid = few_channels(kernels, given, kernel, shift, padding, after)
+            theirs = few_channels_backward(kernels, error, kernel, padding, after, laid, (True, True))
+        elif after.pool:
+            out, laid = pooled(kernels, given, kernel, shift, padding, relu=True)
+            theirs = pooled_backward(kernels, error, kernel, padding, laid, (True, True))
+        else:
+            out, padded = first(kernels, given, kernel, shift, padding, relu=True)
+            theirs = None, *first_backward(kernels, padded, error, out, kernel, relu=True)
+        found += [out, *theirs]
+        expected += [y, *gradients]
+    rows, units, errors = x[:, :, 0, 0], weight[:, 0, 0].repeat(1, 11)[:, :CHANNELS], e[:, :, 0, 0]
+    units, errors = units.contiguous(), errors.contiguous()
+    room = Room(units, torch.empty_like(units), 0.5)
+    found += [linear(kernels, rows, units, scale, relu=False)]
+    found += linear_backward(kernels, rows, errors, units, None, (True, True, True))
+    linear_backward(kernels, rows, errors, units, None, (False, True, False), room)
+    found += [room.after]
+    step = errors.t() @ rows
+    expected += [rows @ units.t() + scale, errors @ units, step, errors.sum(0), units - 0.5 * step]
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
+    return [a for a, _ in pairs], [b for _, b in pairs]

@@ -59,7 +59,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FLOAT32, _HALF = Way("compiled", torch.float32), Way("compiled", torch.float16)
 _TORCH, _TORCH_BF16 = Way("torch", torch.float32), Way("torch", torch.bfloat16)
 
-FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _TORCH)
+FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _FLOAT32)
 """For ``runtime.precision fp32``, on every processor."""
 BY_PROCESSOR: dict[Feature, Row] = {
     #           3x3, stride 1  depthwise  other convs   GroupNorm  pooling      linear

@@ -8,6 +8,7 @@ They are found in the network's graph, as torch.fx writes it down.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,8 +56,16 @@ class _Tracer(fx.Tracer):
         return isinstance(m, LowRank) or not list(m.children())
 
 
-def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Module]) -> nn.Module:
+def joined(
+    network: nn.Module,
+    norms: type[nn.Module],
+    convolutions: type[nn.Module],
+    linear: type[nn.Module],
+    pooled: Callable[[nn.Module], nn.Module | None] = lambda layer: None,
+) -> nn.Module:
     """The network with such layers doing what comes after them, and nothing else sees, themselves.
+
+    ``pooled``: what stands for another convolution if its outputs are pooled; None: the same as before.
 
     The network itself where there are none, or where its forward cannot be written down as a graph.
     """
@@ -82,7 +91,10 @@ def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Mod
             for node in (*after[::-1], norm):
                 graph.erase_node(node)
             found = True
-    for convolution in [node for node in graph.nodes if kind(node) is convolutions]:
+    for convolution in [node for node in graph.nodes if node.op == "call_module"]:
+        other = None if kind(convolution) is convolutions else pooled(layers[str(convolution.target)])
+        if other is None and kind(convolution) is not convolutions:
+            continue
         nodes = [convolution]
         does: dict[str, Any] = {"relu": False, "pool": False}
         while len(nodes[-1].users) == 1:
@@ -92,7 +104,9 @@ def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Mod
                 break
             does[name] = True
             nodes.append(following)
-        if len(nodes) > 1:
+        if len(nodes) > 1 and (other is None or does["pool"]):
+            if other is not None:
+                network.set_submodule(str(convolution.target), other)
             with graph.inserting_before(nodes[-1]):
                 call = graph.call_module(str(convolution.target), convolution.args, does)
             nodes[-1].replace_all_uses_with(call)
@@ -100,6 +114,14 @@ def joined(network: nn.Module, norms: type[nn.Module], convolutions: type[nn.Mod
                 if kind(node) is nn.MaxPool2d:
                     network.set_submodule(str(node.target), Pooled())
                 graph.erase_node(node)
+            found = True
+    for layer in [node for node in graph.nodes if kind(node) is linear]:
+        if len(layer.users) == 1 and kind(following := next(iter(layer.users))) in RELUS:
+            with graph.inserting_before(following):
+                call = graph.call_module(str(layer.target), layer.args, {"relu": True})
+            following.replace_all_uses_with(call)
+            graph.erase_node(following)
+            graph.erase_node(layer)
             found = True
     return Joined(network, graph) if found else network
 

@@ -5,7 +5,12 @@
 #include "across.h"
 #include "depthwise.h"
 #include "direct.h"
+#include "dropping.h"
+#include "first.h"
 #include "group_norm.h"
+#include "images.h"
+#include "linear.h"
+#include "pooled.h"
 #include "winograd.h"
 
 // work(a), or work(b) where `half` says so; 1 where there was no memory for it, else 0
@@ -67,6 +72,14 @@ long conv3x3(const void* x, const float* w, void* y, long threads, long half, lo
     typedef Image<V> I;
     split(n, threads, [&](long first, long last, long) {
       winograd<V>(at<I>(x, first, h * width * c), w, at<I>(y, first, h * width * k), last - first, h, width, c, k);
+    });
+  });
+}
+long conv3x3_inner(const float* x, const float* w, float* y, long threads, long, long n, long h, long width, long c,
+                   long k) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      winograd<vec, 0>(x + first * h * width * c, w, y + first * (h - 2) * (width - 2) * k, end - first, h, width, c, k);
     });
   });
 }
@@ -156,16 +169,89 @@ long few_channels(const float* x, const float* w, const float* bias, float* y, u
     });
   });
 }
-long few_channels_backward(const float* x, const float* e, const float* y, const unsigned char* places, const float* w,
-                           float* dx, float* dw, long threads, long, long n, long count, long c, long h, long width,
-                           long k, long high, long wide, long relu, long pool, long channel, long row, long column,
-                           long e_channel, long e_row, long e_column) {
-  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, pool != 0, {channel, row, column}};
+long few_channels_backward(const float* x, const float* e, const float* y, const float* w, float* dx, float* dw,
+                           long threads, long, long n, long count, long c, long h, long width, long k, long high,
+                           long wide, long relu, long channel, long row, long column, long e_channel, long e_row,
+                           long e_column) {
+  const Few o = {n, count, c, h, width, k, high, wide, relu != 0, false, {channel, row, column}};
   const Steps of_e = {e_channel, e_row, e_column};
   const long size = k * high * wide * c;  // after dw stands db
   return choose(0, 0, 0, [&](int) {
     split_sum(n / L, threads, dw, size + k, [&](long first, long end, float* own) {
-      few_backward(x, e, of_e, y, places, w, dx, own, own ? own + size : nullptr, o, first * L, end * L);
+      few_backward(x, e, of_e, y, w, dx, own, own ? own + size : nullptr, o, first * L, end * L);
+    });
+  });
+}
+long pool_outputs(const float* y, const float* bias, float* out, unsigned char* places, long threads, long, long n,
+                  long rows, long columns, long k, long relu, long image, long row, long column) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      pool(y, {image, 1, row, column}, bias, out, places, rows, columns, k, relu != 0, first, end);
+    });
+  });
+}
+long pooled_gradients(const float* x, const float* e, const unsigned char* places, const float* w, float* dx, float* dw,
+                      long threads, long, long n, long h, long width, long c, long k, long high, long wide,
+                      long e_image, long e_channel, long e_row, long e_column, long place_image, long place_channel,
+                      long place_row, long place_column) {
+  const Pooled o = {n,    h,    width, c, k, high, wide, {e_image, e_channel, e_row, e_column},
+                    {place_image, place_channel, place_row, place_column}};
+  const long size = k * high * wide * c;  // after dw stands db
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n, threads, dw, size + k, [&](long first, long end, float* own) {
+      pooled_backward(x, e, places, w, dx, own, own ? own + size : nullptr, o, first, end);
+    });
+  });
+}
+long crop_images(const unsigned char* images, const float* crops, const float* table, float* input, long threads, long,
+                 long n, long h, long width, long size, long apart, long reflect) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      crop(images, crops, table, input, h, width, size, apart, reflect != 0, first, end);
+    });
+  });
+}
+long linear_layer(const float* x, const float* w, const float* bias, float* y, long threads, long, long n, long c, long k,
+                  long relu) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      linear(x + first * c, w, bias, y + first * k, end - first, c, k, relu != 0);
+    });
+  });
+}
+long linear_gradients(const float* x, const float* e, const float* w, float* dx, float* dw, long threads, long, long n,
+                      long c, long k, long step, double rate) {
+  return choose(0, 0, 0, [&](int) {
+    if (threads == 1) return linear_backward(x, e, w, dx, dw, n, c, k, step != 0, float(rate), 0, k);
+    split(dx ? n : 0, threads, [&](long first, long end, long) {  // before any weight is changed
+      linear_backward(x, e + first * k, w, dx + first * c, nullptr, end - first, c, k, false, 0, 0, k);
+    });
+    split(k, threads, [&](long first, long end, long) {
+      linear_backward(x, e, w, nullptr, dw, n, c, k, step != 0, float(rate), first, end);
+    });
+  });
+}
+long drop_units(const float* x, const int64_t* keys, float* y, long threads, long, long n, long outer, long inner,
+                long across, long along, long number, long least, long of_outer, long of_inner, double factor) {
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) {
+      drop(x, keys, y, outer, inner, across, along, number, least, float(factor), of_outer, of_inner, first, end);
+    });
+  });
+}
+long first_layer(const float* x, const float* w, const float* bias, float* y, long threads, long, long n, long h,
+                 long width, long c, long k, long high, long wide, long relu) {
+  const First o = {n, h, width, c, k, high, wide, relu != 0};
+  return choose(0, 0, 0, [&](int) {
+    split(n, threads, [&](long first, long end, long) { first_forward(x, w, bias, y, o, first, end); });
+  });
+}
+long first_gradients(const float* x, const float* e, const float* y, float* dw, long threads, long, long n, long h,
+                     long width, long c, long k, long high, long wide, long relu) {
+  const First o = {n, h, width, c, k, high, wide, relu != 0};
+  return choose(0, 0, 0, [&](int) {
+    split_sum(n, threads, dw, (o.taps() + 1) * k, [&](long first, long end, float* own) {
+      first_backward(x, e, y, own, o, first, end);
     });
   });
 }

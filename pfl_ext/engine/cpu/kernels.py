@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ transforms of the weights of a pair of channels, likewise (ResNet-18's layers, s
 SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "has_halves": (0, 0, 0),
     "conv3x3": (3, 7, 0),
+    "conv3x3_inner": (3, 7, 0),
     "conv3x3_backward": (5, 7, 0),
     "convolve": (3, 12, 0),
     "convolve_backward": (5, 12, 0),
@@ -42,7 +43,15 @@ SIGNATURES = {  # pointers, whole numbers (threads, half and sizes), others
     "lanes": (0, 0, 0),
     "lay_images": (2, 7, 0),
     "few_channels": (5, 15, 0),
-    "few_channels_backward": (7, 18, 0),
+    "few_channels_backward": (6, 17, 0),
+    "pool_outputs": (4, 10, 0),
+    "pooled_gradients": (6, 17, 0),
+    "crop_images": (4, 8, 0),
+    "linear_layer": (4, 6, 0),
+    "first_layer": (4, 10, 0),
+    "first_gradients": (4, 10, 0),
+    "drop_units": (3, 11, 1),
+    "linear_gradients": (5, 6, 1),
 }
 
 
@@ -63,6 +72,11 @@ class Form:
         tiles = n * -(-height // 4) * -(-width // 4)
         return 36 * tiles * PRODUCT + WEIGHTS < 9 * n * height * width
 
+    def pays_without_padding(self, n: int, height: int, width: int) -> bool:
+        """`pays`, of the same convolution without its padding, which it is here."""
+        padded = Form(self.high, self.wide, self.stride, 1, 1)
+        return (self.top, self.left) == (0, 0) and padded.pays(n, height - 2, width - 2)
+
     def halves_pay(self, n: int, height: int, width: int) -> bool:
         """Whether half floats are the faster ones: not where the weights are most of the work."""
         down, across = self.output(height, width)
@@ -74,25 +88,6 @@ class Form:
             (height + 2 * self.top - self.high) // self.stride + 1,
             (width + 2 * self.left - self.wide) // self.stride + 1,
         )
-
-
-class Laid(NamedTuple):
-    """What `CpuKernels.few_channels` leaves for its gradients."""
-
-    images: Tensor
-    """``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of whole vectors."""
-    out: Tensor | None = None
-    """``[K, H', W', N']``; not needed without ReLU."""
-    places: Tensor | None = None
-    """Of each output which of the four it is that were pooled, uint8; None where nothing was."""
-
-
-@dataclass(frozen=True)
-class After:
-    """What follows a convolution: ReLU, and the largest of each 2 x 2 positions."""
-
-    relu: bool = False
-    pool: bool = False
 
 
 class CpuKernels:
@@ -127,7 +122,8 @@ class CpuKernels:
             self._functions[name] = function
         self.has_halves = bool(self._functions["has_halves"]())
         """Whether the processor does arithmetic with half floats (AVX512-FP16), as the compiler knows it."""
-        self._lanes = int(self._functions["lanes"]())
+        self.lanes = int(self._functions["lanes"]())
+        """Numbers that a vector holds."""
 
     @cached_property
     def feature(self) -> Feature:
@@ -142,7 +138,12 @@ class CpuKernels:
     def __deepcopy__(self, memo: Any) -> CpuKernels:
         return self  # networks that hold it are copied
 
-    def _call(self, name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+    def call(self, name: str, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+        """One of the compiled functions; None is a null pointer.
+
+        Raises:
+            ValueError: there is no memory.
+        """
         images = tensors[0]
         assert images is not None
         pointers = (None if t is None else t.data_ptr() for t in tensors)
@@ -156,12 +157,12 @@ class CpuKernels:
         assert c % CHANNELS == k % CHANNELS == 0, "other channels would be read beyond their end"
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             return self.convolution(x.float(), weight, form).to(x.dtype)
-        x, weight = _last(x), _last(weight)
-        out = _empty((n, k, *form.output(h, w)), x.dtype)
+        x, weight = last(x), last(weight)
+        out = empty((n, k, *form.output(h, w)), x.dtype)
         if form.pays(n, h, w):
-            self._call("conv3x3", (x, weight, out), n, h, w, c, k)
+            self.call("conv3x3", (x, weight, out), n, h, w, c, k)
         else:
-            self._call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
+            self.call("convolve", (x, weight, out), n, h, w, c, k, *astuple(form))
         return out
 
     def convolution_backward(
@@ -174,13 +175,13 @@ class CpuKernels:
         if x.dtype != torch.float32 and not form.halves_pay(n, h, w):
             dx, dw = self.convolution_backward(x.float(), e.float(), weight, form, wanted)
             return None if dx is None else dx.to(x.dtype), dw
-        x, e, weight = _last(x), _last(e), _last(weight)
+        x, e, weight = last(x), last(e), last(weight)
         dx = torch.empty_like(x) if wanted[0] else None
         dw = torch.empty_like(weight) if wanted[1] else None
         if form.pays(n, h, w):
-            self._call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
+            self.call("conv3x3_backward", (x, e, weight, dx, dw), n, h, w, c, k)
         else:
-            self._call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
+            self.call("convolve_backward", (x, e, weight, dx, dw), n, h, w, c, k, *astuple(form))
         return dx, dw
 
     def depthwise_weights(self, x: Tensor, e: Tensor, form: Form) -> Tensor:
@@ -192,73 +193,8 @@ class CpuKernels:
         assert c % DEPTHWISE_CHANNELS == 0
         assert high == wide == DEPTHWISE_SIDE
         dw = torch.zeros(high * wide, c)
-        self._call("depthwise_weights", (_last(x), _last(e), dw), n, h, w, c, *astuple(form))
+        self.call("depthwise_weights", (last(x), last(e), dw), n, h, w, c, *astuple(form))
         return dw.t().reshape(c, 1, high, wide)
-
-    def few_channels(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], after: After
-    ) -> tuple[Tensor, Laid]:
-        """``[N, C, H, W]`` by ``[K, C, high, wide]`` with stride 1 -> ``[N, K, H', W']``, and what follows.
-
-        Vectors go across images, so that no channels are needed to fill them. Float32.
-        """
-        images, weight = self.laid(x, *padding), _last(weight)
-        c, h, w, n = images.shape
-        k, _, high, wide = weight.shape
-        shape = [k, h - high + 1, w - wide + 1, n]
-        if after.pool:
-            shape[1:3] = [side // 2 for side in shape[1:3]]
-        out = torch.empty(shape)
-        places = torch.empty(shape, dtype=torch.uint8) if after.pool else None
-        sizes = (n, len(x), c, h, w, k, high, wide, after.relu, after.pool, *images.stride()[:3])
-        self._call("few_channels", (images, weight, bias, out, places), *sizes)
-        return out.permute(3, 0, 1, 2)[: len(x)], Laid(images, out, places)
-
-    def few_channels_backward(
-        self,
-        e: Tensor,
-        weight: Tensor,
-        padding: tuple[int, int],
-        after: After,
-        laid: Laid,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's: the gradients of ``x``, of weights and of bias.
-
-        ``wanted``: whether that of ``x``, and whether the others.
-        """
-        images, weight, e_laid = laid.images, _last(weight), self.laid(e)
-        c, h, w, n = images.shape
-        k, _, high, wide = weight.shape
-        both = torch.zeros(weight.numel() + k) if wanted[1] else None
-        dx = torch.empty_strided(images.shape, images.stride()) if wanted[0] else None
-        tensors = (images, e_laid, laid.out, laid.places, weight, dx, both)
-        sizes = (n, len(e), c, h, w, k, high, wide, after.relu, after.pool)
-        steps = (*images.stride()[:3], *e_laid.stride()[:3])
-        self._call("few_channels_backward", tensors, *sizes, *steps)
-        dw = None if both is None else both[:-k].view(k, high, wide, c).permute(0, 3, 1, 2)
-        if dx is not None:
-            (top, left), dx = padding, dx.permute(3, 0, 1, 2)[: len(e)]
-            dx = dx[:, :, top : h - top, left : w - left]
-        return dx, dw, None if both is None else both[-k:]
-
-    def laid(self, x: Tensor, top: int = 0, left: int = 0) -> Tensor:
-        """``[N, C, H, W]`` -> ``[C, H + 2 top, W + 2 left, N']`` of `Laid`, as it is where it is laid so."""
-        x = x.detach()
-        n, c, h, w = x.shape
-        most = -(-n // self._lanes) * self._lanes
-        if not (top or left):
-            room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-            if x.stride() == (1, h * w * most, w * most, most) and room >= c * h * w * most:
-                return x.as_strided((c, h, w, most), (h * w * most, w * most, most, 1))
-            if x.is_contiguous():
-                out = torch.empty(c, h, w, most)
-                self._call("lay_images", (x, out), n, most, 1, c * h * w, 0)
-                return out
-        x, wide = _last(x), w + 2 * left
-        out = (torch.zeros if top or left else torch.empty)(h + 2 * top, wide, c, most)
-        self._call("lay_images", (x, out[top:, left:]), n, most, h, w * c, wide * c)
-        return out.permute(2, 0, 1, 3)
 
     def group_norm(
         self,
@@ -275,11 +211,11 @@ class CpuKernels:
         With ``relu`` the output is ``relu(norm)``, or ``relu(norm + added)``.
         """
         assert added is None or added.dtype == x.dtype
-        x, added = _last(x), None if added is None else _last(added)
+        x, added = last(x), None if added is None else last(added)
         (n, c, h, w), out = x.shape, torch.empty_like(x)
         mean, rstd = torch.empty(n, groups), torch.empty(n, groups)
         tensors = (x, added, weight, bias, out, mean, rstd)
-        self._call("group_norm", tensors, n, h * w, c, groups, _following(relu, added), eps)
+        self.call("group_norm", tensors, n, h * w, c, groups, _following(relu, added), eps)
         return out, mean, rstd
 
     def group_norm_backward(
@@ -298,12 +234,12 @@ class CpuKernels:
         ``out`` is `group_norm`'s, and given where something was added.
         """
         assert e.dtype == x.dtype
-        x, e = _last(x), _last(e)
+        x, e = last(x), last(e)
         (n, c, h, w), dx = x.shape, torch.empty_like(x)
         scale, shift = torch.empty(n, c), torch.empty(n, c)
         dz = None if out is None else torch.empty_like(x)
         tensors = (x, out, e, weight, bias, mean, rstd, dx, dz, shift, scale)
-        self._call("group_norm_backward", tensors, n, h * w, c, mean.shape[1], _following(relu, out))
+        self.call("group_norm_backward", tensors, n, h * w, c, mean.shape[1], _following(relu, out))
         return dx, scale, shift, dz
 
 
@@ -312,9 +248,11 @@ def _following(relu: bool, added: Tensor | None) -> int:
     return 0 if not relu else 1 if added is None else 2
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Channels last, with nothing in it."""
     return torch.empty(tuple(shape), dtype=dtype, memory_format=torch.channels_last)
 
 
-def _last(x: Tensor) -> Tensor:
+def last(x: Tensor) -> Tensor:
+    """Channels last, without its history."""
     return x.detach().contiguous(memory_format=torch.channels_last)

@@ -9,111 +9,29 @@ import sys
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
-from pfl_ext.engine.cpu.choice import Row, chosen, kind_of
+from pfl_ext.engine.cpu.choice import FLOAT32, Row, chosen, kind_of
+from pfl_ext.engine.cpu.convolutions import (
+    LARGEST_SIDE,
+    Convolution,
+    FewChannels,
+    PooledConvolution,
+    entering,
+    followed,
+    taken,
+)
+from pfl_ext.engine.cpu.dense import Dropout, Linear
 from pfl_ext.engine.cpu.depthwise import Depthwise, depthwise
 from pfl_ext.engine.cpu.joining import joined
-from pfl_ext.engine.cpu.kernels import CHANNELS, After, CpuKernels, Form, Laid
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
+from pfl_ext.models.dropout import KeyedDropout
 
-FEW, LARGEST_SIDE = 16, 64
-"""Channels, in or out, below which a convolution is `FewChannels`; a side beyond which images, whose places a
-vector holds side by side, would not stay in the cache."""
-
-
-class Convolution(nn.Conv2d):
-    """A convolution by `CpuKernels`, with another's weights.
-
-    ``multiplied``: the format of the numbers that it multiplies where torch's autocast is on.
-    """
-
-    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
-        super().__init__(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            bias=layer.bias is not None,
-            device="meta",
-        )
-        self.weight, self.bias = layer.weight, layer.bias
-        self.kernels, self.multiplied = kernels, multiplied
-
-    @property
-    def form(self) -> Form:
-        """What `CpuKernels` must know."""
-        assert not isinstance(self.padding, str)
-        (high, wide), (top, left) = self.kernel_size, self.padding
-        return Form(high, wide, self.stride[0], top, left)
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
-        return taken(x) and (self.kernels.has_halves or not half)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
-        if not self.takes(x):
-            return super().forward(x)
-        out: Tensor = _Convolve.apply(entering(x), self.weight, self)
-        return out if self.bias is None else out + self.bias[:, None, None].to(out.dtype)
-
-    def gradients(
-        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
-        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
-
-
-class FewChannels(nn.Conv2d):
-    """A convolution of few channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
-
-    Its weights are another's. Where torch's autocast is on, torch computes it.
-    """
-
-    multiplied = torch.float32
-
-    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
-        super().__init__(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            padding=layer.padding,  # type: ignore[arg-type]
-            bias=layer.bias is not None,
-            device="meta",
-        )
-        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
-        plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
-        return plain and max(x.shape[2:]) <= LARGEST_SIDE and not torch.is_autocast_enabled("cpu")
-
-    def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
-        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
-        if not self.takes(x):
-            return followed(super().forward(x), relu, None, pool)
-        out: Tensor = _Few.apply(x, self.weight, self.bias, self, After(relu, pool))
-        return out
-
-    def gradients(
-        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the convolution's gradient: those of ``x`` and the weights."""
-        laid = Laid(self.kernels.laid(x, *self.sides))
-        return self.kernels.few_channels_backward(e, self.weight, self.sides, After(), laid, wanted)[:2]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """The padding above and to the left."""
-        assert not isinstance(self.padding, str)
-        top, left = self.padding
-        return top, left
+FEW = 16
+"""Channels, in or out, below which a convolution is `FewChannels`."""
 
 
 class GroupNorm(nn.GroupNorm):
@@ -154,57 +72,6 @@ class GroupNorm(nn.GroupNorm):
         """As `CpuKernels.group_norm_backward`."""
         x, mean, rstd, *out = ctx.saved_tensors
         return self.kernels.group_norm_backward(x, e, self.weight, self.bias, mean, rstd, ctx.relu, *out)
-
-
-def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
-    """What comes after a norm or a convolution, by torch."""
-    x = x if added is None else x + added
-    x = x.relu() if relu else x
-    return F.max_pool2d(x, 2) if pool else x
-
-
-def taken(x: Tensor) -> bool:
-    """Whether these images are of a kind that the compiled layers know."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-
-
-def entering(x: Tensor) -> Tensor:
-    """Images as a compiled layer takes them: where torch's autocast is on, in bfloat16."""
-    return x.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else x
-
-
-class _Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Convolution) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.form = layer, layer.form
-        return layer.kernels.convolution(x, weight, ctx.form)
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
-
-
-class _Few(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
-    ) -> Tensor:
-        out, laid = layer.kernels.few_channels(x, weight, bias, layer.sides, after)
-        ctx.save_for_backward(weight, *laid)
-        ctx.layer, ctx.after = layer, after
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *laid = ctx.saved_tensors
-        layer, wanted = ctx.layer, ctx.needs_input_grad
-        dx, dw, db = layer.kernels.few_channels_backward(
-            e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
-        )
-        return dx, dw, db if wanted[2] else None, None, None
 
 
 class _Normalise(torch.autograd.Function):
@@ -249,6 +116,12 @@ class CpuLayers(NamedTuple):
         normed = any(isinstance(m, nn.GroupNorm | FrozenStatisticsBatchNorm2d) for m in network.modules())
         for name, layer in list(network.named_modules()):
             kind = kind_of(layer)
+            dense = self._dense(layer)
+            if dense is not None:
+                if layer is network:
+                    return dense
+                network.set_submodule(name, dense)
+                continue
             if kind is None or self.row.way(kind).by != "compiled" or not compilable(layer):
                 continue
             # a norm would have the images in channels-last memory again
@@ -267,7 +140,20 @@ class CpuLayers(NamedTuple):
             if layer is network:
                 return made
             network.set_submodule(name, made)
-        return joined(network, GroupNorm, FewChannels)
+        return joined(network, GroupNorm, FewChannels, Linear, self._pooled)
+
+    def _dense(self, layer: nn.Module) -> nn.Module | None:
+        if type(layer) is KeyedDropout:
+            return Dropout(layer, self.kernels)
+        if type(layer) is nn.Linear and self.row.way("linear").by == "compiled":
+            return Linear(layer, self.kernels)
+        return None
+
+    def _pooled(self, layer: nn.Module) -> nn.Module | None:
+        """What stands for a convolution whose outputs are pooled, if it is another module."""
+        if not poolable(layer) or self.row.way("other convolutions") != FLOAT32.convolution:
+            return None
+        return PooledConvolution(layer, self.kernels, compilable(layer) or isinstance(layer, Convolution))
 
 
 def gains(network: nn.Module) -> bool:
@@ -304,6 +190,13 @@ def few(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     if not _plain(layer) or layer.stride != (1, 1) or layer.kernel_size == (1, 1):
         return False
     return min(layer.in_channels, layer.out_channels) < FEW
+
+
+def poolable(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a convolution, of which few channels are not thought of, can be `PooledConvolution`."""
+    if not (isinstance(layer, Convolution) or _plain(layer)):
+        return False
+    return layer.stride == (1, 1) and layer.out_channels >= FEW
 
 
 def _plain(layer: nn.Module) -> TypeGuard[nn.Conv2d]:

@@ -96,8 +96,9 @@ template <class V, class To> static void product(const One<V>* a, long ai, long 
 
 template <class V> struct Shape {
   long n, h, w, c, k, down, across, tiles, block, rows;  // block: tiles at a time, in so many rows of a plane
-  Shape(long n, long h, long w, long c, long k)
-      : n(n), h(h), w(w), c(c), k(k), down((h + 3) / 4), across((w + 3) / 4), tiles(n * down * across) {
+  Shape(long n, long h, long w, long c, long k, long pad = 1)  // h x w: of the inputs
+      : n(n), h(h), w(w), c(c), k(k), down((h + 2 * pad + 1) / 4), across((w + 2 * pad + 1) / 4),
+        tiles(n * down * across) {
     // What is between the transforms should stay in the cache; with many channels the weights' transforms must pay.
     const long most = c + k <= 512 ? 64 : 128, parts = (tiles + most - 1) / most, step = 4 * each<V>;
     block = ((tiles + parts - 1) / parts + step - 1) / step * step, rows = block / each<V>;
@@ -246,29 +247,30 @@ template <class V, class Make> struct Panels {
     return before ? u + p * size : u;
   }
 };
-// A block of tiles of y, of k channels, from x, of c channels.
-template <class V, class Weights> static void tiles(const Shape<V>& s, long first, const Image<V>* x, long c, float scale,
-                                                    const Weights& weights, Image<V>* y, long k) {
+// A block of tiles of y, of k channels and shape `outputs`, from x, of c channels, with this padding.
+template <class V, int PAD = 1, class Weights> static void tiles(
+    const Shape<V>& s, const Shape<V>& outputs, long first, const Image<V>* x, long c, float scale,
+    const Weights& weights, Image<V>* y, long k) {
   const long tc = apart(s.rows * c), tk = apart(s.rows * k);
   One<V>*v = scratch<One<V>>(0, F * tc), *m = scratch<One<V>>(1, F * tk);
-  into<V, 6, 1>(x, s, first, c, v, scale, Side<V>::window);
+  into<V, 6, PAD>(x, s, first, c, v, scale, Side<V>::window);
   for (long p = 0; p < k / WIDE; p++) {
     const One<V>* u = weights.at(p);
     for (int f = 0; f < F; f++)
       product<V>(v + f * tc, c, 1, u + f * apart(c * WIDE), WIDE, m + f * tk + p * WIDE, k, c, s.rows);
   }
-  out_of<V>(m, s, first, k, y, 1 / weights.scale / scale);
+  out_of<V>(m, outputs, first, k, y, 1 / weights.scale / scale);
 }
 
-// y = w * x
-template <class V> static void winograd(const Image<V>* x, const float* w, Image<V>* y, long n, long h, long width,
+// y = w * x, with a padding of PAD, which is 1 or, of floats, 0
+template <class V, int PAD = 1> static void winograd(const Image<V>* x, const float* w, Image<V>* y, long n, long h, long width,
                                         long c, long k) {
-  const Shape<V> s(n, h, width, c, k);
+  const Shape<V> s(n, h, width, c, k, PAD), outputs(n, h + 2 * PAD - 2, width + 2 * PAD - 2, c, k);
   const float scale = weight_scale<V>(w, 9 * c * k, c);
   auto make = [&](long p, One<V>* u) { for_outputs<V>(w, c, p * WIDE, u, scale); };
   const Panels<V, decltype(make)> weights(!s.whole(), c, k / WIDE, scale, make);
   for (long first = 0; first < s.tiles; first += s.block)
-    tiles<V>(s, first, x, c, block_scale<V>(x, s, first, c), weights, y, k);
+    tiles<V, PAD>(s, outputs, first, x, c, block_scale<V>(x, s, first, c), weights, y, k);
 }
 
 // From e, the gradient of y: dx and dw, each unless it is null.
@@ -305,7 +307,7 @@ template <class V> static void winograd_backward(const Image<V>* x, const Image<
         if (s.whole()) settle(begin);
       }
     }
-    if (dx) tiles<V>(s, first, e, k, signal, weights, dx, c);
+    if (dx) tiles<V>(s, s, first, e, k, signal, weights, dx, c);
   }
   if (dw && !s.whole()) settle(0);
 }

@@ -192,14 +192,14 @@ def test_a_round_in_bfloat16_is_computed_as_the_table_says(
     exact = setting.run(True)[0]
     setting.amp = torch.bfloat16
     calls: list[str] = []
-    call = CpuKernels._call
+    call = CpuKernels.call
 
     def counted(self: CpuKernels, name: str, tensors: Sequence[Tensor], *rest: float) -> None:
         if tensors[0].dtype == torch.bfloat16:  # the engine tries its float32 network, too
             calls.append(name)
         call(self, name, tensors, *rest)
 
-    monkeypatch.setattr(CpuKernels, "_call", counted)
+    monkeypatch.setattr(CpuKernels, "call", counted)
     monkeypatch.setattr(check, "check", lambda *_: None)  # which calls everything
     apart = distance(setting.run(True, lanes=1)[0], exact)
     assert apart <= allowed
@@ -233,11 +233,12 @@ def test_what_is_recorded_names_each_kind_of_layer_and_its_numbers(monkeypatch: 
     for feature in ("AMX", "AVX512-BF16", "none"):
         monkeypatch.setattr(CpuKernels, "feature", feature)
         said[feature] = engine().arithmetic(torch.bfloat16)
+    linear = "linear by compiled float32"
     mixed = "convolutions by torch, GroupNorm by compiled float32, pooling by torch, linear by torch"
     convolutions = (
         "3x3 convolutions by compiled float32 (1) and torch (1), other convolutions by compiled float32"
     )
-    plain = mixed.replace("convolutions by torch", convolutions)
+    plain = mixed.replace("convolutions by torch", convolutions).replace("linear by torch", linear)
     assert said["AMX"] == said["AVX512-BF16"] == f"bfloat16: {mixed}"
     assert said["none"] == engine().arithmetic(None) == f"float32: {plain}"
     assert engine(cpu_kernels=False).arithmetic(torch.bfloat16) == "bfloat16: all layers by torch"
@@ -246,8 +247,8 @@ def test_what_is_recorded_names_each_kind_of_layer_and_its_numbers(monkeypatch: 
     cifar = build_backbone(config, 10, torch.Generator().manual_seed(0))
     assert gains(cifar)
     taken = CpuLayers(KERNELS, FLOAT32).replaced(cifar)  # type: ignore[arg-type]
-    half = "by compiled float32 (1) and torch (1)"  # the first of two, and the pooling after it
-    assert described(taken, None) == f"float32: other convolutions {half}, pooling {half}, linear by torch"
+    kinds = ("other convolutions", "pooling", "linear")
+    assert described(taken, None) == f"float32: {', '.join(f'{kind} by compiled float32' for kind in kinds)}"
     assert all(memory_format(p) == torch.channels_last for p in taken.parameters() if p.ndim == 4)
 
 

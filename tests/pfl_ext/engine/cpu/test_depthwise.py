@@ -86,13 +86,13 @@ def deep_backbone() -> nn.Module:
 def test_a_cohort_is_that_of_pfls_loop(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of users with one step, whose gradients come out of one pass, and with several."""
     calls: list[str] = []
-    call = CpuKernels._call
+    call = CpuKernels.call
 
     def counted(self: CpuKernels, name: str, *rest: Any) -> None:
         calls.append(name)
         call(self, name, *rest)
 
-    monkeypatch.setattr(CpuKernels, "_call", counted)
+    monkeypatch.setattr(CpuKernels, "call", counted)
     more: dict[str, Any] = {} if clipping == "none" else {"clipping": clipping, "max_norm": 0.3}
     setting = Setting([1, 2, 9, 5], learning_rate=0.05, backbone=deep_backbone, **more)
     theirs, ours = setting.run(False)[0], setting.run(True, lanes=2)[0]

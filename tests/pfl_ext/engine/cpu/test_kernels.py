@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pfl_ext.engine.cpu import kernels as cpu_kernels
-from pfl_ext.engine.cpu.kernels import After, Form
+from pfl_ext.engine.cpu.kernels import Form
+from pfl_ext.engine.cpu.narrow import After, few_channels, few_channels_backward, lay_out
 from tests.pfl_ext.engine.cpu.roundings import (
     ALIKE,
     BFLOAT16,
@@ -136,12 +137,12 @@ def test_a_convolution_of_few_channels_and_what_follows_it_are_torchs(
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        images = KERNELS.laid(x).permute(3, 0, 1, 2)[:n] if laid else x
-        ours, kept = KERNELS.few_channels(images, weight, shift, padding, after)
-        signals = KERNELS.laid(e).permute(3, 0, 1, 2)[:n] if laid else e
-        found = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (True, True))
-        only_x = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (True, False))
-        only_w = KERNELS.few_channels_backward(signals, weight, padding, after, kept, (False, True))
+        images = lay_out(KERNELS, x).permute(3, 0, 1, 2)[:n] if laid else x
+        ours, kept = few_channels(KERNELS, images, weight, shift, padding, after)
+        signals = lay_out(KERNELS, e).permute(3, 0, 1, 2)[:n] if laid else e
+        found = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (True, True))
+        only_x = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (True, False))
+        only_w = few_channels_backward(KERNELS, signals, weight, padding, after, kept, (False, True))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(ours.double(), theirs)
@@ -162,12 +163,12 @@ def test_what_stands_beside_the_images_of_a_vector_is_of_no_effect() -> None:
     most[..., :5] = torch.randn(3, 8, 8, 5, generator=draw)
     outcomes = []
     for x in (most.permute(3, 0, 1, 2)[:5], most[..., :5].permute(3, 0, 1, 2).contiguous()):
-        out, laid = KERNELS.few_channels(x, weight, None, (0, 0), after)
+        out, laid = few_channels(KERNELS, x, weight, None, (0, 0), after)
         e = torch.full((4, 3, 3, 64), torch.nan)
         e[..., :5] = torch.cos(torch.arange(180.0)).view(4, 3, 3, 5)
         signals = e.permute(3, 0, 1, 2)[:5]
         outcomes.append(
-            (out, *KERNELS.few_channels_backward(signals, weight, (0, 0), after, laid, (True, True)))
+            (out, *few_channels_backward(KERNELS, signals, weight, (0, 0), after, laid, (True, True)))
         )
     for with_more, alone in zip(*outcomes):
         assert torch.equal(with_more, alone)

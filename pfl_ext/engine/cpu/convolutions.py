@@ -1,0 +1,246 @@
+"""Modules that do a network's convolutions by `kernels` and `narrow`.
+
+Shape letters: N images, C channels in, K channels out, H and W positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels, Form
+from pfl_ext.engine.cpu.narrow import (
+    After,
+    Laid,
+    few_channels,
+    few_channels_backward,
+    first,
+    first_backward,
+    lay_out,
+    pooled,
+    pooled_backward,
+)
+
+LARGEST_SIDE = 64
+"""A side beyond which images, whose places a vector holds side by side, would not stay in the cache; what is
+pooled was not measured beyond it."""
+
+
+class Convolution(nn.Conv2d):
+    """A convolution by `CpuKernels`, with another's weights.
+
+    ``multiplied``: the format of the numbers that it multiplies where torch's autocast is on.
+    """
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
+        super().__init__(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            layer.stride,  # type: ignore[arg-type]
+            layer.padding,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        self.weight, self.bias = layer.weight, layer.bias
+        self.kernels, self.multiplied = kernels, multiplied
+
+    @property
+    def form(self) -> Form:
+        """What `CpuKernels` must know."""
+        assert not isinstance(self.padding, str)
+        (high, wide), (top, left) = self.kernel_size, self.padding
+        return Form(high, wide, self.stride[0], top, left)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
+        half = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        return taken(x) and (self.kernels.has_halves or not half)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
+        if not self.takes(x):
+            return super().forward(x)
+        out: Tensor = _Convolve.apply(entering(x), self.weight, self)
+        return out if self.bias is None else out + self.bias[:, None, None].to(out.dtype)
+
+    def gradients(
+        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
+        return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
+
+
+class FewChannels(nn.Conv2d):
+    """A convolution of few channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
+
+    Its weights are another's. Where torch's autocast is on, torch computes it.
+    """
+
+    multiplied = torch.float32
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
+        super().__init__(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,  # type: ignore[arg-type]
+            padding=layer.padding,  # type: ignore[arg-type]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` ``[N, C, H, W]`` goes this way."""
+        return float32_images(x) and max(x.shape[2:]) <= LARGEST_SIDE
+
+    def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
+        if not self.takes(x):
+            return followed(super().forward(x), relu, None, pool)
+        kind: Any = _First if self._first(x, pool) else _Few
+        out: Tensor = kind.apply(x, self.weight, self.bias, self, After(relu, pool))
+        return out
+
+    def _first(self, x: Tensor, pool: bool) -> bool:
+        """Whether vectors are filled with channels: of the first layer, whose outputs are not pooled."""
+        return not (pool or x.requires_grad) and self.out_channels % CHANNELS == 0
+
+    def gradients(
+        self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """From ``e`` ``[N, K, H', W']``, the convolution's gradient: those of ``x`` and the weights."""
+        laid = Laid(lay_out(self.kernels, x, *self.sides))
+        return few_channels_backward(self.kernels, e, self.weight, self.sides, After(), laid, wanted)[:2]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The padding above and to the left."""
+        assert not isinstance(self.padding, str)
+        top, left = self.padding
+        return top, left
+
+
+class PooledConvolution(Convolution):
+    """A convolution of more channels by `CpuKernels`, with the 2 x 2 max-pooling, and ReLU, after it.
+
+    Where nothing is pooled it is a `Convolution`, or, unless it is ``whole``, torch's.
+    """
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, whole: bool) -> None:
+        super().__init__(layer, kernels, torch.float32)
+        self.whole = whole
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` goes by `Convolution` where nothing is pooled."""
+        return self.whole and super().takes(x)
+
+    def forward(self, x: Tensor, relu: bool = False, pool: bool = False) -> Tensor:
+        """``[N, C, H, W]`` -> ``[N, K, H', W']``."""
+        if not pool or not float32_images(x) or max(x.shape[2:]) > LARGEST_SIDE:
+            return followed(super().forward(x), relu, None, pool)
+        out: Tensor = _Pool.apply(x, self.weight, self.bias, self, relu)
+        return out
+
+
+def followed(x: Tensor, relu: bool, added: Tensor | None, pool: bool = False) -> Tensor:
+    """What comes after a norm or a convolution, by torch."""
+    x = x if added is None else x + added
+    x = x.relu() if relu else x
+    return F.max_pool2d(x, 2) if pool else x
+
+
+def float32_images(x: Tensor) -> bool:
+    """Whether these are images that are multiplied as float32, on a CPU."""
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 4 and x.numel() > 0
+    return plain and not torch.is_autocast_enabled("cpu")
+
+
+def taken(x: Tensor) -> bool:
+    """Whether these images are of a kind that the compiled layers know."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def entering(x: Tensor) -> Tensor:
+    """Images as a compiled layer takes them: where torch's autocast is on, in bfloat16."""
+    return x.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else x
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Convolution) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.form = layer, layer.form
+        return layer.kernels.convolution(x, weight, ctx.form)
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        return (*ctx.layer.kernels.convolution_backward(x, e, weight, ctx.form, wanted), None)
+
+
+class _Few(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
+    ) -> Tensor:
+        out, laid = few_channels(layer.kernels, x, weight, bias, layer.sides, after)
+        ctx.save_for_backward(weight, *laid)
+        ctx.layer, ctx.after = layer, after
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *laid = ctx.saved_tensors
+        layer, wanted = ctx.layer, ctx.needs_input_grad
+        dx, dw, db = few_channels_backward(
+            layer.kernels, e, weight, layer.sides, ctx.after, Laid(*laid), (wanted[0], wanted[1] or wanted[2])
+        )
+        return dx, dw, db if wanted[2] else None, None, None
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FewChannels, after: After
+    ) -> Tensor:
+        out, images = first(layer.kernels, x, weight, bias, layer.sides, after.relu)
+        ctx.save_for_backward(weight, images, out)
+        ctx.layer, ctx.after = layer, after
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, images, out = ctx.saved_tensors
+        dw, db = first_backward(ctx.layer.kernels, images, e, out, weight, ctx.after.relu)
+        return None, dw, db if ctx.needs_input_grad[2] else None, None, None
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: PooledConvolution, relu: bool
+    ) -> Tensor:
+        sides = layer.form.top, layer.form.left
+        out, laid = pooled(layer.kernels, x, weight, bias, sides, relu)
+        ctx.save_for_backward(weight, laid.images, laid.places)
+        ctx.layer, ctx.sides = layer, sides
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        weight, images, places = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        dx, dw, db = pooled_backward(
+            ctx.layer.kernels,
+            e,
+            weight,
+            ctx.sides,
+            Laid(images, None, places),
+            (wanted[0], wanted[1] or wanted[2]),
+        )
+        return dx, dw, db if wanted[2] else None, None, None
