@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def main(folder: str, rounds: str) -> None:
 
     resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     run_simulation(server, client, num_supernodes=len(users), backend_config=resources)
-    print(json.dumps([after - before for before, after in zip(times, times[1:])]))
+    print(json.dumps([after - before for before, after in pairwise(times)]))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Shape letters: N images of all users, S pixels of a side, K labels.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -108,8 +109,6 @@ def train_user(model: nn.Module, users: Users, user: int, seed: int) -> int:
 
 def plain_rounds(users: Users, rounds: int) -> list[float]:
     """Seconds of each round of a plain loop: users one after another, their mean weighted by images."""
-    import time
-
     model, seconds = network(users.work), list[float]()
     for number in range(rounds):
         begin = time.perf_counter()

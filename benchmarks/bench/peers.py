@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from dataset.files import write_json
 
 OURS = ("fast", "stock")
 SIDES = (*OURS, "plain loop", "Flower")
+FLOWER = Path(".venv-peers/bin/python")
 SAMPLED_EVERY = 0.25  # seconds
 
 
@@ -46,7 +47,7 @@ class Case:
     """One comparison."""
 
     name: str
-    sides: Callable[[Path], Sides]
+    sides: Callable[[Path], AbstractContextManager[Sides]]
     """The two engines; from a folder for files."""
     network: str
     labels: int
@@ -56,12 +57,12 @@ class Case:
 
 def _of_flair(pixels: int, cohort: int, users: int) -> Case:
     case = flair.Case(f"FLAIR, {pixels} px", pixels, cohort=cohort, users=users)
-    return Case(case.name, lambda folder: flair.sides(case, folder), "resnet18", 17, True, pixels)
+    return Case(case.name, lambda folder: flair.compared(case, folder), "resnet18", 17, True, pixels)
 
 
 def _of_vision(name: str) -> Case:
     (case,) = (one for one in vision.CPU if one.name == name)
-    return Case(name, lambda folder: vision.sides(case), "lenet", 10, False, 32)
+    return Case(name, lambda _: nullcontext(vision.compared(case)), "lenet", 10, False, 32)
 
 
 CASES = (_of_vision("NIID-Bench, FedAvg"), _of_flair(32, 20, 200), _of_flair(224, 10, 100))
@@ -69,9 +70,10 @@ CASES = (_of_vision("NIID-Bench, FedAvg"), _of_flair(32, 20, 200), _of_flair(224
 
 def prepare(case: Case, folder: Path) -> None:
     """The users' images and the work, for the sides that are not ours."""
-    sides = case.sides(folder)
-    config, store = sides.fast.config, sides.opened(sides.fast).split("train")
-    images, targets = store.read(np.arange(store.user_offsets[-1]))
+    with case.sides(folder) as sides:
+        config, store = sides.fast.config, sides.opened(sides.fast).split("train")
+        images, targets = store.read(np.arange(store.user_offsets[-1]))
+        offsets = torch.from_numpy(np.asarray(store.user_offsets, np.int64))
     margin = (images.shape[1] - case.pixels) // 2
     middle = images[:, margin : margin + case.pixels, margin : margin + case.pixels]
     local = config.local
@@ -87,7 +89,6 @@ def prepare(case: Case, folder: Path) -> None:
         local.weight_decay,
     )
     planes = torch.from_numpy(np.ascontiguousarray(middle)).permute(0, 3, 1, 2).contiguous()
-    offsets = torch.from_numpy(np.asarray(store.user_offsets, np.int64))
     write(folder, work, planes, torch.from_numpy(np.asarray(targets, np.float32)), offsets)
 
 
@@ -95,11 +96,11 @@ def seconds_of(side: str, case: Case, folder: Path, rounds: int) -> list[float]:
     """Seconds of so many rounds by one of our own sides or the plain loop, in this process."""
     if side not in OURS:
         return plain_rounds(Users(folder), rounds + 1)[1:]
-    sides = case.sides(folder)
-    measured = Side(sides, sides.fast if side == "fast" else sides.stock)
-    for number in range(rounds + 1):
-        measured.round(number)
-    measured.close()
+    with case.sides(folder) as sides:
+        measured = Side(sides, sides.fast if side == "fast" else sides.stock)
+        for number in range(rounds + 1):
+            measured.round(number)
+        measured.close()
     return measured.times
 
 
@@ -135,8 +136,8 @@ def run_side(command: Sequence[str]) -> tuple[list[float], float]:
         watching.join()
         errors.seek(0)
         if process.returncode:
-            last = ([*errors.read().splitlines(), "nothing was said"] or [""])[-2:]
-            raise ValueError(f"{' '.join(command[:4])} ended with {process.returncode}: {last[0]}")
+            said = errors.read().splitlines() or ["it said nothing"]
+            raise ValueError(f"{' '.join(command[:3])} ended with {process.returncode}: {said[-1]}")
     return json.loads(output.splitlines()[-1]), most / 1e9
 
 
@@ -180,7 +181,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of a process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side")
     parser.add_argument("--only", default="", help="cases with this in their name")
-    parser.add_argument("--flower", type=Path, default=Path(".venv-peers/bin/python"), help="has flwr and Ray")
+    parser.add_argument("--flower", type=Path, default=FLOWER, help="a Python that has flwr and Ray")
     parser.add_argument("--side", choices=SIDES[:-1], help="measure this side alone, here")
     parser.add_argument("--folder", type=Path, help="with --side: where the images are")
     args = parser.parse_args(argv)
