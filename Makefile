@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-data setup test lint horovod weights bench flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-data setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -70,6 +70,18 @@ lint: $(READY) ## ruff and mypy --strict
 
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
+
+# torch is that of .venv: what is found in .venv-peers itself comes first.
+PEERS := .venv-peers/.ready
+$(PEERS): | $(READY)
+	@$(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'flwr[simulation]==1.42.0'
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
+	@touch $@
+
+bench-peers: $(PEERS) ## a round beside stock pfl, a plain loop of torch and Flower: ARGS="--only NIID --rounds 3"
+	$(PY) -m benchmarks.bench.peers $(ARGS)
 
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)

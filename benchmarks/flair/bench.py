@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,15 +99,16 @@ def data_file(case: Case, folder: Path) -> Path:
     return path
 
 
-def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
-    """Both engines on one case."""
+@contextmanager
+def compared(case: Case, folder: Path) -> Iterator[Sides]:
+    """The two engines on one case, while its data file in ``folder`` is open."""
     words = ("--runtime.engine=fast", f"--runtime.precision={case.precision}", *case.runtime)
     common = (
         f"--config fl-r-{1628 if case.labels > 17 else 17} --data.image_size {_stored(case)} "
         f"--model.input_size {case.pixels} --federated.cohort_size {case.cohort} "
         f"--federated.weighting {'users' if case.private else 'images'} {case.network}"
     ).split()
-    path = data_file(case, options.data_dir)
+    path = data_file(case, folder)
     with DataFile(path) as file:
 
         def opened(run: Run) -> Inputs:
@@ -114,7 +116,7 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
             return inputs_of(experiment, experiment.module(), path)
 
         simulated = PrivacyConfig(2.0, clipping_bound=0.1, noise_cohort_size=5000, noise_population=41131)
-        sides = Sides(
+        yield Sides(
             parse([*common, *STOCK, *(["--runtime.cache_features=false"] if case.network else [])]),
             parse([*common, *words]),
             opened,
@@ -122,6 +124,11 @@ def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
             simulated if case.private else None,
             RESNET18_FLOPS * case.pixels**2,
         )
+
+
+def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
+    """Both engines on one case."""
+    with compared(case, options.data_dir) as sides:
         return {"case": asdict(case), **measure(sides, rounds)}
 
 

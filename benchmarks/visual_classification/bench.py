@@ -92,16 +92,15 @@ class RandomImages:
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
-    if options.data_path is not None:
-        path = options.data_path
-        with DataFile(path) as file:
+    if options.data_path is None:
+        return {"case": asdict(case), **measure(compared(case), rounds)}
+    with DataFile(options.data_path) as file:
 
-            def opened(run: Run) -> Inputs:
-                experiment = VisualClassification(run, file)
-                return inputs_of(experiment, experiment.module(), path)
+        def opened(run: Run) -> Inputs:
+            experiment = VisualClassification(run, file)
+            return inputs_of(experiment, experiment.module(), options.data_path)
 
-            return _compare(case, rounds, opened)
-    return _compare(case, rounds, lambda run: Drawn(run, case).inputs())
+        return {"case": asdict(case), **measure(compared(case, opened), rounds)}
 
 
 @dataclass(frozen=True)
@@ -122,15 +121,15 @@ class Drawn:
         return Inputs(module, self.split)
 
 
-def _compare(case: Case, rounds: int, opened: Callable[[Run], Inputs]) -> Tree:
+def compared(case: Case, opened: Callable[[Run], Inputs] | None = None) -> Sides:
+    """The two engines on one case; by default on random images."""
     common = [*case.words, f"--federated.cohort_size={case.cohort}"]
-    sides = Sides(
+    return Sides(
         parse([*common, *STOCK]),
         parse([*common, f"--runtime.precision={case.precision}"]),
-        opened,
+        opened or (lambda run: Drawn(run, case).inputs()),
         "test" if case.scored else None,
     )
-    return {"case": asdict(case), **measure(sides, rounds)}
 
 
 def main(argv: Sequence[str]) -> None:
