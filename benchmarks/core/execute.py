@@ -7,6 +7,7 @@ scores, writes ``results.json`` last of all, and shows it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.centralised import train_centralised
 from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.digests import experiment_digest
 from benchmarks.core.config.sections import Runtime
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment
@@ -234,7 +236,8 @@ def _write_results(
     adapters, module = adapter_tensors(module), merged(module)
     if adapters:
         checkpoint.save(directory / ADAPTERS_FILE, adapters, of_config)
-    checkpoint.save(directory / "model.safetensors", module.state_dict(), of_config)
+    seeds = {"experiment_sha256": experiment_digest(dataclasses.asdict(config), type(config))}
+    checkpoint.save(directory / "model.safetensors", module.state_dict(), {**of_config, **seeds})
     title = f"{config.setting} on {data_path.stem}, seed {config.seed}"
     curve, history = directory / "plots" / "training_curve.png", recorder.files.history()
     plots.training_curve(history, recorder.unit, experiment.headline, title, curve)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from dataset.files import file_digest
+from pfl_ext import checkpoint
 from pfl_ext.models.pretrained import source_in, source_of
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -51,7 +52,8 @@ def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
 def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
     """What is recorded of the weights that training began from; None from scratch.
 
-    Licence, description and normalisation are None where they are not known.
+    Licence, description and normalisation are None where they are not known. Of the model of a run of ours,
+    ``experiment_sha256`` is the digest of what its seeds have in common.
 
     Args:
         config: of the run.
@@ -70,7 +72,16 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
         "licence": source.licence,
         "normalisation": source.normalisation,
         "imagenet": source.is_torchvisions,
+        **_of_run(file),
     }
+
+
+def _of_run(file: Path) -> Tree:
+    try:
+        digest = checkpoint.load(file)[1].get("experiment_sha256")
+    except ValueError:  # weights that others wrote
+        return {}
+    return {} if digest is None else {"experiment_sha256": digest}
 
 
 def check_normalisation(config: TrainingConfig) -> None:

@@ -320,12 +320,18 @@ def by_experiment(records: Iterable[RunRecord]) -> list[tuple[RunRecord, ...]]:
 def check_seeds(records: Sequence[RunRecord]) -> None:
     """Refuse runs that are not different seeds of one experiment, whose mean would mean nothing.
 
+    Each may begin with a model of its own, where these are models of seeds of one experiment in turn.
+
     Raises:
         ValueError: a line that names two of the directories and in what their configs differ, or their seed.
     """
     seeds: dict[int, Path] = {}
     first = records[0].directory
     fields = [experiment(dataclasses.asdict(run.config), type(run.config)) for run in records]
+    for record, values in zip(records, fields):
+        before = (record.outcome.get("weights") or {}).get("experiment_sha256")
+        if before is not None:
+            values["model.weights_sha256"] = f"a seed of {before}"
     reference = fields[0]
     for record, other in zip(records, fields):
         if changed := differences(reference, other):

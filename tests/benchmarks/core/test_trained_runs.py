@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.core.config.digests import config_tree, digest
+from benchmarks.core.config.digests import config_tree, digest, experiment_digest
+from benchmarks.core.config.trees import read_yaml
 from benchmarks.flair.config import FLAIR, parse
 from benchmarks.flair.per_user import main as score_users
 from dataset.cli import run
@@ -104,11 +106,15 @@ def test_both_engines_train_the_same(value: str, train: Train) -> None:
 
 
 def test_a_run_of_adapters_is_a_start_for_the_plain_network(train: Train) -> None:
+    """Which records of what experiment it is a seed."""
     first = train(*LORA)
+    begun = FLAIR.read(read_yaml(first / "config.yaml"), "its config")
     start = (f"--weights={first / 'model.safetensors'}", "--model.pretrained=true", "--model.keep_head=true")
     second = train(*start, "--federated.num_rounds=1", "--evaluation.best_by=loss", name="second")
     scored = json.loads((second / "metrics.jsonl").read_text().splitlines()[0])["val"]
     assert scored["loss"] == pytest.approx(results(first)["val"]["loss"], rel=1e-5)
+    digest = experiment_digest(dataclasses.asdict(begun), type(begun))
+    assert results(second)["weights"]["experiment_sha256"] == digest
 
 
 def test_users_of_a_run_of_adapters_are_fine_tuned_by_its_command_as_at_its_end(
