@@ -74,7 +74,7 @@ _MODULES = {
     "pfl_ext/models": "classifier drawing features lora prefix pretrained random_features scatternet small "
     "standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
-    "pfl_ext/tasks": "multi_label multi_label_scores ranking single_label task",
+    "pfl_ext/tasks": "multi_label multi_label_scores ranking segmentation single_label task",
     "pfl_ext/workers": "transport",
     "dataset": "files journal",
     "dataset/fetch": "annotated coco members voc",
