@@ -40,6 +40,7 @@ class Segmentation(Task):
     """
 
     headline = ("mIoU",)
+    of_pixels = True
     scored_together = 16
 
     def __init__(self, num_classes: int) -> None:
