@@ -141,8 +141,8 @@ def _check_outputs(arch: str, task: Task) -> None:
     encoder = encoder_of(arch)
     if task.of_pixels and encoder == arch:
         raise ValueError(
-            f"model.arch is {arch}, which has outputs for a whole image, and this task needs them for each "
-            f"pixel: choose a decoder and an encoder, as deeplabv3plus_efficientnet_lite0"
+            f"model.arch is {arch}, which is no decoder on an encoder, and this task needs outputs for each "
+            "pixel: choose one, as deeplabv3plus_efficientnet_lite0"
         )
     if encoder != arch and not task.of_pixels:
         raise ValueError(
