@@ -145,6 +145,9 @@ for _name, _kind in DECODERS.items():
 
 
 def encoder_of(arch: str) -> str:
-    """The classifier whose weights a network starts from: for any other network, itself."""
+    """The classifier whose weights a network starts from; a network without decoder is its own.
+
+    What builds a network with a decoder says it as ``encoder``, as `Architecture` does.
+    """
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
-    return network.encoder if isinstance(network, Architecture) else arch
+    return str(getattr(network, "encoder", arch))

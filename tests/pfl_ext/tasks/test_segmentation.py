@@ -92,7 +92,7 @@ def test_statistics_add_up_over_batches_and_workers_to_those_of_all_images() -> 
     whole = confusion(outputs, masks)
     parts = [confusion(outputs[a:b], masks[a:b]) for a, b in ((0, 3), (3, 3), (3, 7))]
     assert parts[0] + parts[1] + parts[2] == whole
-    summed = np.sum([part.to_vector() for part in parts], axis=0, dtype=np.float32)
+    summed = np.stack([part.to_vector() for part in parts]).sum(0, dtype=np.float32)
     assert parts[1].from_vector(summed) == whole
     assert parts[0] != whole
 
@@ -107,7 +107,7 @@ def test_statistics_add_up_over_batches_and_workers_to_those_of_all_images() -> 
 )
 def test_counts_beyond_float32_survive_a_sum_between_workers(counts: list[np.ndarray]) -> None:
     each = [Confusion(part) for part in counts]
-    summed = np.sum([part.to_vector() for part in each], axis=0, dtype=np.float32)
+    summed = np.stack([part.to_vector() for part in each]).sum(0, dtype=np.float32)
     assert np.array_equal(each[0].from_vector(summed).counts, sum(counts))
 
 
@@ -167,7 +167,7 @@ def test_a_scaled_mask_lies_under_its_image(seed: int, size: int) -> None:
     images = (masks * 255)[..., None].expand(-1, -1, -1, 3).contiguous()
     for crops in (None, torch.from_numpy(draw_crops(rng, 1, 16, size, "resized", "both"))):
         pixels, moved = TASK.augment(images, masks, crops, Framing(size))
-        assert set(moved.unique().tolist()) <= {0, 1}
+        assert bool((moved <= 1).all())
         clear = (pixels[:, 0] - 0.5).abs() > 0.49
         assert torch.equal(moved[clear], (pixels[:, 0] > 0.5).to(torch.uint8)[clear])
         if crops is not None:
