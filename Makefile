@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-data setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -139,6 +139,19 @@ vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR'
 
 fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street with ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
+
+TASK       ?= segmentation
+CENTRAL_segmentation = camvid-c
+FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
+fedcv-task-given:
+	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
+	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
+
+fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation CONFIG=camvid-fl | camvid-windows-fl | camvid-iid-fl, NP=2
+	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(CONFIG),--config '$(CONFIG)') $(FILE) $(ARGS)
+
+fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation CONFIG=camvid-c
+	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
 
 ROW  ?=
 SEED ?= 0

@@ -87,7 +87,8 @@ class CentralEvaluation:
             images, stored = self.store.read(batch)
             return pinned(torch.from_numpy(images), device), pinned(task.collate(stored), device), stored
 
-        batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        size = min(self.batch_size, task.scored_together)
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         kept: list[Batch] = []
         for images, targets, stored in prefetched(
             read, batches, ahead=2 * self.threads, threads=self.threads

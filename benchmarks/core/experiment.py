@@ -26,6 +26,7 @@ from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, scale_of
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
+from pfl_ext.models.segmentation import encoder_of
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
 from pfl_ext.tasks.task import Task
@@ -131,6 +132,25 @@ class Experiment(ABC, Generic[C]):
         print(text_table(self.rows(results)))
 
 
+def _check_outputs(arch: str, task: Task) -> None:
+    """Refuse a network whose outputs have another shape than the task's.
+
+    Raises:
+        ValueError: one line that names networks of the other kind.
+    """
+    encoder = encoder_of(arch)
+    if task.of_pixels and encoder == arch:
+        raise ValueError(
+            f"model.arch is {arch}, which is no decoder on an encoder, and this task needs outputs for each "
+            "pixel: choose one, as deeplabv3plus_efficientnet_lite0"
+        )
+    if encoder != arch and not task.of_pixels:
+        raise ValueError(
+            f"model.arch is {arch}, which has outputs for each pixel, and this task needs them for a whole "
+            f"image: choose {encoder}"
+        )
+
+
 def build_model(
     config: TrainingConfig,
     num_labels: int,
@@ -151,6 +171,7 @@ def build_model(
         ValueError: when a file is asked for and none is given, or a value does not fit the network.
     """
     model, generator = config.model, torch_stream(config.seed, "model initialisation")
+    _check_outputs(model.arch, task)
     if weights is None and model.weights_sha256 is not None:
         raise ValueError(
             f"the config asks for weights with SHA-256 {model.weights_sha256}: give their file with --weights"

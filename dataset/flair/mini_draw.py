@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SPECKS = 12  # per image
+_BACKGROUND = np.float32(0.25)  # its opacity
 _CHUNK_PIXELS = 1 << 16  # images are drawn so many pixels at a time, to stay in the processor's cache
 
 
@@ -162,8 +163,8 @@ def draw(scene: Scene, size: int, difficulty: float = 1.0) -> npt.NDArray[np.uin
 
 def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.uint8]:
     colour = _background(scene, size)  # [N, 3, S, S]: sum of weight * colour
-    weight = np.full((len(scene.image_keys), size, size), 0.25, np.float32)
-    colour *= np.float32(0.25)
+    weight = np.full((len(scene.image_keys), size, size), _BACKGROUND, np.float32)
+    colour *= _BACKGROUND
     number = np.arange(len(scene.mark_image)) - np.searchsorted(scene.mark_image, scene.mark_image)
     opacity, lit, rgb = _marks(scene, number, size)
     for layer in range(int(number.max(initial=-1)) + 1):  # the order of summing is an image's own
@@ -175,6 +176,29 @@ def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.ui
     colour /= weight[:, None]
     _confetti(scene, colour, size, round(_SPECKS * difficulty))
     return _photograph(scene, colour, size, np.float32(difficulty))
+
+
+def outlines(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
+    """The masks of `draw`'s images, ``[N, S, S]``: 0, and 1 + a mark's coarse label where it shows most.
+
+    A mark shows more than what lies under it where its opacity is greater: than the background's, and than
+    that of any other mark. Confetti belongs to what it lies on.
+    """
+    count, step = len(scene.image_keys), max(1, _CHUNK_PIXELS // (size * size))
+    out = np.zeros((count, size, size), np.uint8)
+    for start in range(0, count, step):
+        part = scene.part(start, min(start + step, count))
+        number = np.arange(len(part.mark_image)) - np.searchsorted(part.mark_image, part.mark_image)
+        opacity, _, _ = _marks(part, number, size)
+        most = np.full((len(part.image_keys), size, size), _BACKGROUND, np.float32)
+        for layer in range(int(number.max(initial=-1)) + 1):
+            chosen = np.flatnonzero(number == layer)
+            rows = part.mark_image[chosen]
+            shows = opacity[chosen] > most[rows]
+            label = (part.mark_coarse[chosen] + 1).astype(np.uint8)[:, None, None]
+            out[start + rows] = np.where(shows, label, out[start + rows])
+            most[rows] = np.maximum(most[rows], opacity[chosen])
+    return out
 
 
 def _wave(phase: Floats) -> Floats:

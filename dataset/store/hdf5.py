@@ -188,6 +188,22 @@ class DataFile:
                     out[i] = resize(image[None], image_size)[0]
         return out
 
+    def read_masks(self, split: str, rows: IntArray, name: str, side: int) -> npt.NDArray[np.uint8]:
+        """The masks of an annotation at these rows, ``[len(rows), S, S]`` class numbers with S = ``side``.
+
+        An oblong mask is squashed as its image is; each pixel has the class at its centre.
+
+        Raises:
+            ValueError: that names the image, for a mask that cannot be read.
+        """
+        masks = self.split(split).annotations[name]
+        assert isinstance(masks, Masks)
+        out = np.empty((len(rows), side, side), np.uint8)
+        for i, row in enumerate(rows.tolist()):
+            with self._named(split, row):
+                out[i] = masks.read(row, side)
+        return out
+
     def read_own(self, split: str, rows: IntArray) -> list[npt.NDArray[np.uint8]]:
         """The images at these rows, ``[H, W, 3]`` RGB uint8 each, in the size at which each is stored."""
         rows = np.asarray(rows, np.int64)

@@ -6,11 +6,12 @@ Shape letters: U users, N images of a split, K labels or classes, S image side, 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ _MISSING, _RESERVED = -1, -2  # a place that a thread is filling is reserved, an
 
 
 class PixelCache:
-    """The images of a file at one size. Each image is decoded once and kept, until the budget is used up.
+    """The images of a file, or their masks, at one size. Each is decoded once, until the budget is used up.
 
     Nothing is evicted: users are drawn at random, so that every image is as likely to be asked for again.
     All splits share one block of memory, of which the operating system provides only what has been written.
@@ -40,32 +41,39 @@ class PixelCache:
         file: where the images are.
         image_size: S in pixels.
         num_bytes: the budget for the decoded images of all splits together.
+        masks: name of the annotation whose masks are read in the place of images.
     """
 
-    def __init__(self, file: DataFile, image_size: int, num_bytes: int) -> None:
-        self._file, self._size = file, image_size
+    def __init__(self, file: DataFile, image_size: int, num_bytes: int, masks: str | None = None) -> None:
+        self._file, self._size, self._masks = file, image_size, masks
+        shape = (image_size, image_size, 3) if masks is None else (image_size, image_size)
         counts = {name: file.split(name).num_images for name in file.splits} if num_bytes else {}
-        self._capacity = min(num_bytes // (image_size**2 * 3), sum(counts.values()))
-        self._kept = np.empty((self._capacity, image_size, image_size, 3), np.uint8)
+        self._capacity = min(num_bytes // math.prod(shape), sum(counts.values()))
+        self._kept = np.empty((self._capacity, *shape), np.uint8)
         self._place = {name: np.full(count, _MISSING, np.int64) for name, count in counts.items()}
         self._used = 0
         self._lock = threading.Lock()
 
     def read(self, split: str, rows: IntArray) -> ByteArray:
-        """``[n, S, S, 3]``: any rows of a split of the file, in any order, from any thread."""
+        """``[n, S, S, 3]``, of masks ``[n, S, S]``: any rows of a split, in any order, from any thread."""
         rows = np.asarray(rows, np.int64)
         if not self._capacity:
-            return self._file.read_images(split, rows, self._size)
+            return self._decoded(split, rows)
         place = self._place[split][rows]
         kept = place >= 0
         if kept.all():
             return self._kept[place]
         missing, at = np.unique(rows[~kept], return_inverse=True)
-        decoded = self._file.read_images(split, missing, self._size)
+        decoded = self._decoded(split, missing)
         self._keep(split, missing, decoded)
         out = np.empty((len(rows), *decoded.shape[1:]), np.uint8)
         out[kept], out[~kept] = self._kept[place[kept]], decoded[at]
         return out
+
+    def _decoded(self, split: str, rows: IntArray) -> ByteArray:
+        if self._masks is None:
+            return self._file.read_images(split, rows, self._size)
+        return self._file.read_masks(split, rows, self._masks, self._size)
 
     def _keep(self, split: str, rows: IntArray, images: ByteArray) -> None:
         """Keep as many of these images as there is room for, but for those that another thread keeps."""
@@ -259,6 +267,8 @@ class SingleLabelView(_View):
     val_share: float = 0.0
     dealt: PartitionIndex | None = None
     lowest: bool = False
+    needed: ClassVar[str] = "exactly one label"
+    """What an image must have to take part."""
 
     def __post_init__(self) -> None:
         self._refuse_ungrouped()
@@ -302,29 +312,35 @@ class SingleLabelView(_View):
         Raises:
             ValueError: when there is no such split, or it has no image with exactly one label.
         """
+        users, offsets, rows = self._owned(name)
+        labels = self._labels(self._file_split(name)).take(rows)
+        return SplitImages(users, offsets, labels, self._file_split(name), rows, self.pixels)
+
+    def _owned(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
+        """The users of a split, their offsets, and the rows of the file's split in their order."""
         if name not in self.splits:
             raise ValueError(f"this file has no images in the split {name!r}")
         user_ids, rows, owner, _ = self._members(name)
-        file_split = self._file_split(name)
         if not len(rows):
-            carved = (
-                f" at val_share {self.val_share:g}" if self.val_share and file_split == PARTITIONED else ""
-            )
+            is_carved = self.val_share and self._file_split(name) == PARTITIONED
+            carved = f" at val_share {self.val_share:g}" if is_carved else ""
             raise ValueError(
-                f"no image in the split {name!r} of {self.file.path} has exactly one label in "
+                f"no image in the split {name!r} of {self.file.path} has {self.needed} in "
                 f"{self.taxonomy}{carved}"
             )
         sizes = np.bincount(owner, minlength=len(user_ids))
         present = np.flatnonzero(sizes)
-        labels = self._labels(file_split).take(rows)
-        users = [user_ids[user] for user in present.tolist()]
-        return SplitImages(users, offsets_of(sizes[present]), labels, file_split, rows, self.pixels)
+        return [user_ids[user] for user in present.tolist()], offsets_of(sizes[present]), rows
 
     def _labels(self, split: str) -> LabelMatrix:
         found = self.file.split(split).annotations[self.taxonomy]
         if self.lowest and not isinstance(found, LabelMatrix):
             return self.file.present(split, self.taxonomy).lowest()
         return super()._labels(split)
+
+    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
+        """Which images of a split of the file can take part, ``[N]``."""
+        return np.asarray(np.diff(self._labels(file_split).indptr) == 1)
 
     def _file_split(self, name: str) -> str:
         """The file's split that holds the images of one of `splits`."""
@@ -342,7 +358,7 @@ class SingleLabelView(_View):
             dealt = self.dealt or index.partitions[known_as(self.partition, index.partitions)]
             user_ids, rows = dealt.user_ids, dealt.rows
             owner = np.repeat(np.arange(len(user_ids)), np.diff(dealt.offsets))
-        usable = (np.diff(self._labels(file_split).indptr) == 1)[rows]
+        usable = self._usable(file_split)[rows]
         rows, owner = rows[usable], owner[usable]
         if self.val_share and file_split == PARTITIONED:
             in_val = _carved([index.image_ids[row] for row in rows.tolist()], owner, user_ids, self.val_share)

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, Mask, TVTensor
 
-from pfl_ext.data.transforms import CROP_COLUMNS, Padding
+from pfl_ext.data.transforms import CROP_COLUMNS, Padding, gathered
 
 
 def cropped_together(
@@ -67,13 +66,17 @@ def cropped_together(
 def masks_cropped(
     masks: Tensor, crops: Tensor, input_size: int, *, outside: int = 0, padding: Padding = "zero"
 ) -> Tensor:
-    """`cropped_together` for a batch of masks ``[B, H, W]``: ``[B, S, S]`` of the same type.
+    """The crops and flips of a batch for its masks: ``[B, H, W]`` -> ``[B, S, S]`` of the same type.
 
-    ``crops`` ``[B, 6]``. torchvision's functions take one crop for a whole batch, so this is a loop.
+    It is `cropped_together` without a loop and without waiting for the device. Where a crop is scaled, an
+    output pixel has the class at its centre, so that a mask lies exactly under its image; torchvision takes
+    the pixel at the output pixel's upper left corner.
+
+    Args:
+        masks: classes, on the device of the crops.
+        crops: ``[B, 6]`` of `pfl_ext.data.transforms.draw_crops`; keys that follow are not read.
+        input_size: S.
+        outside: see `cropped_together`.
+        padding: see there.
     """
-    rows = crops.cpu().tolist()
-    parts = [
-        cropped_together([Mask(mask)], row, input_size, outside=outside, padding=padding)
-        for mask, row in zip(masks, rows)
-    ]
-    return torch.stack([part.as_subclass(Tensor) for (part,) in parts])
+    return gathered(masks, crops, input_size, padding, outside)

@@ -181,23 +181,46 @@ def _check(images: Tensor) -> None:
 
 def _gather(images: Tensor, crops: Tensor, input_size: int, padding: Padding) -> Tensor:
     """`cropped` for crops of exactly the input's size: an index gather on uint8, then one conversion."""
-    top, left, _, _, flip_h, flip_v = crops.to(torch.int64)[:, :, None].unbind(1)  # each [B, 1]
-    steps = torch.arange(input_size, device=images.device)
-    rows = top + torch.where(flip_v > 0, input_size - 1 - steps, steps)  # [B, S]
-    columns = left + torch.where(flip_h > 0, input_size - 1 - steps, steps)
-    batch = torch.arange(len(images), device=images.device)[:, None, None]
-    height, width = images.shape[1:3]
+    pixels = gathered(images, crops, input_size, padding)
+    return pixels.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+
+
+def gathered(
+    values: Tensor, crops: Tensor, input_size: int, padding: Padding = "zero", outside: int = 0
+) -> Tensor:
+    """Each output pixel has the value of the stored pixel at its centre: what classes need, and no mixture.
+
+    Nothing here waits for the device.
+
+    Args:
+        values: ``[B, H, W]`` or ``[B, H, W, 3]``, on the device of the crops.
+        crops: ``[B, 6]``, as `cropped` takes them.
+        input_size: S.
+        padding: what crops meet outside the values: ``outside``, or for "reflect" the values mirrored.
+        outside: of the values' type.
+
+    Returns:
+        ``[B, S, S]`` or ``[B, S, S, 3]``, of the same type.
+    """
+    top, left, high, wide, flip_h, flip_v = crops[:, :CROP_COLUMNS].to(torch.int64)[:, :, None].unbind(1)
+    steps = torch.arange(input_size, device=values.device)
+    height, width = values.shape[1:3]
+    rows, columns = (
+        start + (2 * torch.where(flip > 0, input_size - 1 - steps, steps) + 1) * size // (2 * input_size)
+        for start, size, flip in ((top, high, flip_v), (left, wide, flip_h))
+    )  # each [B, S]
     if padding == "reflect":  # -1 is 1, and the height is the height - 2
         rows, columns = (
             (size - 1) - ((size - 1) - places.abs()).abs()
             for places, size in ((rows, height), (columns, width))
         )
     near_rows, near_columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
-    pixels = images[batch, near_rows[:, :, None], near_columns[:, None, :]]  # [B, S, S, 3]
+    batch = torch.arange(len(values), device=values.device)[:, None, None]
+    found = values[batch, near_rows[:, :, None], near_columns[:, None, :]]
     inside = (near_rows == rows)[:, :, None] & (near_columns == columns)[:, None, :]
-    if images.device.type != "cpu" or not bool(inside.all()):
-        pixels = pixels * inside[..., None]
-    return pixels.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+    if padding == "zero" and (values.device.type != "cpu" or not bool(inside.all())):
+        found.masked_fill_(~inside.view(*inside.shape, *[1] * (found.ndim - 3)), outside)
+    return found
 
 
 def _resample(images: Tensor, crops: Tensor, input_size: int) -> Tensor:

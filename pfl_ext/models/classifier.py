@@ -1,4 +1,4 @@
-"""torchvision's classifiers made fit for private federated training, as pfl's PyTorchModel wants them.
+"""Networks for images made fit for private federated training, as pfl's PyTorchModel wants them.
 
 A live BatchNorm has no place in federated learning with privacy: its statistics mix the images of a batch and
 travel outside the update. It becomes GroupNorm (from scratch) or keeps its pretrained statistics for good.
@@ -29,6 +29,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
+from pfl_ext.models.segmentation import EncoderDecoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import choose_trained
@@ -78,7 +79,7 @@ def build_backbone(
         generator: a CPU one.
         weights: None, as they were drawn; "imagenet"; or a ``.pth`` or ``.safetensors`` file of this
             architecture: torchvision's, or a run's ``model.safetensors``. The head is new unless
-            ``config.keep_head``.
+            ``config.keep_head``. With a decoder the file may be its encoder's.
 
     Raises:
         ValueError: for a name or a file that does not fit.
@@ -93,6 +94,8 @@ def build_backbone(
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
     initialise(backbone, config, generator)
+    if isinstance(backbone, EncoderDecoder):  # no file has statistics of the decoder
+        _replace(backbone.decoder, _BatchNorm, lambda bn: _group_norm(bn, config))
     _replace(backbone, _BatchNorm, lambda bn: _replacement(bn, config))
     number = itertools.count()
     _replace(backbone, DROPPING, lambda it: keyed(it, next(number)) if config.dropout else nn.Identity())
@@ -193,6 +196,11 @@ def _replacement(bn: _BatchNorm, config: ModelConfig) -> nn.Module:
         given = {name: tensor for name, tensor in bn.state_dict().items() if tensor.ndim}
         frozen.load_state_dict({**frozen.state_dict(), **given})
         return frozen
+    return _group_norm(bn, config)
+
+
+def _group_norm(bn: _BatchNorm, config: ModelConfig) -> nn.GroupNorm:
+    channels = bn.num_features
     divisor = next(g for g in range(min(config.groups, channels), 0, -1) if channels % g == 0)
     group = nn.GroupNorm(divisor, channels, eps=1e-5, affine=bn.affine)
     if bn.affine:

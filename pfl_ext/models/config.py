@@ -43,7 +43,7 @@ class ModelConfig:
     random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
     trained: Trained = "all"
-    """What learns besides the last layer and the bottleneck; head, two_layers: nothing; lora: adapters."""
+    """What learns besides last layer, bottleneck and decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
     """Blocks before the last layer that learn (residual blocks; in a small network, layers)."""
     feature_format: FeatureFormat = "float32"

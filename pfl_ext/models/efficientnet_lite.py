@@ -45,6 +45,10 @@ class Convolution(nn.Module):
         self.norm = nn.BatchNorm2d(outputs, EPS)
         self.relu = nn.ReLU6(inplace=True) if relu else nn.Identity()
 
+    def keep_size(self) -> None:
+        """Pad as without a stride; the stride of ``conv`` itself is the caller's to change."""
+        self._stride = 1
+
     def forward(self, x: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> ``[B, outputs, ceil(H / stride), ceil(W / stride)]``."""
         kernel, stride = self._kernel, self._stride

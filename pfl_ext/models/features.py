@@ -90,7 +90,7 @@ def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tup
         name: of the layer, for the error.
 
     Raises:
-        ValueError: in a clause, when the layer is not used once.
+        ValueError: in a clause, when the layer is not used once, or takes several tensors.
     """
     entered: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
@@ -100,6 +100,8 @@ def entering(layer: nn.Module, run: Callable[[], Result], name: str = "") -> tup
         hook.remove()
     if len(entered) != 1:
         raise ValueError(f"the layer {name} is used {len(entered)} times")
+    if not isinstance(entered[0], Tensor):
+        raise ValueError(f"the layer {name} takes several maps")
     return entered[0].float(), result
 
 

@@ -20,6 +20,7 @@ from dataset.files import file_digest
 from pfl_ext import checkpoint
 from pfl_ext.data.normalisation import Normalisation
 from pfl_ext.models.download import download
+from pfl_ext.models.segmentation import encoder_of
 
 TORCHVISION = "IMAGENET1K_V1"
 """torchvision's first weights of a network, those of torchvision 0.12."""
@@ -55,11 +56,12 @@ class Source:
 
 
 def source_of(arch: str) -> Source | None:
-    """Where the ImageNet weights of a network come from; None where there are none.
+    """Where the ImageNet weights of a network, or of its encoder, come from; None where there are none.
 
     Args:
         arch: name of a network as ``model.arch`` has it.
     """
+    arch = encoder_of(arch)
     if arch in PACKAGED:
         return PACKAGED[arch]
     try:

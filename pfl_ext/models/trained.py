@@ -1,6 +1,7 @@
 """Which parameters of a network are trained: ``model.trained``.
 
-The last layer is always among them, and so is the bottleneck before it, which is as new. Besides these,
+The last layer is always among them, and so is what is as new: the bottleneck before it, and a decoder.
+Besides these,
 
 * ``last_blocks`` trains the last N blocks of the network, whole;
 * ``lora`` trains adapters of the other layers (`pfl_ext.models.lora`), and no weight of theirs;
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.lora import add_adapters
+from pfl_ext.models.segmentation import EncoderDecoder
 
 LAYERS = (nn.Linear, nn.Conv2d)
 
@@ -37,6 +39,8 @@ def choose_trained(backbone: nn.Module, head: str, config: ModelConfig, generato
     """
     if config.trained == "all":
         return
+    if isinstance(backbone, EncoderDecoder):
+        head = "decoder"
     head = head if config.bottleneck is None else head.rpartition(".")[0]
     images = torch.zeros(1, 3, config.input_size, config.input_size)
     backbone.requires_grad_(False)

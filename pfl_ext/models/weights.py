@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
+from pfl_ext.models.segmentation import EncoderDecoder
 
 IMAGENET = "imagenet"
 """As ``weights``: those that `pfl_ext.models.pretrained` knows of the network."""
@@ -59,13 +60,20 @@ def load_weights(
 ) -> None:
     """Copy every tensor but those of the layers under ``head``: one, or two where the file has a bottleneck.
 
-    With ``head`` None every tensor is copied.
+    With ``head`` None every tensor is copied. Of a network with a decoder, a classifier's file holds the
+    encoder, and its other tensors are left out.
 
     Raises:
         ValueError: unless names and shapes are exactly the network's.
     """
     if tensors and all(name.startswith("backbone.") for name in tensors):  # a model that a run of ours saved
         tensors = {name.removeprefix("backbone."): tensor for name, tensor in tensors.items()}
+    if isinstance(backbone, EncoderDecoder) and not any(name.startswith("encoder.") for name in tensors):
+        if head is None:
+            raise ValueError(f"{source} holds no decoder of {arch}: set model.keep_head to false")
+        encoder = backbone.encoder
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in encoder.left_out}
+        backbone, arch, head = encoder, encoder.arch, None
     left_out = () if head is None else (f"{head}.",)
     wanted = {name: t for name, t in backbone.state_dict().items() if not name.startswith(left_out)}
     loaded = {

@@ -38,6 +38,10 @@ class Task(ABC):
     """The columns of `summarise` by which models are judged, the first above all."""
     exclusive: ClassVar[bool] = False
     """Whether each image has exactly one label."""
+    of_pixels: ClassVar[bool] = False
+    """Whether a network has outputs for each pixel, and not for a whole image."""
+    scored_together: ClassVar[int] = 256
+    """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
 
     def collate(self, annotations: Any) -> Tensor:
         """The targets of a batch, on the CPU, from annotations as a store holds them."""

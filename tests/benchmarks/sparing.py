@@ -17,7 +17,7 @@ from benchmarks.core.facts import commit
 from benchmarks.reporting import plots
 from dataset.store.probe import probe
 
-PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
+PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars", "masks")
 """What `plots` draws of a run."""
 
 

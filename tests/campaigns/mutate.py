@@ -71,11 +71,11 @@ _MODULES = {
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
-    "pfl_ext/engine/cpu": "convolutions crops dense narrow",
-    "pfl_ext/models": "classifier drawing features lora prefix pretrained random_features scatternet small "
-    "standardised trained weights",
+    "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
+    "pfl_ext/models": "classifier drawing encoders features lora prefix pretrained random_features "
+    "scatternet segmentation small standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
-    "pfl_ext/tasks": "multi_label multi_label_scores ranking single_label task",
+    "pfl_ext/tasks": "multi_label multi_label_scores ranking segmentation single_label task",
     "pfl_ext/workers": "transport",
     "dataset": "files journal",
     "dataset/fetch": "annotated coco members voc",

@@ -309,4 +309,5 @@ class Runtime:
 
 def config_modules() -> list[str]:
     """The names of the modules that hold the benchmarks' configs."""
-    return [f"benchmarks.{path.parent.name}.config" for path in sorted(BENCHMARKS.glob("*/config.py"))]
+    found = sorted((*BENCHMARKS.glob("*/config.py"), *BENCHMARKS.glob("*/*/config.py")))
+    return [".".join(("benchmarks", *path.relative_to(BENCHMARKS).with_suffix("").parts)) for path in found]

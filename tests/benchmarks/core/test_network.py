@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.core import network
-from benchmarks.core.network import SUBSTITUTE_WORDS, network_words
+from benchmarks.core.network import network_words, substitute_words
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.train import main
 from benchmarks.visual_classification.config import VISION
@@ -24,6 +24,7 @@ from tests.launching import command
 from tests.launching import run as launch
 
 OWN = ["--model.arch=resnet18"]
+SUBSTITUTE_WORDS = ["--model.arch=efficientnet_lite0", "--model.normalisation=efficientnet_lite"]
 FINE = ["--config=fl-f-17"]
 REASON = "the ImageNet weights of resnet18 cannot be downloaded (Network is unreachable): taking efficientnet"
 
@@ -123,6 +124,7 @@ def test_a_setting_of_another_benchmark_names_the_network_of_its_own_paper(
     argv = ["--config=inat-user-120k-fedavgm-vc-k10"]
     assert network_words(VISION, argv, lambda _: []) == SUBSTITUTE_WORDS
     assert "the paper's row has mobilenet_v2" in capsys.readouterr().out
+    assert substitute_words("unet_resnet18")[0] == "--model.arch=unet_efficientnet_lite0", "decoders stay"
 
 
 def test_a_damaged_cached_file_is_an_error_and_no_reason_for_another_network(

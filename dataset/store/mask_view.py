@@ -1,0 +1,96 @@
+"""A file as training sees it where each image has a mask.
+
+Shape letters: U users, N images of a split, C classes, S image side, n rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.annotations import IntArray, Masks
+from dataset.store.views import ByteArray, PixelCache, SingleLabelView
+
+
+@dataclass(frozen=True)
+class SplitMasks:
+    """The images and masks of one split; any rows, in any order, from any thread.
+
+    Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
+    """
+
+    user_ids: Sequence[str]  # [U]
+    user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
+    file_split: str
+    file_rows: IntArray  # [N]
+    pixels: PixelCache
+    masks: PixelCache
+
+    @property
+    def num_images(self) -> int:
+        """N."""
+        return len(self.file_rows)
+
+    def targets(self, rows: IntArray) -> ByteArray:
+        """Class numbers, ``[n, S, S]``; 255 is no class."""
+        return self.masks.read(self.file_split, self.file_rows[np.asarray(rows, np.int64)])
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
+        """Images ``[n, S, S, 3]`` and masks ``[n, S, S]`` of rows."""
+        file_rows = self.file_rows[np.asarray(rows, np.int64)]
+        return self.pixels.read(self.file_split, file_rows), self.targets(rows)
+
+
+@dataclass(frozen=True)
+class MaskView(SingleLabelView):
+    """A file seen as images with a class for each pixel. All images take part.
+
+    Partitions and a carved val are those of `SingleLabelView`, whose ``taxonomy`` names the annotation here.
+    Decoded images and masks are kept within ``cache_bytes`` together, three parts for images and one for
+    masks.
+
+    Raises:
+        ValueError: also when the annotation has no masks.
+    """
+
+    taxonomy: str = "mask"
+    needed: ClassVar[str] = "a mask"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.file.splits:
+            found = self.file.split(name).annotations[self.taxonomy]
+            if not isinstance(found, Masks):
+                others = self.file.split(name).annotations.items()
+                known = [other for other, annotation in others if isinstance(annotation, Masks)]
+                raise ValueError(
+                    f"{self.taxonomy} of {self.file.path} holds no masks, and this needs a class for each "
+                    f"pixel: choose {' or '.join(known) or 'another file'}"
+                )
+
+    @cached_property
+    def pixels(self) -> PixelCache:
+        """The decoded images of all splits, which every call of `split` shares."""
+        return PixelCache(self.file, self.image_size, self.cache_bytes // 4 * 3)
+
+    @cached_property
+    def masks(self) -> PixelCache:
+        """The decoded masks of all splits."""
+        return PixelCache(self.file, self.image_size, self.cache_bytes // 4, self.taxonomy)
+
+    def split(self, name: str) -> SplitMasks:  # type: ignore[override]  # another kind of store
+        """One split as a store of users' images and masks.
+
+        Raises:
+            ValueError: when there is no such split, or no image in it.
+        """
+        users, offsets, rows = self._owned(name)
+        return SplitMasks(users, offsets, self._file_split(name), rows, self.pixels, self.masks)
+
+    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
+        return np.ones(self.file.split(file_split).num_images, bool)

@@ -1,0 +1,198 @@
+"""A class for each pixel: semantic segmentation.
+
+Shape letters: B images of a batch, n images that are scored, H x W their stored size, S the side of the
+network's input and of its outputs, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from pfl.metrics import MetricValue
+from torch import Tensor
+
+from pfl_ext.data.joint_crops import masks_cropped
+from pfl_ext.data.transforms import Framing
+from pfl_ext.tasks.ranking import diverged
+from pfl_ext.tasks.task import FloatArray, IntArray, Task
+
+VOID = 255
+"""The number of a mask's pixels that belong to no class: they have no loss and no score."""
+DIGIT, DIGITS = 12, 5
+"""Bits of a digit of a count, and digits of a count, where counts travel as float32: see `Confusion`."""
+
+
+class Segmentation(Task):
+    """Softmax cross-entropy of each pixel, and one confusion matrix over all images.
+
+    The loss of an image is the mean over its pixels that have a class; an image without any has the loss 0
+    and no gradient, and still its share of the batch, which no mask decides. What a padded crop meets outside
+    an image is void. Evaluation compares at the size of the network's input: the whole image is brought to
+    it, and the mask to the class at each pixel's centre.
+
+    Args:
+        num_classes: C, at most 255.
+    """
+
+    headline = ("mIoU",)
+    of_pixels = True
+    scored_together = 16
+
+    def __init__(self, num_classes: int) -> None:
+        if not 1 <= num_classes <= VOID:
+            raise ValueError(f"num_classes is {num_classes}: a mask has 1 to {VOID} classes")
+        self.num_classes = num_classes
+
+    def collate(self, annotations: npt.NDArray[np.uint8]) -> Tensor:
+        """Masks ``[B, H, W]`` uint8 as they are.
+
+        Raises:
+            ValueError: for a class that is none of C.
+        """
+        wrong = (annotations >= self.num_classes) & (annotations != VOID)
+        if wrong.any():
+            raise ValueError(
+                f"a mask has the class {int(annotations[wrong].max())}, of {self.num_classes}: check the "
+                "file with python -m dataset.store"
+            )
+        return torch.from_numpy(annotations)
+
+    def augment(
+        self, images: Tensor, targets: Tensor, crops: Tensor | None, framing: Framing
+    ) -> tuple[Tensor, Tensor]:
+        """Images ``[B, 3, S, S]``, and masks ``[B, S, S]`` after the same crops and flips."""
+        pixels, (height, width) = self.pixels(images, crops, framing), targets.shape[1:]
+        size = framing.input_size
+        if crops is None and (height, width) == (size, size):
+            return pixels, targets
+        if crops is None:
+            crops = torch.tensor([[0, 0, height, width, 0, 0]], device=targets.device).expand(len(targets), 6)
+        return pixels, masks_cropped(targets, crops, size, outside=VOID, padding=framing.padding)
+
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[B]``, of logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""
+        losses = F.cross_entropy(outputs.float(), targets.long(), reduction="none", ignore_index=VOID)
+        return losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
+
+    def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses, and each image's counts ``[B, C, C + 1]`` int64 as `Confusion` has them."""
+        width = self.num_classes + 1
+        known = targets != VOID
+        guesses = torch.where(outputs.isnan().any(1), self.num_classes, outputs.argmax(1))
+        images = torch.arange(len(targets), device=targets.device)[:, None, None]
+        cells = (images * self.num_classes + targets.long()) * width + guesses
+        length = len(targets) * self.num_classes * width
+        counts = torch.bincount(cells[known], minlength=length).view(len(targets), self.num_classes, width)
+        return self.image_losses(outputs, targets).double(), counts
+
+    def statistics(
+        self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
+    ) -> Confusion:
+        """The sum of the images' counts."""
+        counts = np.zeros((self.num_classes, self.num_classes + 1), np.int64)
+        for part in predictions:
+            counts += part.sum(0).cpu().numpy()
+        return Confusion(counts)
+
+    def summarise(self, statistics: Confusion) -> dict[str, float]:
+        """Percent: ``mIoU``, ``fwIoU``, ``pixel accuracy`` and ``class accuracy``, see `Confusion`."""
+        return {
+            "mIoU": 100 * statistics.overall_value,
+            "fwIoU": 100 * statistics.weighted_iou,
+            "pixel accuracy": 100 * statistics.accuracy,
+            "class accuracy": 100 * _mean(statistics.recall),
+        }
+
+    def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
+        """NaN for a user whose masks are all void, and who has no score."""
+        found = self.statistics(len(predictions), np.arange(len(predictions)), [predictions], [annotations])
+        columns = self.summarise(found)
+        return columns if found.counts.any() else dict.fromkeys(columns, float("nan"))
+
+
+class Confusion(MetricValue):
+    """Pixels by their class and the class that was predicted, of all images together.
+
+    The scores are those of one matrix, and not means over images or users. Intersection over union (IoU) of
+    class c: pixels of c predicted as c, over pixels that are c or are predicted as c (Everingham et al. 2015,
+    the PASCAL VOC challenge, section 4.3).
+
+    ``counts`` ``[C, C + 1]`` int64: row is the true class, column the predicted one, the last column pixels
+    whose outputs are not numbers. They are added up as whole numbers. pfl's sum between workers is of
+    float32, which is exact below 2**24: each count goes as `DIGITS` numbers below 2**12, so that the sums of
+    up to 4,096 workers are exact.
+    """
+
+    def __init__(self, counts: IntArray) -> None:
+        assert counts.ndim == 2
+        assert counts.shape[1] == counts.shape[0] + 1
+        self.counts = counts
+
+    @property
+    def _pixels(self) -> IntArray:
+        """``[C, C]``; ValueError if an output was not a number."""
+        if unknown := int(self.counts[:, -1].sum()):
+            raise diverged(unknown, int(self.counts.sum()))
+        return self.counts[:, :-1]
+
+    @property
+    def per_class(self) -> FloatArray:
+        """IoU of each class, ``[C]`` in [0, 1]; NaN for a class that is neither in truth nor predicted."""
+        pixels = self._pixels
+        union = pixels.sum(0) + pixels.sum(1) - pixels.diagonal()
+        return np.where(union > 0, pixels.diagonal() / np.maximum(union, 1), np.nan)
+
+    @property
+    def recall(self) -> FloatArray:
+        """Share of each class's pixels that are predicted rightly, ``[C]``; NaN for a class without any."""
+        pixels = self._pixels
+        total = pixels.sum(1)
+        return np.where(total > 0, pixels.diagonal() / np.maximum(total, 1), np.nan)
+
+    @property
+    def overall_value(self) -> float:
+        """Mean IoU over the classes that are in truth or predicted; 0 without any pixel."""
+        return _mean(self.per_class)
+
+    @property
+    def weighted_iou(self) -> float:
+        """Mean IoU, each class weighted by its pixels in truth."""
+        shares = self._pixels.sum(1) / max(self._pixels.sum(), 1)
+        return float(np.where(shares > 0, shares * self.per_class, 0.0).sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of all pixels that are predicted rightly."""
+        return float(self._pixels.trace() / max(self._pixels.sum(), 1))
+
+    def __add__(self, other: Confusion) -> Confusion:
+        assert isinstance(other, Confusion)
+        return Confusion(self.counts + other.counts)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Confusion)
+        return bool(np.array_equal(self.counts, other.counts))
+
+    def to_vector(self) -> npt.NDArray[np.float32]:
+        """``[DIGITS C (C + 1)]``: the digits of all counts."""
+        assert self.counts.max(initial=0) < 1 << DIGIT * DIGITS
+        digits = [self.counts.ravel() >> DIGIT * place & (1 << DIGIT) - 1 for place in range(DIGITS)]
+        return np.concatenate(digits).astype(np.float32)
+
+    def from_vector(self, vector: npt.NDArray[np.float32]) -> Confusion:
+        """The counts back, from a sum of up to 4,096 vectors."""
+        assert vector.max(initial=0) < 1 << 24, "more than 4,096 workers: sums are no longer exact"
+        digits = vector.astype(np.int64).reshape(DIGITS, -1)
+        counts = sum(digit << DIGIT * place for place, digit in enumerate(digits))
+        return Confusion(np.asarray(counts).reshape(self.counts.shape))
+
+
+def _mean(values: FloatArray) -> float:
+    """Of those that are numbers; 0 without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 0.0

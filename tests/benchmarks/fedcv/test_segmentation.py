@@ -1,0 +1,239 @@
+"""Federated segmentation end to end on a tiny file: engines, privacy, a kill, pictures, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import build_model
+from benchmarks.fedcv.segmentation.config import SEGMENTATION, parse
+from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
+from benchmarks.flair.config import FLAIR
+from dataset.cli import run
+from dataset.flair.mini import draw_images, write_mini
+from dataset.flair.mini_masks import CLASSES, masked_index, write_masked
+from dataset.store.annotations import Masks
+from dataset.store.hdf5 import DataFile
+from dataset.store.mask_view import MaskView
+from dataset.store.validate import validate
+from pfl_ext.models.encoders import Encoder
+from pfl_ext.models.segmentation import Decoder, EncoderDecoder
+from pfl_ext.models.small import NETWORKS
+from pfl_ext.tasks.multi_label import MultiLabel
+from tests.benchmarks.conftest import TINY, killed_at
+from tests.benchmarks.sparing import sparingly
+
+SPEC = replace(
+    TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
+)
+SMALL = (
+    "--data.image_size=16",
+    "--model.input_size=16",
+    "--model.arch=tiny",
+    "--model.normalisation=half",
+    "--model.pretrained=false",
+    "--local.batch_size=4",
+    "--federated.num_rounds=2",
+    "--federated.cohort_size=3",
+    "--evaluation.every_rounds=1",
+    "--evaluation.best_by=last",
+    "--runtime.progress=false",
+    "--runtime.checkpoint_every=1",
+)
+LITE = (
+    "--model.arch=deeplabv3plus_efficientnet_lite0",
+    "--model.normalisation=efficientnet_lite",
+    "--model.pretrained=true",
+)
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def masks_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "masks.hdf5"
+    write_masked(path, SPEC)
+    return path
+
+
+@pytest.fixture
+def train(masks_file: Path, tmp_path: Path) -> Train:
+    """Run the training command on the tiny data set; the run directory."""
+
+    def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
+        with sparingly(draw):
+            words = [f"--data_path={masks_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
+            assert run(main, words) == code
+        return tmp_path / name
+
+    return call
+
+
+class TinyEncoder(Encoder):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        first = self.first(images)
+        return [first, self.second(first)]
+
+
+class TinyDecoder(Decoder):
+    def __init__(self, num_labels: int) -> None:
+        super().__init__()
+        self.classifier = nn.Conv2d(16, num_labels, 1)
+
+    def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
+        wide = [F.interpolate(x, images.shape[2:]) for x in maps]
+        return self.classifier(torch.cat(wide, 1))  # type: ignore[no-any-return]
+
+
+class Tiny:
+    """A network of 1,100 parameters, so that runs cost little more than their files."""
+
+    encoder = "lenet"
+
+    def __call__(self, num_labels: int, input_size: int) -> EncoderDecoder:
+        return EncoderDecoder(TinyEncoder(), TinyDecoder(num_labels))
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    NETWORKS.names()
+    monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+
+
+def results(directory: Path) -> Tree:
+    return dict(json.loads((directory / "results.json").read_text()))
+
+
+def weights(directory: Path) -> np.ndarray:
+    tensors = load_file(directory / "model.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
+    found = results(train(draw=True, name="drawn"))
+    known = [value for value in found["per_class_iou"].values() if value is not None]
+    assert list(found["per_class_iou"]) == list(CLASSES)
+    assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
+    assert found["partition"]["users"] == 8
+    for picture in ("masks", "per_class_iou", "training_curve"):
+        assert (train(name="drawn") / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
+    whole = weights(train(name="fast"))
+    stock = weights(train("--runtime.engine=stock", name="stock"))
+    with killed_at(1):
+        train(name="killed", code=130)
+    assert np.array_equal(weights(train(name="killed")), whole)
+    assert np.linalg.norm(stock - whole) <= 1e-5 * np.linalg.norm(whole)
+
+
+def test_a_private_run_says_what_it_promises(train: Train) -> None:
+    words = ("--recipe=private", "--federated.cohort_size=8", "--privacy.noise_seed=run")
+    directory = train(*words)
+    assert "epsilon = 2" in json.loads((directory / "privacy.json").read_text())["paragraph"]
+    assert results(directory)["test"]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--model.arch=resnet18"], "model.arch is resnet18, which is no decoder on an encoder"),
+        (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
+        (["--data.taxonomy=labels"], "holds no masks, and this needs a class for each pixel: choose mask"),
+        (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
+        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
+        (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
+        (["--data.partition=nope"], "has no partition 'nope'"),
+        (["--evaluation.best_by=accuracy"], "input should be 'loss', 'mIoU' or 'last'"),
+        ([*LITE, "--model.normalisation=imagenet"], "set it to efficientnet_lite"),
+        *(
+            ([f"--federated.algorithm={name}"], "ends in a convolution")
+            for name in ("fedncm", "fed3r", "fedcof")
+        ),
+        ([*LITE, "--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
+        (
+            ["--model.channel_norm=data", "--model.trained=head"],
+            "has no norm that it could be: set it to group",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_in_one_line(
+    train: Train, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*words, code=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+    assert not (directory / "config.yaml").exists()
+
+
+def test_a_file_without_val_needs_a_share(tmp_path: Path, masks_file: Path) -> None:
+    with DataFile(masks_file) as file:
+        file.splits = [name for name in file.splits if name != "val"]
+        with pytest.raises(ValueError, match="has no val split, and data"):
+            FederatedSegmentation(parse(["--config=camvid-fl"]), file)
+
+
+def test_a_network_for_pixels_is_refused_for_labels() -> None:
+    config = FLAIR.parse(["--config=fl-r-17", "--model.arch=unet_resnet18"]).config
+    with pytest.raises(ValueError, match=r"outputs for each pixel, .* a whole image: choose resnet18"):
+        build_model(config, 17, None, MultiLabel())
+
+
+@pytest.mark.parametrize("name", SEGMENTATION.settings)
+def test_every_setting_is_whole_alone_and_at_the_mini_scale(name: str) -> None:
+    assert parse([f"--config={name}"]).config.setting == name
+    assert parse([f"--config={name}", "--scale=mini"]).config.data.partition is None
+
+
+def test_the_view_gives_images_with_their_masks(masks_file: Path, tmp_path: Path) -> None:
+    """Scaled to the class at each pixel's centre; the same with and without memory for them."""
+    validate(masks_file)
+    with DataFile(masks_file) as file:
+        kept, bare = (MaskView(file, image_size=8, cache_bytes=size).split("train") for size in (1 << 20, 0))
+        whole = MaskView(file, image_size=16).split("train")
+        rows = np.array([3, 0, 3])
+        for _ in range(2):
+            assert all(np.array_equal(a, b) for a, b in zip(kept.read(rows), bare.read(rows)))
+        assert np.array_equal(kept.targets(rows), whole.targets(rows)[:, 1::2, 1::2])
+        assert whole.num_images == file.split("train").num_images
+        dealt = MaskView(file, image_size=8, val_share=0.0).split("val")
+        assert dealt.num_images == file.split("val").num_images
+    labels = tmp_path / "labels.hdf5"
+    write_mini(labels, SPEC)
+    with DataFile(labels) as file, pytest.raises(ValueError, match=r"holds no masks, .* choose another file"):
+        MaskView(file, taxonomy="labels")
+
+
+def test_drawn_outlines_are_where_the_shapes_are() -> None:
+    """Every label of an image has pixels of its class, no other class has, and colours differ across it."""
+    index = masked_index(replace(SPEC, image_size=32, difficulty=0.0))
+    split = index.splits["train"]
+    masks, labels = split.annotations["mask"], split.labels["labels"]
+    assert isinstance(masks, Masks)
+    images = draw_images(replace(SPEC, image_size=32, difficulty=0.0), index, "train", np.arange(len(masks)))
+    contrast = []
+    for row, image in enumerate(images):
+        mask = masks.read(row)
+        (label,) = labels.indices[labels.indptr[row] : labels.indptr[row + 1]].tolist()
+        assert set(np.unique(mask).tolist()) <= {0, label + 1}
+        if 20 < (mask > 0).sum() < mask.size - 20:
+            inside, outside = image[mask > 0].mean(0), image[mask == 0].mean(0)
+            contrast.append(np.abs(inside - outside).max())
+    assert len(contrast) > len(masks) / 2
+    assert np.median(contrast) > 20, "levels of 255 between a shape and what lies around it"
