@@ -184,7 +184,7 @@ def test_what_cannot_be_right_is_refused_in_one_line(
 
 def test_a_file_without_val_needs_a_share(tmp_path: Path, masks_file: Path) -> None:
     with DataFile(masks_file) as file:
-        file.splits = [name for name in file.splits if name != "val"]
+        file.splits = tuple(name for name in file.splits if name != "val")
         with pytest.raises(ValueError, match="has no val split, and data"):
             FederatedSegmentation(parse(["--config=camvid-fl"]), file)
 
