@@ -81,7 +81,7 @@ _MODULES = {
     "dataset/fetch": "annotated coco members voc",
     "dataset/partitions": "assignments by_class dirichlet drawn geo of_file of_images statistics",
     "dataset/sbd": "matlab",
-    "dataset/store": "annotations columns features images index native validate views writer",
+    "dataset/store": "annotations columns features images index mask_view native validate views writer",
     "benchmarks/core": "federated ledger privacy_statement recorder run_directory secret",
     "benchmarks/core/config": "digests effects privacy_rules",
 }
