@@ -161,6 +161,7 @@ HEADER = b"x" * 126 + b"IM"
         (HEADER + b"\x0f\0\0\0\0\0\1\0" + zlib.compress(bytes(1 << 27)), "it has more than 67,108,864 bytes"),
         (matlab(np.zeros((4, 4), np.uint8))[:-40], "holds no GTcls.Segmentation"),
     ],
+    ids=["empty", "rubbish", "other numbers", "bomb", "cut off"],
 )  # fmt: skip
 def test_a_hostile_matlab_file_ends_in_one_line(content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"here holds no GTcls\.Segmentation") as caught:
