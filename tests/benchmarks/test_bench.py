@@ -28,7 +28,7 @@ from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
-TINY = bench.Case("tiny", 32, cohort=4, users=12, val_users=2)
+TINY = bench.Case("tiny", 32, cohort=2, users=6, val_users=2)
 
 
 def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
         assert min(side["share"].values()) >= 0
         assert side["share"]["training"] > 0
         assert side["share"]["evaluation"] > 0
-        assert side["users_per_s"] == pytest.approx(4 / side["round_s"])
+        assert side["users_per_s"] == pytest.approx(2 / side["round_s"])
     assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
     assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

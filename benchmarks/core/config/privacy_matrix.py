@@ -13,6 +13,7 @@ times, counts) is listed in ``privacy.json``.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import get_args
@@ -221,10 +222,20 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"cannot read the argument {argv[0]!r}: this command takes none")
     for name in config_modules():
         imported(name)
-    rules = dict(TABLE)
-    for kind in TrainingConfig.__subclasses__():
-        rules |= kind.privacy_rules
-    print(markdown(rules))
+    print(markdown(rules_of_all(TrainingConfig.__subclasses__())))
+
+
+def rules_of_all(kinds: Sequence[type[TrainingConfig]]) -> dict[str, Rule]:
+    """The rules by option; of options that benchmarks treat differently, by option and benchmark."""
+    rules, by_key = dict(TABLE), defaultdict[str, dict[str, Rule]](dict)
+    for kind in kinds:
+        benchmark = kind.__module__.removeprefix("benchmarks.").removesuffix(".config")
+        for key, rule in kind.privacy_rules.items():
+            by_key[key][benchmark] = rule
+    for key, own in by_key.items():
+        alike = all(rule == next(iter(own.values())) for rule in own.values())
+        rules |= {key if alike else f"{key} of {benchmark}": rule for benchmark, rule in own.items()}
+    return rules
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import train_federated
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
+from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
 from pfl_ext.algorithms.algorithm import ALGORITHMS
@@ -111,8 +112,9 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
     assert set(RULES) == set(BY_KEY)
     assert all(rule.argument for rule in RULES.values())
-    for kind in (FLAIR.kind, VISION.kind):
+    for kind in (FLAIR.kind, VISION.kind, SEGMENTATION.kind):
         assert not set(kind.privacy_rules) & set(TABLE)
+    for kind in (FLAIR.kind, VISION.kind):
         assert all(RULES[key] == rule for key, rule in kind.privacy_rules.items()), "one line is printed"
 
 
@@ -171,8 +173,14 @@ def test_every_cell_is_allowed_or_refused_as_the_table_says() -> None:
 def test_the_printed_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     lines = capsys.readouterr().out.splitlines()
-    assert set(markdown(RULES).splitlines()) <= set(lines)
+    shared = {key: rule for key, rule in RULES.items() if key != "data.val_share"}
+    assert set(markdown(shared).splitlines()) <= set(lines)
     assert all(line.count("|") == 5 for line in lines)
+    both = [line for line in lines if "data.val_share" in line]
+    assert [line.split(" | ")[:2] for line in sorted(both)] == [
+        ["| `data.val_share of fedcv.segmentation`", "0.0"],
+        ["| `data.val_share of visual_classification`", "any"],
+    ], "which benchmarks treat differently"
     (line,) = [line for line in lines if "`federated.reweight`" in line]
     assert line.startswith("| `federated.reweight` | none | none | FedIR's weights hold")
 
