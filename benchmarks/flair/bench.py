@@ -117,7 +117,7 @@ def compared(case: Case, folder: Path) -> Iterator[Sides]:
 
         simulated = PrivacyConfig(2.0, clipping_bound=0.1, noise_cohort_size=5000, noise_population=41131)
         yield Sides(
-            parse([*common, *STOCK, *(["--runtime.cache_features=false"] if case.network else [])]),
+            parse([*common, *STOCK, *(["--runtime.cache_features=false"] if case.network == HEAD else [])]),
             parse([*common, *words]),
             opened,
             "val" if case.val_users else None,

@@ -28,7 +28,7 @@ from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
 
-TINY = bench.Case("tiny", 32, cohort=2, users=6, val_users=2)
+TINY = bench.Case("tiny", 32, cohort=2, users=6, val_users=2, network="--model.arch lenet")
 
 
 def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
