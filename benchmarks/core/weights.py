@@ -10,7 +10,6 @@ from typing import TypeVar
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from dataset.files import file_digest
-from pfl_ext import checkpoint
 from pfl_ext.models.pretrained import source_in, source_of
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -72,16 +71,8 @@ def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:
         "licence": source.licence,
         "normalisation": source.normalisation,
         "imagenet": source.is_torchvisions,
-        **_of_run(file),
+        **({} if source.experiment_sha256 is None else {"experiment_sha256": source.experiment_sha256}),
     }
-
-
-def _of_run(file: Path) -> Tree:
-    try:
-        digest = checkpoint.load(file)[1].get("experiment_sha256")
-    except ValueError:  # weights that others wrote
-        return {}
-    return {} if digest is None else {"experiment_sha256": digest}
 
 
 def check_normalisation(config: TrainingConfig) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import data_source, drawn_partition, protected_unit
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment, build_model
@@ -27,38 +28,11 @@ from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.visual_classification import results as vision_results
 from benchmarks.visual_classification.config import VISION, Config, Run
 from dataset.cli import run as run_command
-from dataset.partitions.drawn import read_name
-from dataset.partitions.of_file import drawn_of
 from dataset.store.hdf5 import DataFile
-from dataset.store.index import PartitionIndex
 from dataset.store.views import CARVED, SingleLabelView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.single_label import SingleLabel
-
-
-def protected_unit(task: SingleLabelView) -> ProtectedUnit:
-    """Real users, or the clients that a partition was drawn for.
-
-    Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
-    iNaturalist's. Dirichlet's, geographic and other partitions have clients.
-    """
-    if task.partition is None:
-        owns_all = len(task.split("train").user_ids) == 1
-        return ProtectedUnit("of the file" if owns_all else None)
-    return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
-
-
-def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> PartitionIndex | None:
-    """The partition with such a name as ``lda-0.5-clients-10-seed-42``; None for any other name, and for one
-    that the file holds.
-
-    Raises:
-        ValueError: when it cannot be drawn of these images.
-    """
-    held = SingleLabelView(file, taxonomy=taxonomy).partition_names
-    recipe = None if name is None or name in held else read_name(name)
-    return None if recipe is None else drawn_of(file, recipe, taxonomy)
 
 
 class VisualClassification(Experiment[Config]):
@@ -80,14 +54,7 @@ class VisualClassification(Experiment[Config]):
     @classmethod
     def source(cls, config: Config) -> DataSource:
         """The file of ``data.dataset``."""
-        name = config.data.dataset
-        return DataSource(
-            path=Path(f"data/{name}.hdf5"),
-            maker=f"python -m dataset.{name}.download_preprocess",
-            missing=f"no data/{name}.hdf5 (make vision-data DATASET={name} makes it)",
-            mini=CLASSES_FILE,
-            spec=CLASSES,
-        )
+        return data_source(config.data.dataset, "vision-data", CLASSES_FILE, CLASSES)
 
     def description(self) -> str:
         """Classes, partition, and what is scored over the rounds."""

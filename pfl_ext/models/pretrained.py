@@ -49,6 +49,8 @@ class Source:
     """A tensor's name in the network, from its name in the file."""
     is_torchvisions: bool = False
     """Whether they are torchvision's ImageNet weights."""
+    experiment_sha256: str | None = None
+    """Of the model of a run of ours, the digest of what its seeds have in common."""
 
     def is_of(self, sha256: str) -> bool:
         """Whether a file with this SHA-256 is the one."""
@@ -76,18 +78,20 @@ def source_in(arch: str, file: Path) -> Source:
     known, sha256 = source_of(arch), file_digest(file)
     if known is not None and known.is_of(sha256):
         return dataclasses.replace(known, path=lambda: file)
-    return Source(file.name, sha256, lambda: file, _description(file))
+    said = _said(file)
+    description, experiment = said.get("description"), said.get("experiment_sha256")
+    return Source(file.name, sha256, lambda: file, description, experiment_sha256=experiment)
 
 
-def _description(file: Path) -> str | None:
-    """What a safetensors file of `pfl_ext.checkpoint.save` says of itself under ``description``."""
+def _said(file: Path) -> Mapping[str, str]:
+    """What a safetensors file of `pfl_ext.checkpoint.save` says of itself."""
     if file.suffix != ".safetensors":
-        return None
+        return {}
     try:
-        description = checkpoint.load(file)[1].get("description")
+        state = checkpoint.load(file)[1]
     except ValueError:  # weights that others wrote
-        return None
-    return None if description is None else str(description)
+        return {}
+    return {key: str(value) for key, value in state.items()}
 
 
 def _torchvisions(arch: str, url: str) -> Source:

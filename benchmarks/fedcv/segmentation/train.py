@@ -20,6 +20,7 @@ from pathlib import Path
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
+from benchmarks.core.clients import data_source, drawn_partition, protected_unit
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.execute import main as train
 from benchmarks.core.experiment import Experiment, build_model
@@ -27,7 +28,6 @@ from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
 from benchmarks.fedcv.segmentation import results as mask_results
 from benchmarks.fedcv.segmentation.config import SEGMENTATION, Config, Run
-from benchmarks.visual_classification.train import drawn_partition, protected_unit
 from dataset.cli import run as run_command
 from dataset.flair.mini import VERSION, MiniSpec
 from dataset.flair.mini_masks import write_masked
@@ -72,15 +72,7 @@ class FederatedSegmentation(Experiment[Config]):
     @classmethod
     def source(cls, config: Config) -> DataSource:
         """The file of ``data.dataset``."""
-        name = config.data.dataset
-        return DataSource(
-            path=Path(f"data/{name}.hdf5"),
-            maker=f"python -m dataset.{name}.download_preprocess",
-            missing=f"no data/{name}.hdf5 (make fedcv-data DATASET={name} makes it)",
-            mini=MINI_FILE,
-            spec=MINI,
-            write=write_masked,
-        )
+        return data_source(config.data.dataset, "fedcv-data", MINI_FILE, MINI, write_masked)
 
     def description(self) -> str:
         """Classes and partition."""

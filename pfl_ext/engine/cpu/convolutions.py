@@ -29,24 +29,34 @@ LARGEST_SIDE = 64
 pooled was not measured beyond it."""
 
 
-class Convolution(nn.Conv2d):
-    """A convolution by `CpuKernels`, with another's weights.
+class Compiled(nn.Conv2d):
+    """A layer that takes another's place and has its weights.
 
-    ``multiplied``: the format of the numbers that it multiplies where torch's autocast is on.
+    ``multiplied``: the format of the numbers that it multiplies.
     """
 
-    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
+    multiplied = torch.float32
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
         super().__init__(
             layer.in_channels,
             layer.out_channels,
             layer.kernel_size,  # type: ignore[arg-type]
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
+            groups=layer.groups,
             bias=layer.bias is not None,
             device="meta",
         )
-        self.weight, self.bias = layer.weight, layer.bias
-        self.kernels, self.multiplied = kernels, multiplied
+        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
+
+
+class Convolution(Compiled):
+    """A convolution by `CpuKernels`; ``multiplied`` is for where torch's autocast is on."""
+
+    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels, multiplied: torch.dtype) -> None:
+        super().__init__(layer, kernels)
+        self.multiplied = multiplied
 
     @property
     def form(self) -> Form:
@@ -74,24 +84,11 @@ class Convolution(nn.Conv2d):
         return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
 
 
-class FewChannels(nn.Conv2d):
+class FewChannels(Compiled):
     """A convolution of few channels by `CpuKernels`, with the ReLU and the 2 x 2 max-pooling after it.
 
-    Its weights are another's. Where torch's autocast is on, torch computes it.
+    Where torch's autocast is on, torch computes it.
     """
-
-    multiplied = torch.float32
-
-    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
-        super().__init__(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            padding=layer.padding,  # type: ignore[arg-type]
-            bias=layer.bias is not None,
-            device="meta",
-        )
-        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` ``[N, C, H, W]`` goes this way."""

@@ -17,26 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, CpuKernels, Form
+from pfl_ext.engine.cpu.convolutions import Compiled
+from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, Form
 
 
-class Depthwise(nn.Conv2d):
-    """Such a convolution, with another's weights."""
-
-    multiplied = torch.float32
-
-    def __init__(self, layer: nn.Conv2d, kernels: CpuKernels) -> None:
-        super().__init__(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,  # type: ignore[arg-type]
-            layer.stride,  # type: ignore[arg-type]
-            layer.padding,  # type: ignore[arg-type]
-            groups=layer.groups,
-            bias=layer.bias is not None,
-            device="meta",
-        )
-        self.weight, self.bias, self.kernels = layer.weight, layer.bias, kernels
+class Depthwise(Compiled):
+    """Such a convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``; in bfloat16 where torch's autocast is on."""

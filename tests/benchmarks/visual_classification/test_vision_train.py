@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.core.clients import drawn_partition
 from benchmarks.core.config.trees import Tree
 from benchmarks.flair.config import parse
 from benchmarks.sweep.space import read_sweep
 from benchmarks.visual_classification.curves import read_finished
-from benchmarks.visual_classification.train import VisualClassification, drawn_partition, main
+from benchmarks.visual_classification.train import VisualClassification, main
 from dataset.cli import run
 from dataset.flair.mini import write_mini
 from dataset.store.hdf5 import DataFile

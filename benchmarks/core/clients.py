@@ -1,0 +1,65 @@
+"""Where images come from, and whose they are: a data set by its name, and a partition of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.core.mini import DataSource
+from benchmarks.core.privacy_statement import ProtectedUnit
+from dataset.flair.mini import MiniSpec
+from dataset.partitions.drawn import read_name
+from dataset.partitions.of_file import drawn_of
+from dataset.store.hdf5 import DataFile
+from dataset.store.index import PartitionIndex
+from dataset.store.views import SingleLabelView
+
+
+def data_source(
+    name: str,
+    target: str,
+    mini: Path,
+    spec: MiniSpec,
+    write: Callable[[Path, MiniSpec], None] | None = None,
+) -> DataSource:
+    """The file of the data set ``name``, which ``make TARGET DATASET=NAME`` makes, and what takes its place.
+
+    Args:
+        name: of a folder below ``dataset``.
+        target: of the Makefile.
+        mini: the mini data set's file.
+        spec: what it holds.
+        write: draws it; None: with labels alone.
+    """
+    return DataSource(
+        path=Path(f"data/{name}.hdf5"),
+        maker=f"python -m dataset.{name}.download_preprocess",
+        missing=f"no data/{name}.hdf5 (make {target} DATASET={name} makes it)",
+        mini=mini,
+        spec=spec,
+        write=write,
+    )
+
+
+def protected_unit(task: SingleLabelView) -> ProtectedUnit:
+    """Real users, or the clients that a partition was drawn for.
+
+    Users are the file's own, unless one owns everything, and those of partitions named ``user...``, as
+    iNaturalist's. Dirichlet's, geographic and other partitions have clients.
+    """
+    if task.partition is None:
+        owns_all = len(task.split("train").user_ids) == 1
+        return ProtectedUnit("of the file" if owns_all else None)
+    return ProtectedUnit(None if task.partition.startswith("user") else task.partition)
+
+
+def drawn_partition(file: DataFile, name: str | None, taxonomy: str) -> PartitionIndex | None:
+    """The partition with such a name as ``lda-0.5-clients-10-seed-42``; None for any other name, and for one
+    that the file holds.
+
+    Raises:
+        ValueError: when it cannot be drawn of these images.
+    """
+    held = SingleLabelView(file, taxonomy=taxonomy).partition_names
+    recipe = None if name is None or name in held else read_name(name)
+    return None if recipe is None else drawn_of(file, recipe, taxonomy)
