@@ -43,8 +43,9 @@ def centralised_model(run: AnyRun, module: ImageClassifier) -> tuple[PyTorchMode
     computed = described(module.trained_part, amp)
     if is_main():
         print(f"training is computed in {computed}")
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = run.config.centralised.build(trained, AdamOptions("keras"))
+    central = run.config.centralised
+    groups = module.rate_groups(central.learning_rate, central.head_rate_factor)
+    optimizer = central.build(groups, AdamOptions("keras"))
     return PyTorchModel(module, torch.optim.SGD, optimizer, amp_dtype=amp), computed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
+from torch import nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
@@ -71,10 +72,14 @@ def training_data(
 def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
     """The network with its local and its server optimiser and the server's schedule."""
     config = run.config
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = config.server.build(trained, config.server.chosen_options)
+    groups = module.rate_groups(config.server.learning_rate, config.server.head_rate_factor)
+    optimizer = config.server.build(groups, config.server.chosen_options)
     precision = torch.bfloat16 if run.runtime.precision == "bf16" else None
-    return PyTorchModel(module, config.local.optimizer, optimizer, amp_dtype=precision)
+
+    def of_user(_: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return config.local.optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
+
+    return PyTorchModel(module, of_user, optimizer, amp_dtype=precision)
 
 
 def setup(
@@ -93,6 +98,7 @@ def setup(
         private=config.privacy is not None or config.local_privacy is not None,
         module=module,
         users=users,
+        has_head_rate=config.local.head_rate_factor != 1,
         folder=None if directory is None else directory / "checkpoint",
     )
 

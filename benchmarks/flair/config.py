@@ -53,7 +53,7 @@ class PersonalConfig:
     num_epochs: NonNegativeInt = 0
     """Passes over a test user's images; 0: no fine-tuning."""
     learning_rate: PositiveFloat = 0.01
-    """Factor of a step, without unit."""
+    """Factor of a step, without unit, of all layers that are trained."""
     batch_size: PositiveInt = 16
     """Images of a step."""
     max_grad_norm: PositiveFloat | None = 10.0

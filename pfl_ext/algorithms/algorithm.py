@@ -62,6 +62,8 @@ class Setup:
     """Whether what users send is clipped and noised, centrally or locally."""
     module: ImageClassifier
     users: FederatedImageDataset
+    has_head_rate: bool = False
+    """Whether the head's local learning rate is not that of the other layers."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 

@@ -38,9 +38,10 @@ from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
 from pfl_ext.backend import CentrallyEvaluatedBackend, cohort_line, training_context
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import Batch, IntArray, UserImages
-from pfl_ext.models.classifier import ImageClassifier, head_of
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import entering
 from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.trained import head_of
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
@@ -80,9 +81,9 @@ class ClosedForm(Algorithm[Sums]):
     options: ClassVar[type] = HeadOptions
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
     idle: ClassVar[str] = (
-        "server. local.learning_rate local.effective_learning_rate local.max_grad_norm local.clip_by "
-        "local.momentum local.weight_decay local.num_epochs local.straddle local.shuffle local.reshuffle "
-        "local.virtual_size augment.views "
+        "server. local.learning_rate local.effective_learning_rate local.head_rate_factor "
+        "local.max_grad_norm local.clip_by local.momentum local.weight_decay local.num_epochs "
+        "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     sends: ClassVar[str] = "vector of sums"

@@ -27,7 +27,7 @@ from pfl.stats import MappedVectorStatistics
 
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fedprox import ProximalOptions
-from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
+from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.rules import Refusals, Rule, mu_of
 
 STEPS = "pfl_ext.algorithms.fednova/steps"
@@ -92,6 +92,19 @@ class FedNova(OnPfl):
         return {"mu": options.mu or 0.0}
 
     @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse a proximal term whose pull differs between layers.
+
+        Raises:
+            ValueError: in one line.
+        """
+        if setup.options.mu and setup.has_head_rate:
+            raise ValueError(
+                "FedNova with federated.mu divides an update by one number, which follows from one learning "
+                "rate: set local.head_rate_factor to 1, or federated.mu to none"
+            )
+
+    @classmethod
     def build(cls, setup: Setup, **common: Any) -> tuple[OnPfl, NNAlgorithmParams]:
         """The algorithm and its parameters."""
         return cls(), FedNovaParams(**common, **cls.resolved(setup.options))
@@ -107,9 +120,8 @@ class FedNova(OnPfl):
         Raises:
             ValueError: for a local optimiser whose steps are not those of SGD with momentum.
         """
-        rate, momentum = rate_and_momentum(model, context, "FedNova")
-        mu = mu_of(context)
-        return Normaliser(momentum, rate * mu, mu)
+        steps, mu = local_steps(model, context, "FedNova"), mu_of(context)
+        return Normaliser(steps.momentum, steps.rate * mu, mu)
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
         """Multiply the mean by tau_eff."""

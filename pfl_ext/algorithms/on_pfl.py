@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pfl.algorithm.base import NNAlgorithmParams
@@ -35,7 +35,8 @@ from pfl_ext.algorithms.algorithm import (
 )
 from pfl_ext.backend import cohort_line
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.engine.training import PerVariableClippedSGD
+from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
+from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
@@ -43,8 +44,16 @@ STATE = "algorithm/"
 """Before the names of the users' states in a checkpoint."""
 
 
-def rate_and_momentum(model: PyTorchModel, context: CentralContext, name: str) -> tuple[float, float]:
-    """Learning rate and momentum of users' steps.
+class Steps(NamedTuple):
+    """Of users' SGD: learning rate, each variable's factor of it (empty: all 1), and momentum."""
+
+    rate: float
+    factors: tuple[float, ...]
+    momentum: float
+
+
+def local_steps(model: PyTorchModel, context: CentralContext, name: str) -> Steps:
+    """How users step.
 
     Raises:
         ValueError: for steps that are not those of SGD with momentum; ``name`` is the algorithm's.
@@ -55,7 +64,7 @@ def rate_and_momentum(model: PyTorchModel, context: CentralContext, name: str) -
     known = type(optimizer) in (torch.optim.SGD, PerVariableClippedSGD)
     if not known or group["nesterov"] or group["dampening"]:
         raise ValueError(f"{name} knows the steps of plain SGD or SGD with momentum: train users with that")
-    return rate, float(group["momentum"])
+    return Steps(rate, rate_factors(model, optimizer), float(group["momentum"]))
 
 
 def _gradient(model: PyTorchModel, batches: Iterable[Any], num_images: int) -> dict[str, Tensor]:
@@ -94,12 +103,12 @@ def _corrected_step(
             parameter.grad += correction[name]
     if arguments.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(module.parameters(), arguments.max_grad_norm)
-    rate = optimizer.param_groups[0]["lr"]
     optimizer.step()
     optimizer.zero_grad()
     if rule.correction == "step":
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in trained.items():
-            parameter.data.sub_(correction[name], alpha=rate)
+            parameter.data.sub_(correction[name], alpha=rates[id(parameter)])
 
 
 class OnPfl(Choice, FederatedAveraging):
@@ -225,7 +234,7 @@ class PflLoop(Algorithm[PyTorchModel]):
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """A round of pfl's loop, at the server's learning rate of that round."""
         for group in state._central_optimizer.param_groups:
-            group["lr"] = self.means.server_rate(number)
+            group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         watch = _Watch()
         self._algorithm._current_central_iteration = number
         self._algorithm.run(

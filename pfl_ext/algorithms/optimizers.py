@@ -10,13 +10,14 @@ pseudo-gradient of Reddi et al. 2021 (Adaptive Federated Optimization, arXiv 200
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from pfl_ext.configs import STRICT, Fraction, NoOptions
 from pfl_ext.registry import Registry
@@ -25,9 +26,7 @@ from pfl_ext.registry import Registry
 class OptimizerBuilder(Protocol):
     """The class of an optimiser, or a function that builds one."""
 
-    def __call__(
-        self, params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any, /
-    ) -> torch.optim.Optimizer:
+    def __call__(self, params: ParamsT, config: OptimizerConfig, options: Any, /) -> torch.optim.Optimizer:
         """The optimiser of these parameters; ``options``: see `ServerOptimizer`."""
         ...
 
@@ -69,12 +68,14 @@ def _known(name: str) -> str:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """An optimiser with one learning rate for all parameters."""
+    """An optimiser whose learning rate is the same for all layers but the head."""
 
     optimizer: Annotated[str, AfterValidator(_known)] = "sgd"
     """Name of the kind of step: sgd, adam, yogi, adagrad, or any other of pfl_ext/algorithms."""
     learning_rate: PositiveFloat = 1.0
     """Factor of a step, without unit."""
+    head_rate_factor: PositiveFloat = 1.0
+    """Learning rate of the head (last layer, bottleneck, decoder) over that of the other layers."""
     beta1: Fraction = 0.9
     """Share of the first moment that a step keeps (all but sgd)."""
     beta2: Fraction = 0.999
@@ -84,8 +85,11 @@ class OptimizerConfig:
     momentum: Fraction = 0.0
     """Share of the last step's direction that a step keeps (sgd)."""
 
-    def build(self, params: Iterable[nn.Parameter], options: Any = None) -> torch.optim.Optimizer:
-        """The optimiser of this name; ``options``: its own, None for their defaults."""
+    def build(self, params: ParamsT, options: Any = None) -> torch.optim.Optimizer:
+        """The optimiser of this name; ``options``: its own, None for their defaults.
+
+        `head_rate_factor` is in the groups of ``params`` (`ImageClassifier.rate_groups`).
+        """
         chosen = SERVER_OPTIMIZERS[self.optimizer]
         return chosen.build(params, self, chosen.options() if options is None else options)
 
@@ -134,7 +138,7 @@ class ServerConfig(AdamOptions, OptimizerConfig):
 
 
 @server_optimizer("sgd", "momentum")
-def _sgd(params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any) -> torch.optim.Optimizer:
+def _sgd(params: ParamsT, config: OptimizerConfig, options: Any) -> torch.optim.Optimizer:
     """``v <- momentum v + g``, ``x <- x - lr v``."""
     return torch.optim.SGD(params, lr=config.learning_rate, momentum=config.momentum)
 
@@ -158,7 +162,7 @@ class FedOpt(torch.optim.Optimizer):
     The state of a parameter is three tensors: ``exp_avg``, ``exp_avg_sq`` and ``step`` (float32 on the CPU).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any):
+    def __init__(self, params: ParamsT, config: OptimizerConfig, options: Any):
         self.name, self._options = config.optimizer, options
         defaults = {"lr": config.learning_rate, "beta1": config.beta1}
         super().__init__(params, {**defaults, "beta2": config.beta2, "epsilon": config.epsilon})

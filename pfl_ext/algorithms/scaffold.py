@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms.algorithm import Setup, Traffic, register
 from pfl_ext.algorithms.fednova import coefficient_sum
-from pfl_ext.algorithms.on_pfl import OnPfl, rate_and_momentum
+from pfl_ext.algorithms.on_pfl import OnPfl, local_steps
 from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.configs import STRICT
 from pfl_ext.rules import Correction as Correction
@@ -142,6 +142,13 @@ class Controls:
         """The vector ``[P]`` of tensors by variable."""
         return torch.cat([tensors[name].reshape(-1) for name in self._shapes])
 
+    def rates(self, rate: float, factors: Sequence[float]) -> float | Tensor:
+        """A learning rate times each variable's factor, ``[P]``; without factors as it is."""
+        if not factors:
+            return rate
+        sizes = torch.tensor(self._sizes)
+        return (rate * torch.tensor(factors)).repeat_interleave(sizes).to(self.server.device)
+
     def renew(self, user: int, control: Tensor, change: Tensor) -> None:
         """Keep ``c_i + change`` as the user's from the end of the round on."""
         self._users.write(user, (control + change).cpu().numpy())
@@ -171,7 +178,8 @@ class Renewal:
 
     option: Option
     correction: Correction
-    learning_rate: float
+    learning_rate: float | Tensor
+    """Tensor: ``[P]``, of each parameter."""
     momentum: float
 
     def change(
@@ -299,13 +307,14 @@ class Scaffold(OnPfl):
             ValueError: for local training whose steps are not those of SGD with momentum.
         """
         local, params = context.model_train_params, context.algorithm_params
-        rate, momentum = rate_and_momentum(model, context, "SCAFFOLD")
+        steps = local_steps(model, context, "SCAFFOLD")
         other_steps = local.grad_accumulation_steps != 1 or local.get("local_num_steps")
         if model.grad_scaler is not None or other_steps:
             raise ValueError(
                 "SCAFFOLD has no gradient scaling, accumulation or local_num_steps: leave them out"
             )
-        return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, momentum))
+        rate = self.controls.rates(steps.rate, steps.factors)
+        return CorrectedRule(self.controls, Renewal(params.option, params.correction, rate, steps.momentum))
 
     def average(self, statistics: MappedVectorStatistics, context: CentralContext) -> None:
         """Move c by the cohort's share of all weight, and leave the mean of the updates."""

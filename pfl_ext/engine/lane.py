@@ -248,6 +248,10 @@ class Lane:
                 torch._foreach_mul_(self._velocities, local.momentum)
                 torch._foreach_add_(self._velocities, gradients)
                 gradients = self._velocities
+            corrections = self._corrections if local.correction == "step" else []
+            if local.factors:
+                gradients = list(torch._foreach_mul(gradients, local.factors))
+                corrections = list(torch._foreach_mul(corrections, local.factors)) if corrections else []
             if not first:
                 torch._foreach_sub_(self._weights, gradients, alpha=local.learning_rate)
             elif self._stream is not None:  # few launches
@@ -257,8 +261,8 @@ class Lane:
             else:
                 for weight, start, gradient in zip(self._weights, self._starts, gradients):
                     torch.sub(start, gradient, alpha=local.learning_rate, out=weight)
-            if local.correction == "step":
-                torch._foreach_sub_(self._weights, self._corrections, alpha=local.learning_rate)
+            if corrections:
+                torch._foreach_sub_(self._weights, corrections, alpha=local.learning_rate)
 
     @torch.no_grad()
     def _descend(self, gradients: list[Tensor], local: LocalTraining, first: bool) -> None:
@@ -270,9 +274,12 @@ class Lane:
 
     def decay(self, weight: float, local: LocalTraining, scaling: PrivateMean | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
-        if local.weight_decay:
-            assert scaling is None, "their norms are not known"
-            self.sums.vector.add_(self._start, alpha=-local.learning_rate * local.weight_decay * weight)
+        if not local.weight_decay:
+            return
+        assert scaling is None, "their norms are not known"
+        factors = local.each_factor(len(self._starts))
+        for view, start, factor in zip(self.sums.views.values(), self._starts, factors):
+            view.add_(start, alpha=-local.learning_rate * factor * local.weight_decay * weight)
 
     @torch.no_grad()
     def add(self, weight: float, scaling: PrivateMean | None) -> None:

@@ -81,10 +81,11 @@ class _Adding:
     ) -> None:
         self._local, self._weights, self._scaling, self._sums = local, weights, scaling, sums
         self._kept: dict[str, Gradient] = {}
+        self._factors = dict(zip(sums.views, local.each_factor(len(sums.views))))
 
     def add(self, name: str, gradient: Gradient) -> None:
         """Of one variable, whose clipping depends on no other."""
-        steps = -self._local.learning_rate * self._weights
+        steps = -self._local.learning_rate * self._factors["backbone." + name] * self._weights
         total = self._sums.views["backbone." + name]
         if self._local.clipping == "none" or self._surely_small(gradient):
             gradient.add_evenly(total, steps)
@@ -108,6 +109,8 @@ class _Adding:
         if self._scaling is not None:  # factors of larger ones would lose digits as float32
             norms = torch.where(norms <= LARGEST**2, norms, torch.inf)
         factors = -self._local.learning_rate * local_clipping(norms, self._local)
+        if self._local.factors:
+            factors = factors * sent(torch.tensor(self._local.factors, dtype=factors.dtype), factors.device)
         scaled = self._weights[:, None] * factors
         if self._scaling is not None:
             scales, tally = self._scaling.user_scales(names, norms * factors.square())

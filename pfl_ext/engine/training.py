@@ -13,10 +13,12 @@ from pfl.hyperparam.base import get_param_value
 from pfl.model.pytorch import PyTorchModel
 from pydantic import NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.transfer import pinned
+from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.rules import Correction, Rule
 from pfl_ext.tasks.task import Task
 
@@ -29,6 +31,8 @@ class LocalSGDConfig:
 
     learning_rate: PositiveFloat = 0.1
     """Factor of a user's step, without unit."""
+    head_rate_factor: PositiveFloat = 1.0
+    """Learning rate of the head (last layer, bottleneck, decoder) over that of the other layers."""
     max_grad_norm: PositiveFloat | None = None
     """Greatest L2 norm of a gradient, above which it is scaled down to it; none: no limit."""
     clip_by: Literal["variable", "global"] = "global"
@@ -38,8 +42,11 @@ class LocalSGDConfig:
     weight_decay: NonNegativeFloat = 0.0
     """Multiple of the parameters that is added to their gradient, after clipping each variable."""
 
-    def optimizer(self, params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        """A new optimiser at this learning rate; clipping all gradients together is left to the caller."""
+    def optimizer(self, params: ParamsT, lr: float) -> torch.optim.Optimizer:
+        """A new optimiser at this learning rate; clipping all gradients together is left to the caller.
+
+        `head_rate_factor` is in the groups of ``params`` (`ImageClassifier.rate_groups`).
+        """
         by_variable = self.max_grad_norm if self.clip_by == "variable" else None
         if by_variable is None:
             return torch.optim.SGD(params, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
@@ -61,7 +68,7 @@ class PerVariableClippedSGD(torch.optim.SGD):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        params: ParamsT,
         lr: float,
         max_norm: float,
         momentum: float = 0.0,
@@ -104,8 +111,9 @@ class LocalTraining:
     clipnorm), "global": that of all together (torch's clip_grad_norm_, pfl's). ``mu``:
     the weight of ``|w - w_central|^2 / 2`` in the loss. ``amp``: type of autocast, or None.
     ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
-    ``v <- momentum v + g``, ``w <- w - lr v``, with v from 0 for each user. ``correction``: where each
-    user's is added, if there are any, and ``corrects_all``: whether to all weights (`pfl_ext.rules`).
+    ``v <- momentum v + g``, ``w <- w - lr factor v``, with v from 0 for each user and ``factors`` one for
+    each variable (empty: all 1). ``correction``: where each user's is added, if there are any, and
+    ``corrects_all``: whether to all weights (`pfl_ext.rules`).
     """
 
     learning_rate: float
@@ -119,16 +127,21 @@ class LocalTraining:
     weight_decay: float = 0.0
     correction: Correction | None = None
     corrects_all: bool = False
+    factors: tuple[float, ...] = ()
 
     @property
     def moves_all(self) -> bool:
         """Whether steps change weights that no image reaches."""
         return self.weight_decay > 0 or self.corrects_all
 
+    def each_factor(self, num_variables: int) -> Sequence[float]:
+        """`factors`, also where all are 1."""
+        return self.factors or (1.0,) * num_variables
+
     @property
     def is_plain(self) -> bool:
         """Whether a step is gradient descent and nothing else."""
-        more = self.mu or self.momentum or self.weight_decay or self.correction
+        more = self.mu or self.momentum or self.weight_decay or self.correction or self.factors
         return not more and self.clipping == "none"
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -136,6 +149,17 @@ class LocalTraining:
         if self.amp is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.amp, cache_enabled=False)
+
+
+def rate_factors(model: PyTorchModel, optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Each trained variable's learning rate over that of the first layers; empty where all are the same."""
+    found = {
+        id(parameter): group[RATE_FACTOR]
+        for group in optimizer.param_groups
+        if RATE_FACTOR in group
+        for parameter in group["params"]
+    }
+    return tuple(found.get(id(p), 1.0) for p in model.variable_map.values()) if found else ()
 
 
 def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> LocalTraining | str:
@@ -170,6 +194,7 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
         float(group["weight_decay"]),
         rule.correction,
         rule.correction is not None and rule.corrects_all,
+        rate_factors(model, optimizer),
     )
 
 

@@ -32,7 +32,7 @@ from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.segmentation import EncoderDecoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
-from pfl_ext.models.trained import choose_trained
+from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
@@ -118,7 +118,7 @@ def build_backbone(
             last.random.check_width(config.random_features_width)
     if config.bottleneck is not None:
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
-    choose_trained(backbone, head_of(backbone)[0], config, generator)
+    choose_trained(backbone, config, generator)
     return backbone
 
 
@@ -164,7 +164,7 @@ def _insert_bottleneck(
             f"{config.arch} ends in a convolution, before which there is no bottleneck; leave it out"
         )
     with DrawFrom(generator):
-        both = nn.Sequential(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
+        both = Bottleneck(nn.Linear(head.in_features, units), nn.Linear(units, head.out_features))
     initialise(both, config, generator)
     backbone.set_submodule(name, both)
 
@@ -224,10 +224,8 @@ def assert_no_live_batchnorm(module: nn.Module) -> None:
     assert not live, f"live BatchNorm at {', '.join(live)}"
 
 
-def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
-    """The last layer (a 1x1 convolution in SqueezeNet), whose outputs are the K logits, and its name."""
-    layers = [(n, m) for n, m in backbone.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    return layers[-1]
+RATE_FACTOR = "rate_factor"
+"""Key of an optimiser's group of parameters: its learning rate over that of the others."""
 
 
 class ImageClassifier(nn.Module):
@@ -261,6 +259,7 @@ class ImageClassifier(nn.Module):
         assert_no_live_batchnorm(backbone)
         self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
+        self._new = ".".join(filter(None, ("backbone", new_part(backbone), "")))
         self.framing = Framing(input_size, exact_crops, padding)
         self.task = task
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
@@ -297,6 +296,21 @@ class ImageClassifier(nn.Module):
         if not self.is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
+
+    def rate_groups(self, rate: float, head_rate_factor: float) -> list[dict[str, Any]]:
+        """The trained parameters for an optimiser, in two groups if their learning rates differ.
+
+        Args:
+            rate: learning rate of all layers but the head: decoder, bottleneck and last layer.
+            head_rate_factor: the head's learning rate over that.
+        """
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        if head_rate_factor == 1:
+            return [{"params": list(trained.values())}]
+        head = [p for name, p in trained.items() if name.startswith(self._new)]
+        others = [p for name, p in trained.items() if not name.startswith(self._new)]
+        of_head = {"params": head, "lr": rate * head_rate_factor, RATE_FACTOR: head_rate_factor}
+        return [{"params": others}, of_head] if others else [of_head]
 
     @property
     def input_shape(self) -> tuple[int, ...]:

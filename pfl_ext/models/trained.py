@@ -25,12 +25,30 @@ from pfl_ext.models.segmentation import EncoderDecoder
 LAYERS = (nn.Linear, nn.Conv2d)
 
 
-def choose_trained(backbone: nn.Module, head: str, config: ModelConfig, generator: torch.Generator) -> None:
+class Bottleneck(nn.Sequential):
+    """The layer that ``model.bottleneck`` puts before the last one, and the last one."""
+
+
+def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
+    """The last layer (a 1x1 convolution in SqueezeNet), whose outputs are the K logits, and its name."""
+    layers = [(n, m) for n, m in backbone.named_modules() if isinstance(m, LAYERS)]
+    return layers[-1]
+
+
+def new_part(backbone: nn.Module) -> str:
+    """Name of the module that pretrained weights leave new: decoder, bottleneck or last layer."""
+    if isinstance(backbone, EncoderDecoder):
+        return "decoder"
+    name, _ = head_of(backbone)
+    parent = name.rpartition(".")[0]
+    return parent if isinstance(backbone.get_submodule(parent), Bottleneck) else name
+
+
+def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
     """Freeze what ``config.trained`` leaves as it is, and add the adapters of lora.
 
     Args:
         backbone: with its first weights.
-        head: name of the last layer.
         config: of the network.
         generator: draws what is added.
 
@@ -39,9 +57,7 @@ def choose_trained(backbone: nn.Module, head: str, config: ModelConfig, generato
     """
     if config.trained == "all":
         return
-    if isinstance(backbone, EncoderDecoder):
-        head = "decoder"
-    head = head if config.bottleneck is None else head.rpartition(".")[0]
+    head = new_part(backbone)
     images = torch.zeros(1, 3, config.input_size, config.input_size)
     backbone.requires_grad_(False)
     if config.trained == "last_blocks":

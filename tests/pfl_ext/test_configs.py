@@ -36,6 +36,7 @@ SAMPLING = {
 }
 SGD = {
     "learning_rate": 0.1,
+    "head_rate_factor": 1.0,
     "max_grad_norm": None,
     "clip_by": "global",
     "momentum": 0.0,
@@ -44,6 +45,7 @@ SGD = {
 SERVER = {
     "optimizer": "sgd",
     "learning_rate": 1.0,
+    "head_rate_factor": 1.0,
     "beta1": 0.9,
     "beta2": 0.999,
     "epsilon": 1e-8,

@@ -92,10 +92,18 @@ TABLE: Mapping[str, Rule] = {
         "which views an image has, and which a step takes, follows from the seed and the image's and its "
         "user's place; the user's update is clipped as one, however many views its images have"
     ),
-    **each(BEFORE_CLIPPING, "local", "learning_rate effective_learning_rate num_epochs batch_size"),
+    **each(
+        BEFORE_CLIPPING,
+        "local",
+        "learning_rate effective_learning_rate head_rate_factor num_epochs batch_size",
+    ),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
     **each(BEFORE_CLIPPING, "local", "max_grad_norm clip_by momentum weight_decay virtual_size"),
-    **each(AFTER_NOISE, "server", "optimizer learning_rate beta1 beta2 epsilon adam_form momentum"),
+    **each(
+        AFTER_NOISE,
+        "server",
+        "optimizer learning_rate head_rate_factor beta1 beta2 epsilon adam_form momentum",
+    ),
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
     "federated.algorithm": ArguedAlgorithms(
         "fedavg and fedprox send one update a user, which is clipped; fedncm and fed3r send one vector of "
@@ -123,7 +131,11 @@ TABLE: Mapping[str, Rule] = {
     "federated.scaffold_correction": only("read for scaffold alone, which is refused", None),
     "federated.options": Rule("read by the algorithm alone, whose file argues for it"),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
-    **each(UNUSED, "centralised", "num_epochs batch_size optimizer learning_rate beta1 beta2 epsilon"),
+    **each(
+        UNUSED,
+        "centralised",
+        "num_epochs batch_size optimizer learning_rate head_rate_factor beta1 beta2 epsilon",
+    ),
     **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),
     **each(UNUSED, "evaluation", "every_epochs"),
     **each(NOT_OF_TRAINING_USERS, "evaluation", "every_rounds best_by"),

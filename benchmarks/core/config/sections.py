@@ -47,6 +47,9 @@ YOUNGER = {
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,
     "local.shuffle": True,
+    "local.head_rate_factor": 1.0,
+    "server.head_rate_factor": 1.0,
+    "centralised.head_rate_factor": 1.0,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}

@@ -5,17 +5,16 @@ and Kumar 2018).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from pfl_ext.algorithms.optimizers import OptimizerConfig, server_optimizer
 
 
 @server_optimizer("amsgrad", "beta1", "beta2", "epsilon")
-def amsgrad(params: Iterable[nn.Parameter], config: OptimizerConfig, options: Any) -> torch.optim.Optimizer:
+def amsgrad(params: ParamsT, config: OptimizerConfig, options: Any) -> torch.optim.Optimizer:
     """torch's."""
     betas = config.beta1, config.beta2
     return torch.optim.Adam(params, config.learning_rate, betas, config.epsilon, amsgrad=True)

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
-from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from pfl_ext.algorithms.optimizers import OptimizerConfig, server_optimizer
 from pfl_ext.configs import STRICT
@@ -28,7 +27,7 @@ class LionOptions:
 class Lion(torch.optim.Optimizer):
     """``x <- x - lr (sign(beta1 m + (1 - beta1) g) + decay x)``, then ``m <- beta2 m + (1 - beta2) g``."""
 
-    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig, options: LionOptions) -> None:
+    def __init__(self, params: ParamsT, config: OptimizerConfig, options: LionOptions) -> None:
         super().__init__(params, {"lr": config.learning_rate})
         self.config, self.decay = config, options.weight_decay
 

@@ -51,7 +51,7 @@ SAMPLING = local_sampling(2, 4, 9, straddle=True, input_size=10)
     clipping=st.sampled_from([("none", 0.0), ("variable", 0.05), ("global", 0.2)]),
     by_images=st.booleans(),
     lanes=st.integers(1, 3),
-    local=st.sampled_from([(0.0, 0.0), (0.6, 0.05)]),
+    local=st.sampled_from([(0.0, 0.0, 1.0), (0.6, 0.05, 1.0), (0.3, 0.0, 4.0)]),
 )
 def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
     sizes: list[int],
@@ -59,12 +59,12 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
     clipping: tuple[str, float],
     by_images: bool,
     lanes: int,
-    local: tuple[float, float],
+    local: tuple[float, float, float],
 ) -> None:
     """Over four rounds of all users but one; a network with layers of every kind and dead taps."""
     setting = Setting(sizes, SAMPLING, *clipping, learning_rate=0.05, by_images=by_images, rounds=4)
     setting.scaffold, setting.cohort = form, len(sizes) - 1
-    setting.momentum, setting.weight_decay = local
+    setting.momentum, setting.weight_decay, setting.head_rate = local
 
     def end(setting: Setting, engine: bool) -> Ended:
         """Of the last round; c is the mean of all c_i."""

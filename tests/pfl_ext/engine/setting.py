@@ -189,6 +189,7 @@ class Setting:
     cohort: int | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
+    head_rate: float = 1.0
     nova: bool = False
     algorithm: Any = None
     """Another one whose parameters are FedAvg's."""
@@ -205,7 +206,8 @@ class Setting:
         variable = self.clipping == "variable"
         more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
 
-        def local(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        def local(_: Any, lr: float) -> torch.optim.Optimizer:
+            parameters = module.rate_groups(lr, self.head_rate)
             if variable:
                 return PerVariableClippedSGD(parameters, lr=lr, max_norm=self.max_norm, **more)
             return torch.optim.SGD(parameters, lr=lr, **more)

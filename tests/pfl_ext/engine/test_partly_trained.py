@@ -11,7 +11,7 @@ from torch import nn
 
 from pfl_ext.algorithms.algorithm import trained_bytes
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.models.classifier import ImageClassifier, head_of
+from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.lora import adapters_of
 from pfl_ext.models.trained import choose_trained
@@ -53,7 +53,7 @@ def partly(case: str, whole: Callable[[], nn.Module] = small_backbone) -> nn.Mod
     """A network that has been trained for a while: neither A nor B is zero."""
     backbone, draw = whole(), torch.Generator().manual_seed(6)
     config = ModelConfig("small", input_size=10, **CASES[case])
-    choose_trained(backbone, head_of(backbone)[0], config, draw)
+    choose_trained(backbone, config, draw)
     for layer in adapters_of(backbone).values():
         nn.init.normal_(layer.lora_b.weight, std=0.2, generator=draw)
     return backbone

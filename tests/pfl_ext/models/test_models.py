@@ -24,10 +24,10 @@ from pfl_ext.models.classifier import (
     ImageClassifier,
     assert_no_live_batchnorm,
     build_backbone,
-    head_of,
     probe_checksum,
 )
 from pfl_ext.models.config import Init, ModelConfig
+from pfl_ext.models.trained import head_of
 from pfl_ext.models.weights import read_weights
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.closeness import assert_close_as_vector

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models import random_features
-from pfl_ext.models.classifier import ImageClassifier, build_backbone, head_of
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.features import Split
 from pfl_ext.models.prefix import Prefix
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
+from pfl_ext.models.trained import head_of
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pfl_ext.engine.cohort import CohortEngine
-from pfl_ext.models.classifier import ImageClassifier, build_backbone, head_of
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.trained import head_of
 from pfl_ext.tasks.multi_label import MultiLabel
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import LABELS, Setting, distance, rounding_of, small_backbone

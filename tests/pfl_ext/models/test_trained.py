@@ -12,10 +12,10 @@ import torch
 import torchvision.models as zoo
 from torch import Tensor, nn
 
-from pfl_ext.models.classifier import ImageClassifier, build_backbone, head_of
+from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.lora import LowRank, adapter_tensors, adapters_of, load_merged, merged
-from pfl_ext.models.trained import blocks_of, choose_trained
+from pfl_ext.models.trained import blocks_of, choose_trained, head_of
 from pfl_ext.tasks.single_label import SingleLabel
 from tests.closeness import assert_close_as_vector
 
@@ -117,7 +117,7 @@ def pair(arch: str, **options: Any) -> tuple[nn.Module, nn.Module]:
         return build(arch), build(arch, trained="lora", **options)
     plain, net = transformer(), transformer()
     config = ModelConfig("transformer", input_size=SIDE, trained="lora", **options)
-    choose_trained(net, "heads.head", config, torch.Generator().manual_seed(1))
+    choose_trained(net, config, torch.Generator().manual_seed(1))
     return plain, net
 
 
@@ -268,5 +268,5 @@ def test_what_a_network_has_not_is_refused_in_one_line(
     config = ModelConfig("mine" if isinstance(network, nn.Module) else network, input_size=SIDE, **options)
     net = network if isinstance(network, nn.Module) else build(network)
     with pytest.raises(ValueError, match=message) as caught:
-        choose_trained(net, head_of(net)[0], config, torch.Generator())
+        choose_trained(net, config, torch.Generator())
     assert "\n" not in str(caught.value)

@@ -1,0 +1,83 @@
+"""A learning rate of the head's own: for users, for the server, and in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
+from pfl_ext.tasks.single_label import SingleLabel
+from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.test_train import error_line
+from tests.pfl_ext.models.test_trained import SIDE, build
+
+ONE_STEP = ("--local.num_epochs=1", "--local.batch_size=64", "--local.max_grad_norm=none")
+ONE_ROUND = ("--federated.num_rounds=1", "--server.optimizer=sgd", "--server.learning_rate=1", *ONE_STEP)
+ONE_EPOCH = ("--config=c-r-17", "--centralised.num_epochs=1", "--centralised.optimizer=sgd")
+WHOLE = ("--centralised.batch_size=4096", "--centralised.max_grad_norm=none")
+PLACES = {"local": ONE_ROUND, "server": ONE_ROUND, "centralised": (*ONE_EPOCH, *WHOLE)}
+
+
+@pytest.mark.parametrize("section", PLACES)
+def test_the_heads_step_alone_is_as_long_as_its_factor_says(section: str, train: Train) -> None:
+    """One step of gradient descent is proportional to its learning rate."""
+    one, four, seven = (
+        load_file(
+            train(*PLACES[section], f"--{section}.head_rate_factor={f}", name=f"{f}") / "model.safetensors"
+        )
+        for f in (1, 4, 7)
+    )
+    for name in one:
+        if name.startswith("backbone.fc3."):
+            shorter, longer = four[name] - one[name], seven[name] - one[name]
+            assert shorter.any()
+            # two differences of rounded weights
+            torch.testing.assert_close(
+                2 * shorter, longer, rtol=0, atol=8 * 2**-24 * float(seven[name].abs().max())
+            )
+        else:
+            assert torch.equal(one[name], four[name])
+
+
+@pytest.mark.parametrize("words", [(), ("--config=c-r-17", "--centralised.head_rate_factor=3")], ids=str)
+def test_a_killed_run_with_such_rates_goes_on_to_the_bit(words: tuple[str, ...], train: Train) -> None:
+    if not words:
+        words = ("--local.head_rate_factor=3", "--server.head_rate_factor=2", "--server.optimizer=adam")
+    whole = train(*words, name="whole")
+    with killed_at(1):
+        train(*words, name="killed", code=130)
+    again = train(*words, name="killed")
+    assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_fednova_with_a_proximal_term_refuses_two_rates(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nova = ("--federated.algorithm=fednova", "--local.head_rate_factor=3", "--federated.num_rounds=1")
+    train(*nova)
+    train(*nova, "--federated.mu=0.1", name="mu", code=2)
+    assert "one learning rate: set local.head_rate_factor to 1, or federated.mu to none" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "arch, options, head",
+    [
+        ("lenet", {}, "fc3."),
+        ("lenet", {"bottleneck": 6}, "fc3."),
+        ("lenet", {"random_features": 6}, "fc3.linear."),
+        ("mobilenet_v3_small", {"trained": "lora"}, "classifier.3."),
+        ("deeplabv3plus_efficientnet_lite0", {}, "decoder."),
+    ],
+)
+def test_the_head_is_what_pretrained_weights_leave_new(arch: str, options: dict[str, Any], head: str) -> None:
+    module = ImageClassifier(build(arch, **options), task=SingleLabel(), input_size=SIDE)
+    others, of_head = module.rate_groups(0.5, 8.0)
+    assert (of_head["lr"], of_head[RATE_FACTOR], "lr" in others) == (4.0, 8.0, False)
+    names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+    found = [names[id(p)] for p in of_head["params"]]
+    assert found == [name for name in names.values() if name.startswith(f"backbone.{head}")] != []
+    assert len(found) + len(others["params"]) == len(names)
+    assert module.rate_groups(0.5, 1.0) == [{"params": [p for p in module.parameters() if p.requires_grad]}]
