@@ -92,11 +92,21 @@ class FederatedSegmentation(Experiment[Config]):
         return protected_unit(self.view)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
-        """IoU of each class and the partition; and a picture of masks of some test images."""
-        mask_results.draw_masks(
-            self.view, model, f"{self.config.setting}, seed {self.config.seed}", directory
-        )
-        return mask_results.class_scores(self.view, metrics)
+        """IoU of each class, scores of each test user, the partition; and a picture of some masks."""
+        title = f"{self.config.setting}, seed {self.config.seed}"
+        mask_results.draw_masks(self.view, model, title, directory)
+        users: Tree = {}
+        if self.config.evaluation.per_user:
+            users["per_user"] = mask_results.user_scores(self.view, model, directory, title)
+        return {**mask_results.class_scores(self.view, metrics), **users}
+
+    def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
+        """Below the splits' scores, the mean of those of test users."""
+        if "per_user" not in results:
+            return super().rows(results)
+        found = results["per_user"]["quantiles"]
+        mean = {name: values["mean"] for name, values in found.items() if values["n"]}
+        return {**super().rows(results), f"mean of {results['per_user']['users']} test users": mean}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """IoU of each class."""
