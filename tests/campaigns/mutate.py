@@ -65,7 +65,7 @@ LOADED = (
 OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _MODULES = {
-    "pfl_ext": "backend checkpoint evaluation randomness rules",
+    "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
     "pfl_ext/algorithms": "algorithm by_rows clients closed_form fed3r fedcof fedir fedncm fednova fedprox "
     "on_pfl optimizers per_user scaffold user_vectors",
     "pfl_ext/auditing": "bounds",
