@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -153,6 +153,9 @@ fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmenta
 
 fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation CONFIG=camvid-c
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
+
+fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
+	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
 
 ROW  ?=
 SEED ?= 0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.digests import experiment, experiment_digest, tree_digest
-from benchmarks.core.config.sections import TrainingConfig, config_modules
+from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_modules
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
 from benchmarks.core.weights import sha256_of
@@ -206,7 +206,7 @@ def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
         for other in _benchmarks_in(name):
             with suppress(ValueError):
                 other.read(tree, "config.yaml")
-                asked = benchmark.directory.parent.name
+                asked = ".".join(benchmark.directory.relative_to(BENCHMARKS).parts[:-1])
                 return f"it is a run of {name.removesuffix('.config')}, not of benchmarks.{asked}"
     return None
 

@@ -52,7 +52,7 @@ RECIPES: Mapping[str, Tree] = {
     "efficientnet": {"model": {"arch": "efficientnet_b0"}},
     "mobilenetv3": {"model": {"arch": "mobilenet_v3_large"}},
     "vit": {"model": {"arch": "vit_b_16"}},
-    "lite0": {"model": {"arch": "efficientnet_lite0"}},
+    "lite0": {"model": {"arch": "efficientnet_lite0", "normalisation": "efficientnet_lite"}},
     "ft": {"model": {"pretrained": True}},
     "sfl": {"model": {"pretrained": False}},
     "fz": {"model": {"pretrained": True, "trained": "head"}},

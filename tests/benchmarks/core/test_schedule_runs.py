@@ -70,7 +70,7 @@ def test_scaffold_and_fednova_reckon_with_the_rate_of_the_round(train: Train) ->
     """SCAFFOLD divides by it, and the pull of FedNova's proximal term is in proportion to it."""
     rates: dict[str, set[float]] = {"scaffold": set(), "fednova": set()}
 
-    def noting(kind: type, name: str, value: Any) -> Any:
+    def noting(kind: Any, name: str, value: Any) -> Any:
         real: Any = kind.__init__
 
         def init(self: Any, *words: Any, **more: Any) -> None:

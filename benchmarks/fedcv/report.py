@@ -1,0 +1,137 @@
+"""Runs of FedCV's tasks in one table, beside the paper's numbers.
+
+    python -m benchmarks.fedcv.report RUN_DIR... [--output_dir D]
+
+Folders are searched for runs. Written into D (default: report): report.md and report.csv. Scores are of test,
+in percent, mean and standard deviation over seeds. Runs are put into one row only where nothing but the seed
+differs. The paper's number stands beside a run of its setting where no key was changed; of any other row, the
+keys in which it differs from the setting of its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.core.commands import command_parser
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.trees import differences
+from benchmarks.core.experiment import Experiment
+from benchmarks.fedcv.classification.train import FederatedClassification
+from benchmarks.fedcv.paper import ACCURACY, DATA
+from benchmarks.fedcv.segmentation.train import FederatedSegmentation
+from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, finished_run, split_duplicates
+from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
+from dataset.cli import run as run_command
+from dataset.files import write_bytes
+
+TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation)
+HEADS = ("setting", "seeds", "score", "test", "mean of test users", "of the paper", "hours")
+
+
+def task_of(directory: Path) -> tuple[type[Experiment[Any]], RunRecord]:
+    """A finished run and its task.
+
+    Raises:
+        ValueError: what is wrong with it, in a line.
+    """
+    faults = []
+    for task in TASKS:
+        try:
+            run = finished_run(directory, task.benchmark, {"test": task.headline})
+        except ValueError as fault:
+            faults.append(str(fault))
+            continue
+        if run.config.setting in task.benchmark.settings:
+            return task, run
+        faults.append(f"{directory} is a run of {run.config.setting}, which is no setting of FedCV's tasks")
+    raise ValueError(next((fault for fault in faults if "it is a run of" not in fault), faults[-1]))
+
+
+def changes(task: type[Experiment[Any]], run: RunRecord) -> list[str]:
+    """The keys in which a run differs from the setting of its name, ``key: setting's -> run's``."""
+    setting = task.benchmark.parse(["--config", run.config.setting]).config
+    trees = [experiment(asdict(config), type(config)) for config in (setting, run.config)]
+    return differences(*trees)
+
+
+def of_the_paper(run: RunRecord) -> str:
+    """The paper's score of a run's setting, if the run had the paper's data; else a dash."""
+    setting = str(run.config.setting)
+    classes = len(run.outcome.get("per_class_accuracy", ()))
+    data = classes, run.data.get("images", {}).get("train")
+    return str(ACCURACY.get(setting, "-")) if DATA.get(setting.partition("-")[0]) == data else "-"
+
+
+def cells(task: type[Experiment[Any]], runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    """A row of the table, as `HEADS`."""
+    setting, score = str(runs[0].config.setting), task.headline[0]
+    users = [_mean_of_users(run, score) for run in runs]
+    return (
+        setting,
+        str(len(runs)),
+        score,
+        spread([run.outcome["test"][score] for run in runs]),
+        spread(users),
+        "-" if changes(task, runs[0]) else of_the_paper(runs[0]),
+        spread([run.outcome["wall_clock_s"] / 3600 for run in runs]),
+    )
+
+
+def _mean_of_users(run: RunRecord, score: str) -> float | None:
+    found = run.outcome.get("per_user", {}).get("quantiles", {}).get(score, {})
+    return float(found["mean"]) if "mean" in found else None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read, write, show."""
+    parser = command_parser("fedcv.report", __doc__)
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"))
+    options = parser.parse_args(argv or ["--help"])
+    tasks: dict[Path, type[Experiment[Any]]] = {}
+    found, left_out = [], []
+    for directory in find_runs(options.run_dirs):
+        try:
+            tasks[directory], run = task_of(directory)
+            found.append(run)
+        except ValueError as fault:
+            left_out.append(str(fault))
+    if not found:
+        names = ", ".join(map(str, options.run_dirs))
+        raise ValueError(f"no finished run of FedCV's tasks in {names}: {'; '.join(left_out)}")
+    runs, repeated = split_duplicates(found)
+    left_out += [f"{run.directory} repeats {kept.directory}" for run, kept in repeated]
+    groups = sorted(by_experiment(runs), key=lambda group: str(group[0].config.setting))
+    rows = [cells(tasks[group[0].directory], group) for group in groups]
+    apart = [
+        f"{row[0]}, row {number}: {'; '.join(changed)}"
+        for number, (group, row) in enumerate(zip(groups, rows), 1)
+        if (changed := changes(tasks[group[0].directory], group[0]))
+    ]
+    hardware = sorted({str(run.outcome["hardware"]) for run in runs})
+    commits = sorted({str(run.outcome["commit"])[:7] for run in runs})
+    text = "\n".join(
+        [
+            "# FedCV's tasks",
+            "",
+            markdown_table(HEADS, rows),
+            "",
+            *section("Not the setting as it is shipped:", apart),
+            f"Hardware: {'; '.join(hardware)}. Commits: {', '.join(commits)}.",
+            "",
+            *section("Left out:", left_out),
+        ]
+    )
+    written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
+    write_bytes(written[0], f"{text.rstrip()}\n".encode())
+    write_bytes(written[1], csv_table(HEADS, rows).encode())
+    print(text)
+    print(f"written: {', '.join(map(str, written))}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
