@@ -1,7 +1,7 @@
 """A private row of single images beside opacus: the same features, noise, sampling and steps.
 
     python -m benchmarks.published.opacus_peer [--row scatternet-linear] [--seed 0] [--data_path F]
-        [--output F] [--opacus PYTHON] [--SECTION.KEY VALUE ...]
+        [--output F] [--opacus PYTHON] [--gradients ghost|single] [--SECTION.KEY VALUE ...]
 
 The features are those that our run with this seed trains on, standardised by the same noisy moments; they are
 computed where they are not kept yet. opacus starts from our first weights and draws its own images and noise.
@@ -80,7 +80,7 @@ def check(config: TrainingConfig) -> None:
             raise ValueError(f"{key} is {value}, and beside opacus it must be {needed}")
 
 
-def work_of(run: AnyRun, calibration: Calibration) -> Work:
+def work_of(run: AnyRun, calibration: Calibration, ghost: bool) -> Work:
     """Our training, as DP-SGD does it.
 
     A user's update is minus the local rate times the gradient of its one image. Clipped at C, it is that of
@@ -100,10 +100,11 @@ def work_of(run: AnyRun, calibration: Calibration) -> Work:
         delta=system.delta,
         every=config.evaluation.every_rounds,
         seed=config.seed,
+        ghost=ghost,
     )
 
 
-def prepare(run: AnyRun, data: Path, folder: Path) -> Calibration:
+def prepare(run: AnyRun, data: Path, folder: Path, ghost: bool = True) -> Calibration:
     """Write what opacus trains into a folder; what our noise is worth.
 
     Raises:
@@ -131,7 +132,7 @@ def prepare(run: AnyRun, data: Path, folder: Path) -> Calibration:
             _write_split(inputs.split(name), inputs.module.input_shape[0], name, folder)
         for name, tensor in head.state_dict().items():
             np.save(folder / f"{name}.npy", tensor.cpu().numpy())
-        write(folder, work_of(run, calibration))
+        write(folder, work_of(run, calibration, ghost))
     return calibration
 
 
@@ -173,6 +174,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data_path", type=Path, help="the data file (data/cifar10.hdf5)")
     parser.add_argument("--output", type=Path, help="the JSON (bench/opacus-ROW-seedN.json)")
     parser.add_argument("--opacus", type=Path, default=OPACUS, help="a Python that has opacus")
+    kinds = ("ghost", "single")
+    parser.add_argument("--gradients", choices=kinds, default="ghost", help="norms alone, or each image's")
     args, rest = parser.parse_known_args(argv)
     if args.seed < 0:
         raise ValueError(f"--seed is {args.seed}: give a whole number from 0 on")
@@ -187,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
     output_file("--output", output)
     with tempfile.TemporaryDirectory() as temporary:
         begin = time.perf_counter()
-        calibration = prepare(run, data, Path(temporary))
+        calibration = prepare(run, data, Path(temporary), args.gradients == "ghost")
         seconds = time.perf_counter() - begin
         print(f"features and moments: {seconds:.0f} s; opacus trains", file=sys.stderr, flush=True)
         found = trained_by(args.opacus, Path(temporary))
@@ -197,7 +200,14 @@ def main(argv: Sequence[str]) -> None:
         result = json.loads(kept.read_text())
         ours |= {"accuracy": result["last"], "seconds": result["seconds"]}
     found["accuracy"] = list(found["curve"].values())[-1]
-    facts = {"row": row.name, "seed": args.seed, "hardware": hardware(), "commit": commit(), "words": rest}
+    facts = {
+        "row": row.name,
+        "seed": args.seed,
+        "gradients": args.gradients,
+        "hardware": hardware(),
+        "commit": commit(),
+        "words": rest,
+    }
     output.parent.mkdir(parents=True, exist_ok=True)
     write_json(output, {**facts, "torch": torch.__version__, "ours": ours, "theirs": found})
     show(ours, found, run.config.federated.num_rounds)

@@ -39,6 +39,8 @@ class Work:
     every: int
     """Steps between two scores of test."""
     seed: int
+    ghost: bool
+    """Whether opacus computes norms alone (ghost clipping), and no gradient of a single image."""
 
 
 def write(folder: Path, work: Work) -> None:
