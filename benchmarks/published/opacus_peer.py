@@ -34,7 +34,7 @@ from benchmarks.core.ledger import calibrated
 from benchmarks.core.run_directory import RunDirectory
 from benchmarks.published.opacus_work import Work, write
 from benchmarks.published.rows import RESULTS, read_row
-from benchmarks.published.train import run_name
+from benchmarks.published.train import check_maker, run_name
 from benchmarks.reporting.tables import print_row
 from benchmarks.visual_classification.config import VISION
 from benchmarks.visual_classification.train import VisualClassification
@@ -105,13 +105,12 @@ def work_of(run: AnyRun, calibration: Calibration, ghost: bool) -> Work:
 
 
 def prepare(run: AnyRun, data: Path, folder: Path, ghost: bool = True) -> Calibration:
-    """Write what opacus trains into a folder; what our noise is worth.
+    """Write what opacus trains, of a run that `check` lets pass, into a folder; what our noise is worth.
 
     Raises:
         ValueError: when a user has several images, or the last layer alone is not what is trained.
     """
     config = run.config
-    check(config)
     with DataFile(data) as file:
         experiment = VisualClassification(run, file)  # type: ignore[arg-type]
         partition, module = experiment.partition(), experiment.module()
@@ -183,9 +182,13 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"{args.opacus} is not there: make opacus-peer installs opacus")
     row = read_row(args.row)
     run = VISION.parse([*row.words(args.seed), *rest])
+    check(run.config)
     data = args.data_path or VisualClassification.source(run.config).path
     if data is None or not data.is_file():
         raise ValueError(f"there is no data file {data}: give one with --data_path")
+    is_row = run.config == VISION.parse(row.words(args.seed)).config
+    if is_row:
+        check_maker(data, run.config.data.dataset)
     output = args.output or Path("bench") / f"opacus-{run_name(row, args.seed)}.json"
     output_file("--output", output)
     with tempfile.TemporaryDirectory() as temporary:
@@ -196,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
         found = trained_by(args.opacus, Path(temporary))
     ours: Tree = {"epsilons": {"pld": calibration.epsilon_executed, "rdp": calibration.epsilon_rdp}}
     kept = RESULTS / f"{run_name(row, args.seed)}.json"
-    if not rest and kept.is_file():
+    if is_row and kept.is_file():
         result = json.loads(kept.read_text())
         ours |= {"accuracy": result["last"], "seconds": result["seconds"]}
     found["accuracy"] = list(found["curve"].values())[-1]
