@@ -100,6 +100,8 @@ def test_an_effective_rate_is_what_the_schedule_begins_with() -> None:
         (["--local.final_learning_rate=0.1"], "choose poly or cosine"),
         (["--server.schedule=cosine", "--server.warmup_rounds=3"], "or choose warmup_linear"),
         (["--server.schedule=exponential"], "server.schedule_factor is none"),
+        (["--local.learning_rate=1e300"], "more than float32 holds: lower local.learning_rate"),
+        (["--server.learning_rate=1e300"], "more than float32 holds: lower server.learning_rate"),
         (["--local.schedule=exponential"], "local.schedule_factor is none"),
         (["--local.schedule=poly", "--local.schedule_power=1e300"], "last of 5,000 learning rates is 0"),
         (["--config=c-r-17", "--centralised.schedule=exponential"], "centralised.schedule_factor is none"),
