@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -82,6 +82,17 @@ $(PEERS): | $(READY)
 
 bench-peers: $(PEERS) ## a round beside stock pfl, a plain loop of torch and Flower: ARGS="--only NIID --rounds 3"
 	$(PY) -m benchmarks.bench.peers $(ARGS)
+
+OPACUS := .venv-opacus/.ready
+$(OPACUS): | $(READY)
+	@$(PYTHON) -m venv .venv-opacus
+	@.venv-opacus/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'opacus==1.6.0' 'opt-einsum==3.4.0'
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(.venv-opacus/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
+	@touch $@
+
+opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
+	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
 
 flair-data: $(READY) ## download and preprocess FLAIR into DATA=data/flair.hdf5 (6 GB)
 	$(PY) -m dataset.flair.download_preprocess --output_file $(DATA) $(ARGS)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from pfl_ext.configs import STRICT
 
 Schedule = Literal["constant", "warmup_linear", "poly", "cosine", "exponential"]
 Decay = Literal["constant", "poly", "cosine", "exponential"]
-LEAST = 2.0**-126
+MOST = float(torch.finfo(torch.float32).max)
+LEAST = float(torch.finfo(torch.float32).tiny)
 """The least normal float32: with a smaller rate a step would be lost, and quotients by it be infinite."""
 READ_BY: Mapping[str, Sequence[Schedule]] = {
     "warmup_rounds": ("warmup_linear",),
@@ -77,6 +79,11 @@ class ScheduleConfig:
                 "of each round, at most 1"
             )
         last = self.scheduled(rate, num_steps - 1, num_steps)
+        if max(rate, last) > MOST:
+            raise ValueError(
+                f"a learning rate of {section} is {max(rate, last):g}, more than float32 holds: lower "
+                f"{section}.{'learning_rate' if rate > MOST else 'final_learning_rate'}"
+            )
         if self.schedule != "constant" and last < LEAST:
             raise ValueError(
                 f"{section}.schedule is {self.schedule}, by which the last of {num_steps:,} "

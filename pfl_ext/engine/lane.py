@@ -171,7 +171,7 @@ class Lane:
     def train(self, batches: Iterable[Batch], local: LocalTraining) -> None:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
         self._prepare(local)
-        if self._graphs is not None:
+        if self._rate_is_read(local):
             self._rate.fill_(local.learning_rate)
         first = True
         for batch in batches:

@@ -329,6 +329,7 @@ def clients(store: NumberedStore) -> Clients:
         local=NNTrainHyperParams(
             local_num_epochs=1, local_learning_rate=0.5, local_batch_size=WHOLE.batch_size
         ),
+        local_rate=None,
         seed=1,
         postprocessors=[WeightByDatapoints()],
         engine=None,
@@ -336,6 +337,7 @@ def clients(store: NumberedStore) -> Clients:
         config_hash="",
     )
     means.backend = partial(Means.backend, means)
+    means.local_in = partial(Means.local_in, means)
     return Clients(means)
 
 

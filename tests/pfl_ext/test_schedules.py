@@ -76,6 +76,10 @@ def test_server_and_users_share_one_function() -> None:
             {"schedule": "exponential", "schedule_factor": 0.001},
             "local.schedule is exponential, by which the last of 40 learning rates is 3e-118, too small",
         ),
+        (
+            {"schedule": "cosine", "final_learning_rate": 1e300},
+            "more than float32 holds: lower local.final_learning_rate",
+        ),
         ({"schedule": "poly", "schedule_power": 1e300}, "last of 40 learning rates is 0, too small"),
     ],
 )
@@ -87,7 +91,6 @@ def test_what_is_no_sequence_of_rates_is_one_line(words: dict[str, Any], message
 
 def test_the_least_rate_that_is_allowed_is_a_number_of_float32_and_so_is_its_inverse() -> None:
     least = torch.tensor(LEAST)
-    assert least == torch.finfo(torch.float32).tiny
     assert torch.isfinite(1 / least)
     ScheduleConfig(schedule="poly", final_learning_rate=LEAST).check_schedule("local", LEAST, ROUNDS)
     ScheduleConfig().check_schedule("local", 1e-60, ROUNDS)  # as before there were schedules

@@ -70,8 +70,8 @@ def test_scaffold_and_fednova_reckon_with_the_rate_of_the_round(train: Train) ->
     """SCAFFOLD divides by it, and the pull of FedNova's proximal term is in proportion to it."""
     rates: dict[str, set[float]] = {"scaffold": set(), "fednova": set()}
 
-    def noting(kind: Any, name: str, value: Any) -> Any:
-        real: Any = kind.__init__
+    def noting(kind: type, name: str, value: Any) -> Any:
+        real: Any = vars(kind)["__init__"]
 
         def init(self: Any, *words: Any, **more: Any) -> None:
             real(self, *words, **more)
@@ -100,6 +100,8 @@ def test_an_effective_rate_is_what_the_schedule_begins_with() -> None:
         (["--local.final_learning_rate=0.1"], "choose poly or cosine"),
         (["--server.schedule=cosine", "--server.warmup_rounds=3"], "or choose warmup_linear"),
         (["--server.schedule=exponential"], "server.schedule_factor is none"),
+        (["--local.learning_rate=1e300"], "more than float32 holds: lower local.learning_rate"),
+        (["--server.learning_rate=1e300"], "more than float32 holds: lower server.learning_rate"),
         (["--local.schedule=exponential"], "local.schedule_factor is none"),
         (["--local.schedule=poly", "--local.schedule_power=1e300"], "last of 5,000 learning rates is 0"),
         (["--config=c-r-17", "--centralised.schedule=exponential"], "centralised.schedule_factor is none"),

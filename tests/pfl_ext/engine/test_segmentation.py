@@ -68,7 +68,6 @@ def test_smoothed_classes_of_pixels_are_learnt_alike_in_both_engines() -> None:
 
     theirs, ours = smoothed().run(False)[0], smoothed().run(True, lanes=1)[0]
     assert distance(ours, theirs) <= ROUNDING
-    assert distance(setting("head").run(True, lanes=1)[0], ours) > 5 * ROUNDING
 
 
 @pytest.mark.parametrize("case", CASES)
