@@ -67,8 +67,14 @@ class ScheduleConfig:
             share = left ** (self.schedule_power if self.schedule == "poly" else 1.0)
         return self.final_learning_rate + (rate - self.final_learning_rate) * share
 
-    def check_schedule(self, section: str, rate: float, num_steps: int) -> None:
-        """Refuse a schedule that is no sequence of learning rates; ``section``: of the config.
+    def check_schedule(self, section: str, rate: float, num_steps: int, head: float = 1.0) -> None:
+        """Refuse a schedule that is no sequence of learning rates.
+
+        Args:
+            section: of the config.
+            rate: the first learning rate.
+            num_steps: rounds or epochs.
+            head: the head's learning rate over the others'.
 
         Raises:
             ValueError: in one line.
@@ -83,6 +89,11 @@ class ScheduleConfig:
             raise ValueError(
                 f"a learning rate of {section} is {max(rate, last):g}, more than float32 holds: lower "
                 f"{section}.{'learning_rate' if rate > MOST else 'final_learning_rate'}"
+            )
+        if max(rate, last) * head > MOST or last * head < LEAST <= last:
+            raise ValueError(
+                f"{section}.head_rate_factor is {head:g}, by which a learning rate of the head is beyond "
+                "float32: choose one nearer to 1"
             )
         if self.schedule != "constant" and last < LEAST:
             raise ValueError(

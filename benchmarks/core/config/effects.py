@@ -190,10 +190,12 @@ def check_training(config: TrainingConfig) -> None:
         )
     federated, central = config.federated, config.centralised
     if config.mode == "centralised":
-        central.check_schedule("centralised", central.learning_rate, central.num_epochs)
+        rate, head = central.learning_rate, central.head_rate_factor
+        central.check_schedule("centralised", rate, central.num_epochs, head)
     if config.mode == "federated":
-        config.local.check_schedule("local", config.local_learning_rate, federated.num_rounds)
-        config.server.check_schedule("server", config.server.learning_rate, federated.num_rounds)
+        local, server, rounds = config.local, config.server, federated.num_rounds
+        local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
+        server.check_schedule("server", server.learning_rate, rounds, server.head_rate_factor)
         config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
         config.local.check_virtual(federated.weighting == "images")
         proportional = federated.sampling == "proportional"

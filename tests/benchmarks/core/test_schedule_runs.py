@@ -102,6 +102,8 @@ def test_an_effective_rate_is_what_the_schedule_begins_with() -> None:
         (["--server.schedule=exponential"], "server.schedule_factor is none"),
         (["--local.learning_rate=1e300"], "more than float32 holds: lower local.learning_rate"),
         (["--server.learning_rate=1e300"], "more than float32 holds: lower server.learning_rate"),
+        (["--local.head_rate_factor=1e300"], "local.head_rate_factor is 1e.300, by which .* beyond float32"),
+        (["--server.head_rate_factor=1e-300"], "server.head_rate_factor is 1e-300, by which .* float32"),
         (["--local.schedule=exponential"], "local.schedule_factor is none"),
         (["--local.schedule=poly", "--local.schedule_power=1e300"], "last of 5,000 learning rates is 0"),
         (["--config=c-r-17", "--centralised.schedule=exponential"], "centralised.schedule_factor is none"),
