@@ -40,7 +40,7 @@ class Segmentation(Task):
     """
 
     headline = ("mIoU",)
-    of_pixels = True
+    outputs = "pixels"
     scored_together = 16
 
     def __init__(self, num_classes: int) -> None:
