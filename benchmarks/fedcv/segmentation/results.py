@@ -5,57 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
+from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
 from dataset.store.mask_view import MaskView
 from pfl_ext.evaluation import SCORES
 from pfl_ext.workers.distributed import is_main
-
-USERS, EACH = 4, 2
-"""Of how many test users masks are drawn, and of how many images of each."""
-FEW_USERS = 100
-"""Up to so many users, the results hold how many images each one has."""
 
 
 def class_scores(view: MaskView, metrics: Mapping[str, Metrics]) -> Tree:
     """Of the model that is reported: IoU of each class on test, in percent, None where a class is absent from
     truth and prediction; and how the training images lie with the users."""
-    values = metrics["test"][SCORES].per_class
-    train = view.split("train")
-    sizes = np.diff(train.user_offsets)
     return {
-        "per_class_iou": {
-            name: None if np.isnan(value) else 100 * float(value)
-            for name, value in zip(view.label_names, values)
-        },
-        "partition": {
-            "name": view.partition,
-            "users": len(sizes),
-            "images": int(sizes.sum()),
-            **({"sizes": sizes.tolist()} if len(sizes) <= FEW_USERS else {}),
-        },
+        "per_class_iou": by_class(view, metrics["test"][SCORES].per_class),
+        "partition": partition_facts(view),
     }
 
 
 @torch.no_grad()
 def draw_masks(view: MaskView, model: PyTorchModel, title: str, directory: Path) -> None:
     """Predicted masks beside the truth, for the first images of the first test users: ``plots/masks.png``."""
-    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+    from benchmarks.reporting import pictures  # here, as matplotlib takes 0.3 s that most commands can spare
 
     if not is_main():
         return
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()
-    starts, ends = store.user_offsets[:-1][:USERS], store.user_offsets[1:][:USERS]
-    rows = np.concatenate([np.arange(a, min(a + EACH, b)) for a, b in zip(starts, ends)])
-    images, masks = (torch.from_numpy(part).to(device) for part in store.read(rows))
+    images, masks = (torch.from_numpy(part).to(device) for part in store.read(shown_rows(store)))
     outputs, truth = module.outputs(images, masks)
     pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
-    plots.masks(
+    pictures.masks(
         pixels.cpu().numpy(),
         truth.cpu().numpy(),
         outputs.argmax(1).cpu().numpy(),
@@ -63,12 +45,3 @@ def draw_masks(view: MaskView, model: PyTorchModel, title: str, directory: Path)
         title,
         directory / "plots" / "masks.png",
     )
-
-
-def draw_classes(results: Tree, title: str, folder: Path) -> None:
-    """IoU of each class, where a bar for each can be read."""
-    from benchmarks.reporting import plots
-
-    found = {name: value for name, value in results["per_class_iou"].items() if value is not None}
-    if 0 < len(found) <= 60:
-        plots.bars(found, "intersection over union on test (%)", title, folder / "per_class_iou.png")

@@ -21,7 +21,7 @@ from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
 from dataset.cli import run
 from dataset.flair.mini import draw_images, write_mini
-from dataset.flair.mini_masks import CLASSES, masked_index, write_masked
+from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
 from dataset.store.annotations import Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.mask_view import MaskView
@@ -191,7 +191,9 @@ def test_a_file_without_val_needs_a_share(tmp_path: Path, masks_file: Path) -> N
 
 def test_a_network_for_pixels_is_refused_for_labels() -> None:
     config = FLAIR.parse(["--config=fl-r-17", "--model.arch=unet_resnet18"]).config
-    with pytest.raises(ValueError, match=r"outputs for each pixel, .* a whole image: choose another, as resnet18"):
+    with pytest.raises(
+        ValueError, match=r"outputs for each pixel, .* a whole image: choose another, as resnet18"
+    ):
         build_model(config, 17, None, MultiLabel())
 
 
