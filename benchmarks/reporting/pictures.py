@@ -17,6 +17,8 @@ from benchmarks.reporting.plots import legend_below, save
 
 SURE = 0.3
 """Boxes with at least this score are drawn."""
+WIDTH = 5.4
+"""Of a picture, in inches."""
 
 
 def masks(
@@ -87,7 +89,8 @@ def _palette(number: int) -> npt.NDArray[np.float64]:
 
 def _panels(rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> tuple[Figure, npt.NDArray[Any]]:
     """A figure with these pictures in rows under their heads, and its axes."""
-    figure = Figure(figsize=(1.8 * len(heads), 0.8 + 1.7 * len(rows)), layout="constrained")
+    height = 0.8 + (WIDTH / len(heads) - 0.1) * len(rows)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     panels = figure.subplots(len(rows), len(heads), squeeze=False)
     axes: Axes
     for row, pictures in zip(panels, rows):
