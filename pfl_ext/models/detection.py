@@ -42,12 +42,18 @@ class FCOS(Decoder):
     and the least and the greatest distance, in pixels, for which the place is responsible.
     """
 
-    def __init__(self, channels: Sequence[int], num_classes: int) -> None:
+    def __init__(
+        self,
+        channels: Sequence[int],
+        num_classes: int,
+        width: int = WIDTH,
+        convolutions: int = CONVOLUTIONS,
+    ) -> None:
         super().__init__()
-        more = LastLevelP6P7(WIDTH, WIDTH)
-        self.pyramid = FeaturePyramidNetwork(list(channels[FIRST:]), WIDTH, extra_blocks=more)
-        self.boxes = FCOSRegressionHead(WIDTH, 1, CONVOLUTIONS)
-        self.classes = FCOSClassificationHead(WIDTH, 1, num_classes, CONVOLUTIONS)
+        more = LastLevelP6P7(width, width)
+        self.pyramid = FeaturePyramidNetwork(list(channels[FIRST:]), width, extra_blocks=more)
+        self.boxes = FCOSRegressionHead(width, 1, convolutions)
+        self.classes = FCOSClassificationHead(width, 1, num_classes, convolutions)
 
     def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
         """See `Decoder.forward`."""
