@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,6 @@ class OfAnnotatedImages(Experiment[C]):
     """
 
     view_of: ClassVar[type[AnnotatedView]]
-    task_of: ClassVar[Callable[[int], Task]]
-    """From the number of classes."""
     mini: ClassVar[Mini]
     without_val = "give data.val_share, as 0.1"
     """What to do about a file without val."""
@@ -86,10 +85,14 @@ class OfAnnotatedImages(Experiment[C]):
         """Images with their annotations."""
         return self.view.split("test" if (name, self.followed) == ("val", "tracked") else name)
 
+    @abstractmethod
+    def task(self, num_classes: int) -> Task:
+        """What is learnt."""
+
     def module(self) -> ImageClassifier:
         """A network with outputs for each class."""
         num_classes = len(self.view.label_names)
-        task = type(self).task_of(num_classes)
+        task = self.task(num_classes)
         return build_model(self.config, num_classes, self.run.weights, task, self.split)
 
     def protected(self) -> ProtectedUnit:

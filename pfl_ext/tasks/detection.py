@@ -104,7 +104,8 @@ class Detection(Task):
         sides = _distances(places, boxes)
         centre = (_ratio(sides[..., 0], sides[..., 2]) * _ratio(sides[..., 1], sides[..., 3])).sqrt()
         of_centre = F.binary_cross_entropy_with_logits(centred, centre, reduction="none") * has_box
-        return (focal + overlap.sum(1) + of_centre.sum(1)) / has_box.sum(1).clamp(min=1)
+        losses: Tensor = (focal + overlap.sum(1) + of_centre.sum(1)) / has_box.sum(1).clamp(min=1)
+        return losses
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, and each image's detections ``[B, D, 6]`` float32 as `Detections` has them."""
@@ -140,7 +141,7 @@ class Detection(Task):
 
 def _parts(outputs: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits ``[B, A, C]``, of centre-ness ``[B, A]``, distances ``[B, A, 4]`` and places ``[B, A, 5]``."""
-    logits, centred, distances, places = outputs.split([num_classes, 1, 4, 5], 2)
+    logits, centred, distances, places = torch.split(outputs, [num_classes, 1, 4, 5], 2)
     return logits, centred[..., 0], distances, places
 
 

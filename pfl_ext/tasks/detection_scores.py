@@ -112,8 +112,8 @@ class Detections(MetricValue):
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Detections)
-        both = zip(self.images, other.images)
-        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in both)
+        mine, others = (np.concatenate([part.ravel() for part in each.images]) for each in (self, other))
+        return bool(np.array_equal(mine, others, equal_nan=True))
 
     def to_vector(self) -> Array:
         """``[N (1 + 6 D + 6 M)]``: a row for each image, which begins with how often it was scored."""
@@ -176,7 +176,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
 
 def _annotations(boxes: Array, is_truth: bool) -> list[dict[str, Any]]:
     """Of `_curves`; pycocotools takes the number 0 for no annotation, and boxes as left, top and sides."""
-    out = []
+    out: list[dict[str, Any]] = []
     for image, row in np.argwhere(boxes[..., CLASS] != NO_BOX).tolist():
         left, top, right, bottom, category, last = boxes[image, row].astype(np.float64).tolist()
         sides = right - left, bottom - top

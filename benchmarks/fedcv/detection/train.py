@@ -48,13 +48,17 @@ class FederatedDetection(OfAnnotatedImages[Config]):
     benchmark = DETECTION
     headline = Detection.headline
     scores = ("loss", "mAP", "mAP50")
-    view_of, task_of, mini = BoxView, Detection, Mini("boxes", MINI, write_boxed)
+    view_of, mini = BoxView, Mini("boxes", MINI, write_boxed)
     without_val = "give data.val_share, as 0.1, or set data.scored to test and evaluation.best_by to last"
 
     def __init__(self, run: Run, file: DataFile) -> None:
         if run.config.data.scored == "test":
             self.final_splits, self.followed = ("test",), "tracked"
         super().__init__(run, file)
+
+    def task(self, num_classes: int) -> Detection:
+        """A box for each object."""
+        return Detection(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """AP of each class, the clients' own scores, the partition; and a picture of some test images."""

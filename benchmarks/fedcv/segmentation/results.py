@@ -12,12 +12,12 @@ from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
 from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
-from dataset.store.mask_view import MaskView
+from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.evaluation import SCORES
 from pfl_ext.workers.distributed import is_main
 
 
-def class_scores(view: MaskView, metrics: Mapping[str, Metrics]) -> Tree:
+def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
     """Of the model that is reported: IoU of each class on test, in percent, None where a class is absent from
     truth and prediction; and how the training images lie with the users."""
     return {
@@ -27,7 +27,7 @@ def class_scores(view: MaskView, metrics: Mapping[str, Metrics]) -> Tree:
 
 
 @torch.no_grad()
-def draw_masks(view: MaskView, model: PyTorchModel, title: str, directory: Path) -> None:
+def draw_masks(view: AnnotatedView, model: PyTorchModel, title: str, directory: Path) -> None:
     """Predicted masks beside the truth, for the first images of the first test users: ``plots/masks.png``."""
     from benchmarks.reporting import pictures  # here, as matplotlib takes 0.3 s that most commands can spare
 

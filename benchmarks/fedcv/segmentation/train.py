@@ -47,7 +47,11 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
     benchmark = SEGMENTATION
     headline = Segmentation.headline
     scores = ("loss", "mIoU", "fwIoU", "pixel accuracy", "class accuracy")
-    view_of, task_of, mini = MaskView, Segmentation, Mini("masks", MINI, write_masked)
+    view_of, mini = MaskView, Mini("masks", MINI, write_masked)
+
+    def task(self, num_classes: int) -> Segmentation:
+        """A class for each pixel."""
+        return Segmentation(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """IoU of each class and the partition; and a picture of masks of some test images."""

@@ -214,7 +214,9 @@ def test_the_view_gives_images_with_their_boxes(boxes_file: Path, tmp_path: Path
             assert (target[len(corners) :, 4] == NO_BOX).all()
         assert store.num_images == split.num_images
         object.__setattr__(split, "image_sizes", np.full((split.num_images, 2), (16, 32), np.int32))
-        flagged = Boxes(boxes.indptr, boxes.corners, boxes.classes, boxes.flags | CROWD, boxes.num_labels)
+        flagged = Boxes(
+            boxes.indptr, boxes.corners, boxes.classes, np.full_like(boxes.flags, CROWD), boxes.num_labels
+        )
         wide = replace(BoxView(file, image_size=8).split("train"), boxes=flagged).targets(rows)
         assert np.array_equal(wide[..., :4:2], targets[..., :4:2] / 2)
         assert np.array_equal(wide[..., 1:4:2], targets[..., 1:4:2])

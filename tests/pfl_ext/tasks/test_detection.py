@@ -53,7 +53,7 @@ def made_outputs(seed: int, n: int = 3) -> Tensor:
 
 
 def as_torchvisions(outputs: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    logits, centred, distances, _ = outputs.split([CLASSES, 1, 4, 5], 2)
+    logits, centred, distances, _ = torch.split(outputs, [CLASSES, 1, 4, 5], 2)
     half = PLACES[:, 2:3] / 2
     anchors = torch.cat([PLACES[:, :2] - half, PLACES[:, :2] + half], 1)
     return {"cls_logits": logits, "bbox_regression": distances, "bbox_ctrness": centred}, anchors
