@@ -141,8 +141,9 @@ fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | co
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 TASK       ?= segmentation
-CENTRAL_segmentation = camvid-c
-CENTRAL_detection = street-c
+CENTRAL_segmentation   = camvid-c
+CENTRAL_detection      = street-c
+CENTRAL_classification = cifar100-efficientnet-c
 FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
 fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \

@@ -21,7 +21,7 @@ from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
 from pfl_ext.evaluation import CentralEvaluation
-from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
 
@@ -56,7 +56,10 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     order = rng.permutation(int(store.user_offsets[-1]))
     size = config.centralised.batch_size
     batches = [order[i : i + size] for i in range(0, len(order), size)]
-    module, optimizer = model.pytorch_model, model._central_optimizer
+    module, optimizer, central = model.pytorch_model, model._central_optimizer, config.centralised
+    for group in optimizer.param_groups:
+        rate = central.scheduled(central.learning_rate, epoch, central.num_epochs)
+        group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
     total = 0.0
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:

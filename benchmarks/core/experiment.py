@@ -190,9 +190,10 @@ def build_model(
         if split is None:
             raise ValueError("model.normalisation is data, and there is none here: choose another")
         scale = scale_of(split("train"))
+    task, smoothing = weighted_task(config.federated, task), config.augment.label_smoothing
     return ImageClassifier(
         backbone,
-        task=weighted_task(config.federated, task),
+        task=task.smoothed(smoothing) if smoothing else task,
         input_size=model.input_size,
         mean=scale.mean,
         std=scale.std,

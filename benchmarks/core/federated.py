@@ -124,6 +124,7 @@ def means(
             reader_threads=runtime.reader_threads,
             fuse=runtime.fuse,
             cpu_kernels=runtime.cpu_kernels,
+            rate_varies=local.schedule != "constant",
         )
     return Means(
         **vars(chosen),
@@ -135,6 +136,7 @@ def means(
             local_max_grad_norm=local.global_max_grad_norm,
         ),
         score=score,
+        local_rate=config.local_rate,
         server_rate=partial(config.server.rate, num_rounds=config.federated.num_rounds),
         seed=config.seed,
         postprocessors=[weighting] if mechanism is None else [weighting, mechanism],

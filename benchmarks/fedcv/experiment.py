@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,19 +18,22 @@ from benchmarks.core.config.trees import Tree
 from benchmarks.core.experiment import Experiment, build_model
 from benchmarks.core.mini import DataSource
 from benchmarks.core.privacy_statement import ProtectedUnit
+from dataset.files import write_json
 from dataset.flair.mini import VERSION, MiniSpec
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
+from pfl_ext.algorithms.per_user import quantiles
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import Task
+from pfl_ext.workers.distributed import is_main
 
 C = TypeVar("C", bound=TrainingConfig)
 SHOWN, OF_USERS = 8, 4
 """How many test images are drawn, and of how many users."""
-FEW_USERS, FEW_CLASSES = 100, 60
+FEW_USERS, FEW_BARS = 100, 60
 """Up to so many users, the results hold how many images each one has; up to so many bars can be read."""
 
 
@@ -99,6 +102,55 @@ class OfAnnotatedImages(Experiment[C]):
         """The file's users, or the clients of a partition."""
         return protected_unit(self.view)
 
+    def user_scores(
+        self, split: str, columns: Sequence[Mapping[str, float]], label: str, directory: Path, title: str
+    ) -> Tree:
+        """Write ``per_user.json`` and ``plots/per_user.png``; the summary for ``results.json``.
+
+        Their mean weighs users alike and says another thing than the scores of the split.
+
+        Args:
+            split: whose users they are.
+            columns: each user's scores in percent, NaN where one has none.
+            label: what the first of `headline` is called in words.
+            directory: of the run.
+            title: of the picture.
+        """
+        from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+        store = self.split(split)
+        values = {name: np.array([column[name] for column in columns]) for name in columns[0]}
+        summary: Tree = {
+            "split": split,
+            "users": len(columns),
+            "quantiles": {name: quantiles(found) for name, found in values.items()},
+        }
+        if is_main():
+            whole = {
+                **summary,
+                "user_ids": list(store.user_ids),
+                "images": np.diff(store.user_offsets).tolist(),
+                **{
+                    name: [None if np.isnan(v) else round(float(v), 4) for v in found]
+                    for name, found in values.items()
+                },
+            }
+            write_json(directory / "per_user.json", whole)
+            pairs = zip(store.user_ids, values[self.headline[0]].tolist())
+            shown = {name: v for name, v in pairs if not np.isnan(v)}
+            if 0 < len(shown) <= FEW_BARS:
+                picture = directory / "plots" / "per_user.png"
+                plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
+        return summary
+
+    def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
+        """Below the splits' scores, the mean of those of single users."""
+        if "per_user" not in results:
+            return super().rows(results)
+        users, found = results["per_user"], results["per_user"]["quantiles"]
+        mean = {name: values["mean"] for name, values in found.items() if values["n"]}
+        return {**super().rows(results), f"mean of {users['users']} {users['split']} users": mean}
+
 
 def partition_facts(view: AnnotatedView) -> Tree:
     """How the training images lie with the users."""
@@ -129,5 +181,5 @@ def draw_classes(results: Tree, key: str, label: str, title: str, folder: Path) 
     from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
 
     found = {name: value for name, value in results[key].items() if value is not None}
-    if 0 < len(found) <= FEW_CLASSES:
+    if 0 < len(found) <= FEW_BARS:
         plots.bars(found, label, title, folder / f"{key}.png")

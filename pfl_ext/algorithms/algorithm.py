@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -75,10 +75,12 @@ class Means(Setup):
     model: PyTorchModel
     """The run's network with the server's optimiser."""
     local: NNTrainHyperParams
-    """Users' training."""
+    """Users' training; of a round: `local_in`."""
     score: Callable[[PyTorchModel], Metrics]
     server_rate: Callable[[int], float]
     """The server's learning rate in a round."""
+    local_rate: Callable[[int], float] | None = None
+    """The users' learning rate in a round; None: that of `local` in all."""
     seed: int
     postprocessors: Sequence[Postprocessor]
     """A weighting of users, and the mechanism of a private run."""
@@ -87,6 +89,12 @@ class Means(Setup):
     accumulate: torch.dtype
     """Of sums over users."""
     config_hash: str
+
+    def local_in(self, number: int) -> NNTrainHyperParams:
+        """Users' training in a round."""
+        if self.local_rate is None:
+            return self.local
+        return replace(self.local, local_learning_rate=self.local_rate(number))
 
     def backend(self) -> CentrallyEvaluatedBackend:
         """What trains a cohort."""

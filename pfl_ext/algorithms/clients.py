@@ -62,7 +62,7 @@ class Clients:
         model = self.model(weights)
         if not len(users):
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
-        context = training_context(number, len(users), self._means.local)
+        context = training_context(number, len(users), self._means.local_in(number))
         with self._means.users.only(users):
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too

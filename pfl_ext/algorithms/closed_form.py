@@ -81,9 +81,11 @@ class ClosedForm(Algorithm[Sums]):
     options: ClassVar[type] = HeadOptions
     refusals: ClassVar[Refusals] = PRIVACY_NOT_ARGUED
     idle: ClassVar[str] = (
-        "server. local.learning_rate local.effective_learning_rate local.head_rate_factor "
+        "server. local.learning_rate local.effective_learning_rate local.head_rate_factor local.schedule "
+        "local.final_learning_rate local.schedule_power local.schedule_factor "
         "local.max_grad_norm local.clip_by local.momentum local.weight_decay local.num_epochs "
         "local.straddle local.shuffle local.reshuffle local.virtual_size augment.views "
+        "augment.label_smoothing "
         "federated.weighting federated.reweight federated.sampling federated.replacement"
     )
     sends: ClassVar[str] = "vector of sums"

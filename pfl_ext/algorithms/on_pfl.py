@@ -232,7 +232,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         return self.means.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """A round of pfl's loop, at the server's learning rate of that round."""
+        """A round of pfl's loop, at the learning rates of that round."""
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         watch = _Watch()
@@ -241,7 +241,7 @@ class PflLoop(Algorithm[PyTorchModel]):
             replace(self._params, central_num_iterations=number + 1),
             self._backend,
             state,
-            self.means.local,
+            self.means.local_in(number),
             NNEvalHyperParams(local_batch_size=None),
             callbacks=[watch],
             send_metrics_to_platform=False,

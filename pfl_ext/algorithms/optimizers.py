@@ -1,4 +1,4 @@
-"""The optimisers of the server that torch lacks, and the schedule of its learning rate.
+"""The optimisers of the server that torch lacks, and what the server does with an update.
 
 A new optimiser of the server is one file in this folder, with a class under ``@server_optimizer("name")``.
 Options of its own are set as ``server.options.FIELD``, as those of a new algorithm.
@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from pfl_ext.configs import STRICT, Fraction, NoOptions
 from pfl_ext.registry import Registry
+from pfl_ext.schedules import ScheduleConfig
 
 
 class OptimizerBuilder(Protocol):
@@ -103,18 +104,14 @@ class AdamOptions:
 
 
 @dataclass(frozen=True, config=STRICT)
-class ServerConfig(AdamOptions, OptimizerConfig):
+class ServerConfig(AdamOptions, ScheduleConfig, OptimizerConfig):
     """What the server does with the mean update of a round."""
 
-    schedule: Literal["constant", "warmup_linear"] = "constant"
-    """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
     warmup_rounds: NonNegativeInt = 0
     """Rounds until warmup_linear reaches `learning_rate`."""
-    final_learning_rate: NonNegativeFloat = 0.0
-    """The learning rate of warmup_linear after the last round."""
 
     def rate(self, round: int, num_rounds: int) -> float:
-        """The learning rate in round 0, 1, ...; a pure function, so a resumed run needs no scheduler.
+        """The learning rate in round 0, 1, ..., see `pfl_ext.schedules`.
 
         "warmup_linear" (pfl-research's benchmark): from 0 in round 0 straight up to ``learning_rate`` in
         round ``warmup_rounds``, then straight down to ``final_learning_rate`` in round ``num_rounds`` and
@@ -123,9 +120,8 @@ class ServerConfig(AdamOptions, OptimizerConfig):
         Raises:
             ValueError: when the run ends before the warm-up does.
         """
-        assert round >= 0
-        if self.schedule == "constant":
-            return self.learning_rate
+        if self.schedule != "warmup_linear":
+            return self.scheduled(self.learning_rate, round, num_rounds)
         if self.warmup_rounds >= num_rounds:
             raise ValueError(
                 f"server.warmup_rounds is {self.warmup_rounds}, not below federated.num_rounds = "
@@ -133,8 +129,8 @@ class ServerConfig(AdamOptions, OptimizerConfig):
             )
         if round < self.warmup_rounds:
             return self.learning_rate * round / self.warmup_rounds
-        left = max(0.0, 1 - (round - self.warmup_rounds) / (num_rounds - self.warmup_rounds))
-        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
+        since = self.warmup_rounds
+        return self.scheduled(self.learning_rate, round - since, num_rounds - since)
 
 
 @server_optimizer("sgd", "momentum")

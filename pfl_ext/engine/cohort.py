@@ -80,6 +80,7 @@ class CohortEngine:
             be faster with graphs for them too, as a pass without one is some thousand launches.
         cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
             compiled, by torch, with a line on the screen.
+        rate_varies: whether the users' learning rate may be another in each round.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class CohortEngine:
         reader_threads: int = 1,
         fuse: bool | None = None,
         cpu_kernels: bool = True,
+        rate_varies: bool = False,
     ) -> None:
         on_cpu = model.mean.device.type == "cpu"
         if lanes is None:
@@ -99,7 +101,7 @@ class CohortEngine:
         self._fuse = on_cpu if fuse is None else fuse
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._max_users = MAX_USERS_OF_FEATURES if isinstance(model, FeatureClassifier) else MAX_USERS
-        self._prefetch, self._readers = prefetch, reader_threads
+        self._prefetch, self._readers, self._rate_varies = prefetch, reader_threads, rate_varies
         self._pool: ThreadPoolExecutor | None = None
         self._kernels = kernels_for(model) if cpu_kernels else None
         self.watch = Watch()
@@ -122,7 +124,8 @@ class CohortEngine:
 
     def _prepare(self, local: LocalTraining) -> LocalTraining:
         """Make the network the one that this training needs; the training as it will be done."""
-        return replace(local, amp=self._prepare_network(local.amp, self._built[0] or local.moves_all))
+        amp = self._prepare_network(local.amp, self._built[0] or local.moves_all)
+        return replace(local, amp=amp, rate_varies=self._rate_varies)
 
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""
@@ -160,9 +163,9 @@ class CohortEngine:
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
-        if local not in self._max_images:
-            self._max_images[local] = group_size(self._model, local, len(self.lanes))
-        most = self._max_images[local]
+        if local.form not in self._max_images:
+            self._max_images[local.form] = group_size(self._model, local, len(self.lanes))
+        most = self._max_images[local.form]
         return [
             part for task in tasks for part in grouped(task.members, most, task.together, self._max_users)
         ]
@@ -185,7 +188,7 @@ class CohortEngine:
         members = [member for task in tasks for member in task.members]
         fitting = self._fitting(tasks, local)
         self._trimmed.refresh()
-        if self._layout.device.type == "cuda" and local not in self._rehearsed:
+        if self._layout.device.type == "cuda" and local.form not in self._rehearsed:
             for member in [m for m in members if m.num_images][:1]:
                 self._rehearse(next(self._batches(dataset.read(member), local)), local, scaling)
         while True:
@@ -218,7 +221,7 @@ class CohortEngine:
 
     def _rehearse(self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
-        self._rehearsed.add(local)
+        self._rehearsed.add(local.form)
         print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
         for count, lane in enumerate(self.lanes):
             try:
@@ -232,8 +235,8 @@ class CohortEngine:
         lane = self.lanes[0]
         torch.cuda.empty_cache()
         while self._fuses(local, scaling):
-            users = min(self._max_users, self._max_images[local])
-            each = -(-self._max_images[local] // users)
+            users = min(self._max_users, self._max_images[local.form])
+            each = -(-self._max_images[local.form] // users)
             group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * users)
             try:
                 train_one_step(lane.net, self._model, *group, [0.0] * users, local, scaling, lane.sums)
@@ -243,11 +246,11 @@ class CohortEngine:
                 self._halve(local)
 
     def _halve(self, local: LocalTraining) -> None:
-        if self._max_images[local] == 1:
+        if self._max_images[local.form] == 1:
             raise ValueError(NO_ROOM)
-        self._max_images[local] //= 2
+        self._max_images[local.form] //= 2
         torch.cuda.empty_cache()
-        print(f"out of memory: groups of {self._max_images[local]} images from here on", file=sys.stderr)
+        print(f"out of memory: groups of {self._max_images[local.form]} images from here on", file=sys.stderr)
 
     def _run(self, tasks: Plan, *job: Any) -> None:
         for lane in self.lanes:

@@ -114,6 +114,7 @@ class Lane:
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
+        self._rate = torch.ones((), device=layout.device)  # what graphs read where the rate varies
         self._sizes = sent(torch.tensor(layout.sizes), layout.device)
 
     def _rooms_of(self) -> tuple[dict[int, Room], dict[int, Room]]:
@@ -139,6 +140,10 @@ class Lane:
             self._velocities = self.layout.views(self._velocity)
         if local.correction and not self._corrections:
             self._corrections = self.layout.views(self.layout.zeros())
+
+    def _rate_is_read(self, local: LocalTraining) -> bool:
+        """Whether steps read the rate from memory: a graph, recorded once, is for every round's."""
+        return self._graphs is not None and local.rate_varies
 
     def clear(self) -> None:
         """Before a round."""
@@ -166,12 +171,14 @@ class Lane:
     def train(self, batches: Iterable[Batch], local: LocalTraining) -> None:
         """Local training from the central weights; its end is what `add` or `update` takes up."""
         self._prepare(local)
+        if self._graphs is not None:
+            self._rate.fill_(local.learning_rate)
         first = True
         for batch in batches:
             if self._graphs is None:
                 self._step(local, first, batch)
             else:
-                self._graphs.run(self._step, local, first, batch)
+                self._graphs.run(self._step, local.form, first, batch)
             first = False
         if first:  # no data, no update
             self._local.copy_(self._start)
@@ -196,7 +203,7 @@ class Lane:
     ) -> list[Tensor]:
         """By variable. ``stepping``: for a step, whose losses count and which layers may make (`Room`)."""
         for place, room in self._places.items():
-            at_once = stepping and local.is_plain
+            at_once = stepping and local.is_plain and not self._rate_is_read(local)
             room.after = self._weights[place] if at_once else None
             room.rate, room.done = local.learning_rate, False
         with torch.enable_grad(), gradients_into(self._rooms):
@@ -218,7 +225,7 @@ class Lane:
         steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
         with self.working():
             for first, size in steps:
-                self._graphs.prepared(self._step, local, first, size, sample)
+                self._graphs.prepared(self._step, local.form, first, size, sample)
         self.join()
 
     def _step(self, local: LocalTraining, first: bool, batch: Batch) -> None:
@@ -252,6 +259,9 @@ class Lane:
             if local.factors:
                 gradients = list(torch._foreach_mul(gradients, local.factors))
                 corrections = list(torch._foreach_mul(corrections, local.factors)) if corrections else []
+            if self._rate_is_read(local):
+                gradients = list(torch._foreach_mul(gradients, self._rate))
+                corrections = list(torch._foreach_mul(corrections, self._rate)) if corrections else []
             if not first:
                 torch._foreach_sub_(self._weights, gradients, alpha=local.learning_rate)
             elif self._stream is not None:  # few launches

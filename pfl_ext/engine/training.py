@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,13 +20,14 @@ from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.transfer import pinned
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.rules import Correction, Rule
+from pfl_ext.schedules import DecayConfig
 from pfl_ext.tasks.task import Task
 
 LocalClipping = Literal["none", "variable", "global"]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class LocalSGDConfig:
+class LocalSGDConfig(DecayConfig):
     """Gradient descent on one user's images."""
 
     learning_rate: PositiveFloat = 0.1
@@ -113,7 +114,8 @@ class LocalTraining:
     ``momentum`` and ``weight_decay`` are ``torch.optim.SGD``'s: after clipping ``g <- g + weight_decay w``,
     ``v <- momentum v + g``, ``w <- w - lr factor v``, with v from 0 for each user and ``factors`` one for
     each variable (empty: all 1). ``correction``: where each user's is added, if there are any, and
-    ``corrects_all``: whether to all weights (`pfl_ext.rules`).
+    ``corrects_all``: whether to all weights (`pfl_ext.rules`). ``rate_varies``: whether other rounds have
+    other learning rates.
     """
 
     learning_rate: float
@@ -128,6 +130,12 @@ class LocalTraining:
     correction: Correction | None = None
     corrects_all: bool = False
     factors: tuple[float, ...] = ()
+    rate_varies: bool = False
+
+    @property
+    def form(self) -> LocalTraining:
+        """What is the same in every round."""
+        return replace(self, learning_rate=1.0) if self.rate_varies else self
 
     @property
     def moves_all(self) -> bool:

@@ -352,10 +352,10 @@ class ImageClassifier(nn.Module):
 
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
-        """``loss`` as a pfl metric that adds up over batches, users and workers; weight B."""
+        """``loss`` as it is scored, as a pfl metric that adds up over batches, users and workers."""
         x, targets = self.prepare(images, targets, crops)
-        loss = self.task.loss(self.backbone(x), targets)
-        return {"loss": Weighted.from_unweighted(loss.item(), len(images))}
+        losses, _ = self.task.scored(self.backbone(x), targets)
+        return {"loss": Weighted(float(losses.sum()), len(images))}
 
 
 def memory_format(weight: Tensor) -> torch.memory_format:

@@ -37,16 +37,21 @@ class Segmentation(Task):
 
     Args:
         num_classes: C, at most 255.
+        label_smoothing: see `smoothed`.
     """
 
     headline = ("mIoU",)
     outputs = "pixels"
     scored_together = 16
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:
         if not 1 <= num_classes <= VOID:
             raise ValueError(f"num_classes is {num_classes}: a mask has 1 to {VOID} classes")
-        self.num_classes = num_classes
+        self.num_classes, self.label_smoothing = num_classes, label_smoothing
+
+    def smoothed(self, label_smoothing: float) -> Segmentation:
+        """The task with this share of each pixel's class."""
+        return Segmentation(self.num_classes, label_smoothing)
 
     def collate(self, annotations: npt.NDArray[np.uint8]) -> Tensor:
         """Masks ``[B, H, W]`` uint8 as they are.
@@ -76,8 +81,7 @@ class Segmentation(Task):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[B]``, of logits ``[B, C, S, S]`` and masks ``[B, S, S]``."""
-        losses = F.cross_entropy(outputs.float(), targets.long(), reduction="none", ignore_index=VOID)
-        return losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
+        return _image_losses(outputs, targets, self.label_smoothing)
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, and each image's counts ``[B, C, C + 1]`` int64 as `Confusion` has them."""
@@ -88,7 +92,7 @@ class Segmentation(Task):
         cells = (images * self.num_classes + targets.long()) * width + guesses
         length = len(targets) * self.num_classes * width
         counts = torch.bincount(cells[known], minlength=length).view(len(targets), self.num_classes, width)
-        return self.image_losses(outputs, targets).double(), counts
+        return _image_losses(outputs, targets).double(), counts
 
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
@@ -113,6 +117,12 @@ class Segmentation(Task):
         found = self.statistics(len(predictions), np.arange(len(predictions)), [predictions], [annotations])
         columns = self.summarise(found)
         return columns if found.counts.any() else dict.fromkeys(columns, float("nan"))
+
+
+def _image_losses(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    words: dict[str, Any] = {"reduction": "none", "ignore_index": VOID, "label_smoothing": smoothing}
+    losses = F.cross_entropy(outputs.float(), targets.long(), **words)
+    return losses.sum((1, 2)) / (targets != VOID).sum((1, 2)).clamp(min=1)
 
 
 class Confusion(MetricValue):

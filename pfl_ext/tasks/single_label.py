@@ -29,10 +29,20 @@ class SingleLabel(WeightedTask):
 
     Row b of the targets has ``w_b > 0`` at its class and 0 elsewhere; one-hot rows give the plain mean. The
     score is accuracy.
+
+    Args:
+        label_smoothing: see `smoothed`; a weight stays the image's, whose loss it multiplies.
     """
 
     headline = ("accuracy",)
     exclusive = True
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def smoothed(self, label_smoothing: float) -> SingleLabel:
+        """The task with this share."""
+        return SingleLabel(label_smoothing)
 
     def settled(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The targets as they are; the shares are the weights over their sum."""
@@ -41,11 +51,11 @@ class SingleLabel(WeightedTask):
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``-log softmax`` at the class, ``[B]``, without the weight, from logits and targets ``[B, K]``."""
-        return F.cross_entropy(outputs.float(), targets.argmax(1), reduction="none")
+        return _cross_entropies(outputs, targets, self.label_smoothing)
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The cross-entropies, and the likeliest classes ``[B]`` int64, `UNKNOWN` where a logit is NaN."""
-        losses = self.image_losses(outputs, targets).double()
+        losses = _cross_entropies(outputs, targets).double()
         return losses, torch.where(outputs.isnan().any(1), UNKNOWN, outputs.argmax(1))
 
     def statistics(
@@ -71,6 +81,10 @@ class SingleLabel(WeightedTask):
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
         """The weight at the class of each image, 0 elsewhere."""
         return (annotations * weights).astype(np.float32)
+
+
+def _cross_entropies(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    return F.cross_entropy(outputs.float(), targets.argmax(1), reduction="none", label_smoothing=smoothing)
 
 
 class ClassCounts(MetricValue):

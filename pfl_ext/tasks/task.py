@@ -131,6 +131,21 @@ class Task(ABC):
         """What people read for a column of `summarise`."""
         return column
 
+    def smoothed(self, label_smoothing: float) -> Task:
+        """This task with a share of each label spread over all classes in training; `scored` is without it.
+
+        With share a and K classes, the loss is the cross-entropy to the distribution that has ``a / K`` at
+        each class, and ``1 - a`` more at the label (Szegedy et al. 2016, arXiv 1512.00567, section 7;
+        ``label_smoothing`` of torch).
+
+        Raises:
+            ValueError: when the task has no such form.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no classes that exclude each other, over which a label could be "
+            f"smoothed: set augment.label_smoothing, which is {label_smoothing:g}, to 0"
+        )
+
     def reweighted(self) -> WeightedTask:
         """This task with targets that carry importance weights.
 

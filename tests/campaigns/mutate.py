@@ -65,7 +65,7 @@ LOADED = (
 OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _MODULES = {
-    "pfl_ext": "backend checkpoint evaluation randomness rules",
+    "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
     "pfl_ext/algorithms": "algorithm by_rows clients closed_form fed3r fedcof fedir fedncm fednova fedprox "
     "on_pfl optimizers per_user scaffold user_vectors",
     "pfl_ext/auditing": "bounds",
@@ -82,7 +82,8 @@ _MODULES = {
     "dataset/fetch": "annotated coco members voc",
     "dataset/partitions": "assignments by_class dirichlet drawn geo of_file of_images statistics",
     "dataset/sbd": "matlab",
-    "dataset/store": "annotations box_view columns features images index mask_view native validate views writer",
+    "dataset/store": "annotations box_view columns features images index mask_view native validate views "
+    "writer",
     "benchmarks/core": "federated ledger privacy_statement recorder run_directory secret",
     "benchmarks/core/config": "digests effects privacy_rules",
 }

@@ -34,7 +34,14 @@ SAMPLING = {
     "views": None,
     "keys": False,
 }
+SCHEDULE = {
+    "schedule": "constant",
+    "final_learning_rate": 0.0,
+    "schedule_power": 1.0,
+    "schedule_factor": None,
+}
 SGD = {
+    **SCHEDULE,
     "learning_rate": 0.1,
     "head_rate_factor": 1.0,
     "max_grad_norm": None,
@@ -43,6 +50,7 @@ SGD = {
     "weight_decay": 0.0,
 }
 SERVER = {
+    **SCHEDULE,
     "optimizer": "sgd",
     "learning_rate": 1.0,
     "head_rate_factor": 1.0,
@@ -51,9 +59,7 @@ SERVER = {
     "epsilon": 1e-8,
     "momentum": 0.0,
     "adam_form": "torch",
-    "schedule": "constant",
     "warmup_rounds": 0,
-    "final_learning_rate": 0.0,
 }
 PRIVACY = {
     "epsilon": 2.0,

@@ -8,11 +8,12 @@ configs that make the same run are equal, and have the same digest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.rules import refuse
+from pfl_ext.schedules import READ_BY, ScheduleConfig
 
 
 class Idle(NamedTuple):
@@ -89,7 +90,16 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle(keys, "model.pretrained is false", "set model.pretrained to true")
 
 
+def _idle_in_schedule(section: str, chosen: ScheduleConfig) -> Iterator[Idle]:
+    known = get_args(get_type_hints(type(chosen))["schedule"])
+    for key, schedules in READ_BY.items():
+        if chosen.schedule not in schedules:
+            readers = " or ".join(name for name in schedules if name in known)
+            yield Idle(f"{section}.{key}", f"{section}.schedule is {chosen.schedule}", f"choose {readers}")
+
+
 def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
+    yield from _idle_in_schedule("centralised", config.centralised)
     if config.centralised.optimizer == "sgd":
         keys = "centralised.beta1 centralised.beta2 centralised.epsilon"
         yield Idle(keys, "centralised.optimizer is sgd", "choose adam")
@@ -121,9 +131,8 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle("local.reshuffle", "local.shuffle is false", "set local.shuffle to true")
     if local.max_grad_norm is None:
         yield Idle("local.clip_by", "local.max_grad_norm is none", "give local.max_grad_norm")
-    if server.schedule == "constant":
-        keys = "server.warmup_rounds server.final_learning_rate"
-        yield Idle(keys, "server.schedule is constant", "choose warmup_linear")
+    yield from _idle_in_schedule("local", local)
+    yield from _idle_in_schedule("server", server)
     if config.privacy is not None and config.privacy.mechanism != "adaptive":
         keys = "privacy.quantile privacy.clip_step privacy.indicator_std_fraction"
         yield Idle(keys, f"privacy.mechanism is {config.privacy.mechanism}", "choose adaptive")
@@ -179,8 +188,12 @@ def check_training(config: TrainingConfig) -> None:
             f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
             "view of each image: set augment.views to none, or model.channel_norm to group"
         )
-    federated = config.federated
+    federated, central = config.federated, config.centralised
+    if config.mode == "centralised":
+        central.check_schedule("centralised", central.learning_rate, central.num_epochs)
     if config.mode == "federated":
+        config.local.check_schedule("local", config.local_learning_rate, federated.num_rounds)
+        config.server.check_schedule("server", config.server.learning_rate, federated.num_rounds)
         config.server.rate(0, federated.num_rounds)  # refuses a warm-up that is too long
         config.local.check_virtual(federated.weighting == "images")
         proportional = federated.sampling == "proportional"

@@ -87,7 +87,7 @@ TABLE: Mapping[str, Rule] = {
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
-    **each(BEFORE_CLIPPING, "augment", "crop flip padding"),
+    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing"),
     "augment.views": Rule(
         "which views an image has, and which a step takes, follows from the seed and the image's and its "
         "user's place; the user's update is clipped as one, however many views its images have"
@@ -97,6 +97,11 @@ TABLE: Mapping[str, Rule] = {
         "local",
         "learning_rate effective_learning_rate head_rate_factor num_epochs batch_size",
     ),
+    **each(
+        "a function of the round: it decides how a user's update comes about, before that is clipped",
+        "local",
+        "schedule final_learning_rate schedule_power schedule_factor",
+    ),
     **each(BEFORE_CLIPPING, "local", "max_images cap straddle shuffle reshuffle"),
     **each(BEFORE_CLIPPING, "local", "max_grad_norm clip_by momentum weight_decay virtual_size"),
     **each(
@@ -105,6 +110,7 @@ TABLE: Mapping[str, Rule] = {
         "optimizer learning_rate head_rate_factor beta1 beta2 epsilon adam_form momentum",
     ),
     **each(AFTER_NOISE, "server", "schedule warmup_rounds final_learning_rate options"),
+    **each(AFTER_NOISE, "server", "schedule_power schedule_factor"),
     "federated.algorithm": ArguedAlgorithms(
         "fedavg and fedprox send one update a user, which is clipped; fedncm and fed3r send one vector of "
         "sums, which is clipped, and once; fednova scales updates by their steps after that, and scaffold "
@@ -137,6 +143,7 @@ TABLE: Mapping[str, Rule] = {
         "num_epochs batch_size optimizer learning_rate head_rate_factor beta1 beta2 epsilon",
     ),
     **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),
+    **each(UNUSED, "centralised", "schedule final_learning_rate schedule_power schedule_factor"),
     **each(UNUSED, "evaluation", "every_epochs"),
     **each(NOT_OF_TRAINING_USERS, "evaluation", "every_rounds best_by"),
     "privacy": Rule(ONE_KIND, None, (None,)),

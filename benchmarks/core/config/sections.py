@@ -17,7 +17,7 @@ from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
-from pfl_ext.configs import STRICT
+from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
 from pfl_ext.engine.training import LocalSGDConfig
@@ -25,14 +25,22 @@ from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
+from pfl_ext.schedules import DecayConfig
 
 BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
+YOUNG_SCHEDULES = {
+    f"{section}.{key}": value
+    for section in ("local", "server", "centralised")
+    for key, value in asdict(DecayConfig()).items()
+    if section != "server" or key not in ("schedule", "final_learning_rate")
+}
 YOUNGER = {
     "augment.padding": "zero",
     "augment.views": None,
+    "augment.label_smoothing": 0.0,
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
@@ -50,6 +58,7 @@ YOUNGER = {
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,
     "centralised.head_rate_factor": 1.0,
+    **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
@@ -77,6 +86,14 @@ class ModelSection(ModelConfig):
     init: Annotated[Init, _by_today("model.init")] = "torchvision"
     weights_sha256: str | None = None
     """SHA-256 of the file of pretrained weights; --weights fills it in. none: the network's known ones."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AugmentSection(AugmentConfig):
+    """How a training image and its label are changed; scores are without it."""
+
+    label_smoothing: Fraction = 0.0
+    """Share of a label, or of each pixel's class, that all classes get alike; 0 for multi-label tasks."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -163,8 +180,8 @@ class FederatedConfig(ChoosingSection, ScaffoldOptions, ProximalOptions, Importa
 
 
 @dataclass(frozen=True, config=STRICT)
-class CentralisedConfig(OptimizerConfig):
-    """Training on all images in one place, at a constant learning rate."""
+class CentralisedConfig(DecayConfig, OptimizerConfig):
+    """Training on all images in one place."""
 
     num_epochs: PositiveInt = 10
     """Passes over all images."""
@@ -225,7 +242,7 @@ class TrainingConfig:
     """Seed of initialisation, cohorts, crops and the order of images."""
     data: ImageConfig = field(default_factory=ImageConfig)
     model: ModelSection = field(default_factory=ModelSection)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    augment: AugmentSection = field(default_factory=AugmentSection)
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerSection = field(default_factory=ServerSection)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
@@ -253,9 +270,13 @@ class TrainingConfig:
 
     @property
     def local_learning_rate(self) -> float:
-        """Of users' steps."""
+        """Of users' steps in the first round."""
         effective = self.local.effective_learning_rate
         return self.local.learning_rate if effective is None else effective * (1 - self.server.momentum)
+
+    def local_rate(self, number: int) -> float:
+        """Learning rate of users' steps in a round."""
+        return self.local.scheduled(self.local_learning_rate, number, self.federated.num_rounds)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -17,7 +17,7 @@ from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.effects import check_training
 from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
-from benchmarks.core.config.sections import EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT
 
@@ -46,6 +46,8 @@ class ScoringConfig(EvaluationConfig):
 
     best_by: Literal["loss", "mAP", "mAP50", "last"] = "mAP50"
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    per_user: bool = field(default=True, metadata=REPETITION)
+    """Score each user of test alone at the end, in per_user.json; of val, where test belongs to one user."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -55,6 +57,7 @@ class Config(TrainingConfig):
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
         **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
         **each(NOT_OF_TRAINING_USERS, "data", "scored"),
+        "evaluation.per_user": Rule(NOT_OF_TRAINING_USERS),
         "data.val_share": only("val would be training users' images, and its scores are exact", 0.0),
     }
     setting: str = "street-fl"

@@ -1,7 +1,8 @@
-"""What these runs leave besides what every run does: AP by class, clients' own scores, pictures of boxes."""
+"""What these runs leave besides what every run does: AP by class, users' scores, pictures of boxes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,37 +17,30 @@ from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES
-from pfl_ext.tasks.detection_scores import Detections
+from pfl_ext.tasks.detection_scores import HALF, Detections
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
 
 def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
     """Of the model that is reported: AP of each class on test, in percent, None where test has no object of
-    the class; the clients' own scores; and how the training images lie with the users.
-
-    Clients' scores are of test, or of val where test belongs to one user.
-    """
+    the class; and how the training images lie with the users."""
     scores: Detections = metrics["test"][SCORES]
-    stores = {name: view.split(name) for name in ("test", "val") if name in metrics}
-    several = [name for name, store in stores.items() if len(store.user_ids) > 1]
     return {
         "per_class_ap": by_class(view, scores.per_class),
-        "per_class_ap50": by_class(view, scores.precisions[0]),
-        "clients": {name: own_scores(stores[name], metrics[name][SCORES]) for name in several[:1]},
+        "per_class_ap50": by_class(view, scores.precisions[HALF]),
         "partition": partition_facts(view),
     }
 
 
-def own_scores(store: ImageStore, scores: Detections) -> Tree:
-    """The plain mean of each client's own mAP and mAP50, in percent, over those who have objects.
+def user_columns(store: ImageStore, task: Task, scores: Detections) -> list[dict[str, float]]:
+    """The scores of each user of a split, in percent, NaN for one without objects.
 
-    It is no score of all images: a class that a client lacks does not count there.
+    A class that a user lacks does not count there, so that users' scores are often higher than the whole's.
     """
-    bounds = zip(store.user_offsets[:-1], store.user_offsets[1:])
-    each = [own for a, b in bounds if (own := scores.only(np.arange(a, b))).has_objects]
-    values = {"mAP": [own.overall_value for own in each], "mAP50": [own.at_half for own in each]}
-    means = {f"mean {name}": 100 * float(np.mean(found)) for name, found in values.items() if each}
-    return {"scored": len(each), **means}
+    each = [scores.only(np.arange(a, b)) for a, b in itertools.pairwise(store.user_offsets.tolist())]
+    columns = [task.summarise(own) for own in each]
+    return [c if own.has_objects else dict.fromkeys(c, float("nan")) for c, own in zip(columns, each)]
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from dataset.flair.mini import MiniSpec
 from dataset.flair.mini_outlines import write_boxed
 from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
+from pfl_ext.evaluation import SCORES
 from pfl_ext.tasks.detection import Detection
 
 MINI = MiniSpec(
@@ -61,10 +62,20 @@ class FederatedDetection(OfAnnotatedImages[Config]):
         return Detection(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
-        """AP of each class, the clients' own scores, the partition; and a picture of some test images."""
+        """AP of each class, scores of each user, the partition; and a picture of some boxes.
+
+        Users are those of test, or of val where test belongs to one.
+        """
         title = f"{self.config.setting}, seed {self.config.seed}"
         box_results.draw_boxes(self.view, model, title, directory)
-        return box_results.class_scores(self.view, metrics)
+        users: Tree = {}
+        if self.config.evaluation.per_user:
+            stores = {name: self.split(name) for name in ("test", "val") if name in metrics}
+            split = next((name for name, store in stores.items() if len(store.user_ids) > 1), "test")
+            task, scores = model.pytorch_model.task, metrics[split][SCORES]
+            columns = box_results.user_columns(stores[split], task, scores)
+            users["per_user"] = self.user_scores(split, columns, "mAP", directory, title)
+        return {**box_results.class_scores(self.view, metrics), **users}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """AP of each class."""

@@ -16,8 +16,8 @@ from pydantic.dataclasses import dataclass
 from benchmarks.core.config import benchmark
 from benchmarks.core.config.benchmark import Benchmark
 from benchmarks.core.config.effects import check_training
-from benchmarks.core.config.privacy_rules import OF_THE_DATA, Rule, each, only
-from benchmarks.core.config.sections import EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
 from benchmarks.core.config.trees import Tree
 from pfl_ext.configs import STRICT
 
@@ -44,6 +44,8 @@ class ScoringConfig(EvaluationConfig):
 
     best_by: Literal["loss", "mIoU", "last"] = "mIoU"
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    per_user: bool = field(default=True, metadata=REPETITION)
+    """Score each test user alone at the end, in per_user.json."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -52,6 +54,7 @@ class Config(TrainingConfig):
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
         **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
+        "evaluation.per_user": Rule(NOT_OF_TRAINING_USERS),
         "data.val_share": only("val would be training users' images, and its scores are exact", 0.0),
     }
     setting: str = "camvid-fl"

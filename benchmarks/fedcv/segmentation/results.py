@@ -1,10 +1,12 @@
-"""What these runs leave besides what every run does: IoU by class, the partition, pictures of masks."""
+"""What these runs leave besides what every run does: IoU by class, users' scores, pictures of masks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
@@ -13,6 +15,7 @@ from pfl.model.pytorch import PyTorchModel
 from benchmarks.core.config.trees import Tree
 from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
 from dataset.store.annotated_view import AnnotatedView
+from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES
 from pfl_ext.workers.distributed import is_main
 
@@ -24,6 +27,23 @@ def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
         "per_class_iou": by_class(view, metrics["test"][SCORES].per_class),
         "partition": partition_facts(view),
     }
+
+
+@torch.no_grad()
+def user_columns(store: ImageStore, model: PyTorchModel) -> list[dict[str, float]]:
+    """The scores of each user of a split: those of one confusion matrix of all pixels of that user."""
+    module, device = model.pytorch_model, get_default_device()
+    task, columns = module.task, []
+    for first, end in itertools.pairwise(store.user_offsets.tolist()):
+        total = torch.zeros(1, dtype=torch.int64)
+        for start in range(first, end, task.scored_together):
+            images, masks = store.read(np.arange(start, min(start + task.scored_together, end)))
+            outputs, truth = module.outputs(
+                torch.from_numpy(images).to(device), task.collate(masks).to(device)
+            )
+            total = total + task.scored(outputs.cpu(), truth.cpu())[1].sum(0, keepdim=True)
+        columns.append(task.user_columns(total, None))
+    return columns
 
 
 @torch.no_grad()

@@ -54,11 +54,14 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         return Segmentation(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
-        """IoU of each class and the partition; and a picture of masks of some test images."""
-        mask_results.draw_masks(
-            self.view, model, f"{self.config.setting}, seed {self.config.seed}", directory
-        )
-        return mask_results.class_scores(self.view, metrics)
+        """IoU of each class, scores of each test user, the partition; and a picture of some masks."""
+        title = f"{self.config.setting}, seed {self.config.seed}"
+        mask_results.draw_masks(self.view, model, title, directory)
+        users: Tree = {}
+        if self.config.evaluation.per_user:
+            columns = mask_results.user_columns(self.split("test"), model)
+            users["per_user"] = self.user_scores("test", columns, "mean IoU", directory, title)
+        return {**mask_results.class_scores(self.view, metrics), **users}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:
         """IoU of each class."""

@@ -295,6 +295,7 @@ BESIDE = {
     ("privacy.sampler", "fixed"): ("--federated.cohort_size=5",),
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),
+    ("local.schedule", "exponential"): ("--local.schedule_factor=0.5",),
     ("model.trained", "two_layers"): ("--model.bottleneck=4",),
     ("model.trained", "norms"): ("--model.arch=resnet18",),
     ("model.dropout", True): ("--model.arch=simple_cnn",),

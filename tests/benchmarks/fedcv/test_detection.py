@@ -95,16 +95,22 @@ def weights(directory: Path) -> np.ndarray:
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
-def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(train: Train) -> None:
+def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = train(draw=True)
     found = results(directory)
     known = [value for value in found["per_class_ap"].values() if value is not None]
     assert list(found["per_class_ap"]) == list(COARSE_LABELS)
     assert found["test"]["mAP"] == pytest.approx(np.mean(known))
     assert found["test"]["mAP50"] >= found["test"]["mAP"]
-    assert found["clients"]["test"]["scored"] == 3
+    users = json.loads((directory / "per_user.json").read_text())
+    assert found["per_user"] == {key: users[key] for key in ("split", "users", "quantiles")}
+    assert (users["split"], users["users"]) == ("test", 3)
+    assert users["quantiles"]["mAP"]["mean"] == pytest.approx(np.mean(users["mAP"]), abs=1e-3)
+    assert "mean of 3 test users" in capsys.readouterr().out
     assert found["partition"]["users"] == 8
-    for picture in ("boxes", "per_class_ap", "training_curve"):
+    for picture in ("boxes", "per_class_ap", "per_user", "training_curve"):
         assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -129,8 +129,23 @@ def test_a_run_leaves_scores_of_each_class_and_pictures(train: Train) -> None:
     assert list(found["per_class_iou"]) == list(CLASSES)
     assert found["test"]["mIoU"] == pytest.approx(np.mean(known))
     assert found["partition"]["users"] == 8
-    for picture in ("masks", "per_class_iou", "training_curve"):
+    for picture in ("masks", "per_class_iou", "per_user", "training_curve"):
         assert (train(name="drawn") / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_test_users_are_scored_one_by_one_if_asked_for(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train()
+    found, whole = results(directory), json.loads((directory / "per_user.json").read_text())
+    assert len(whole["user_ids"]) == found["per_user"]["users"] == 3
+    accuracy = np.average(whole["pixel accuracy"], weights=whole["images"])  # each pixel has a class
+    assert accuracy == pytest.approx(found["test"]["pixel accuracy"], abs=1e-3)
+    assert found["per_user"]["quantiles"]["mIoU"]["mean"] == pytest.approx(np.mean(whole["mIoU"]), abs=1e-3)
+    assert "mean of 3 test users" in capsys.readouterr().out
+    without = train("--evaluation.per_user=false", name="without")
+    assert "per_user" not in results(without)
+    assert not (without / "per_user.json").exists()
 
 
 def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:

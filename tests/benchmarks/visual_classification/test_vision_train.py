@@ -79,6 +79,22 @@ def weights(directory: Path) -> np.ndarray:
     return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
+@pytest.mark.parametrize("mode", ["federated", "centralised"])
+def test_a_smoothed_run_has_a_training_loss_with_it_and_scores_without(mode: str, train: Train) -> None:
+    """With learning rates too small to move a weight, nothing else differs."""
+    still = {
+        "federated": ("--local.learning_rate=1e-30", "--federated.num_rounds=1"),
+        "centralised": ("--centralised.learning_rate=1e-30", "--centralised.num_epochs=1"),
+    }[mode]
+    words = {"federated": "cifar10-fedavgm", "centralised": "cifar10-centralised"}[mode], *still
+    plain, smoothed = (
+        lines(train(*words[1:], f"--augment.label_smoothing={a}", config=words[0], name=f"{a}"))
+        for a in (0, 0.5)
+    )
+    assert [line["tracked"] for line in plain] == [line["tracked"] for line in smoothed]
+    assert plain[0]["train_loss"] != smoothed[0]["train_loss"]
+
+
 def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,7 +254,7 @@ def test_values_out_of_range_are_named(name: Any, changes: dict[str, Any], messa
 def test_schedule_and_clipping_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match=r"warmup_rounds is 30, .* = 20"):
         schedule(0, num_rounds=20)
-    with pytest.raises(ValueError, match=r"schedule\n.* 'constant' or 'warmup_linear'"):
-        schedule(0, "cosine")
+    with pytest.raises(ValueError, match=r"schedule\n.* 'constant', .* or 'exponential'"):
+        schedule(0, "step")
     with pytest.raises(ValueError, match=r"max_norm is 0\.0"):
         PerVariableClippedSGD([one()], lr=0.1, max_norm=0.0)

@@ -190,6 +190,8 @@ class Setting:
     momentum: float = 0.0
     weight_decay: float = 0.0
     head_rate: float = 1.0
+    rates: Sequence[float] = ()
+    """Learning rates of the rounds; empty: `learning_rate` in all."""
     nova: bool = False
     algorithm: Any = None
     """Another one whose parameters are FedAvg's."""
@@ -225,7 +227,7 @@ class Setting:
             data,
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
-            engine=CohortEngine(module, **options) if engine else None,
+            engine=CohortEngine(module, rate_varies=bool(self.rates), **options) if engine else None,
         )
         algorithm = self.algorithm or (FederatedAveraging() if self.mu is None else FedProx())
         if self.nova:
@@ -246,7 +248,9 @@ class Setting:
             self.controls = Controls(module, data.partition.user_ids)
             algorithm = Scaffold(self.controls)
         for round_number in range(self.rounds):
-            context = training_context(round_number, cohort_size, train, params)
+            rate = self.rates[round_number] if self.rates else self.learning_rate
+            of_round = replace(train, local_learning_rate=rate)
+            context = training_context(round_number, cohort_size, of_round, params)
             stats, metrics = backend.gather_results(model, algorithm, central_context=context)
             updates = {name: t.detach().clone().contiguous() for name, t in stats.items()}
             weight = float(stats.weight)

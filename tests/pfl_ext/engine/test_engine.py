@@ -28,6 +28,7 @@ from pfl_ext.privacy.central import TALLY, metric_name, private_mean
 from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.rules import Rule
 from pfl_ext.tasks.multi_label import MultiLabel
+from pfl_ext.tasks.single_label import SingleLabel
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     LABELS,
@@ -98,6 +99,24 @@ def test_a_cohorts_sum_is_that_of_pfls_loop(choice: str) -> None:
             margin = 2 * 5 * 9 * 2**-24 + rounding
             assert reported[name].overall_value == pytest.approx(value.overall_value, rel=margin)
             assert reported[name].weight == value.weight
+
+
+LOCAL_TRAININGS: list[dict[str, Any]] = [
+    {"clipping": "none", "task": SingleLabel(label_smoothing=0.2)},
+    {"nova": True, "mu": 0.3},
+    {"scaffold": ("II", "step"), "momentum": 0.5},
+]
+
+
+@pytest.mark.parametrize("training", LOCAL_TRAININGS, ids=lambda words: next(iter(words)))
+def test_rounds_at_rates_of_their_own_are_trained_as_by_pfls_loop(training: dict[str, Any]) -> None:
+    def setting(*rates: float) -> Setting:
+        return Setting([3, 6], rounds=2, rates=rates, **training)
+
+    chosen = setting(0.2, 0.05)
+    theirs, ours = chosen.run(False)[0], setting(0.2, 0.05).run(True, lanes=1)[0]
+    assert distance(ours, theirs) <= rounding_of(setting(0.2, 0.05))
+    assert distance(setting(0.2, 0.2).run(True, lanes=1)[0], ours) > 0.1
 
 
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

@@ -24,6 +24,7 @@ from tests.pfl_ext.engine.setting import (
     private,
     rounding_of,
 )
+from tests.pfl_ext.samplings import local_sampling
 
 pytestmark = pytest.mark.xdist_group("card")
 """One process runs them all: what `on_cpu` computed once serves each."""
@@ -37,7 +38,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "FedNova": {"nova": True},
     "SCAFFOLD in the gradient": {"scaffold": ("II", "gradient")},
     "SCAFFOLD after the step": {"scaffold": ("II", "step")},
-    "single label": {"task": SingleLabel()},
+    "single label": {"task": SingleLabel(label_smoothing=0.1)},
 }
 
 
@@ -95,6 +96,26 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
     theirs, rounding = on_cpu(trained_in, None, more, rounding=BFLOAT16)
     ours, _ = on_card(trained_in(torch.bfloat16, more), lanes=2, fuse=fuse)
     assert 2**-14 < distance(ours, theirs) <= rounding
+
+
+@pytest.mark.parametrize(
+    ("training", "fuse"),
+    [
+        ({"clipping": "none"}, True),
+        ({"head_rate": 4.0, "momentum": 0.9, "weight_decay": 0.01}, False),
+        ({"scaffold": ("II", "step")}, False),
+    ],
+)
+def test_a_card_records_its_steps_once_for_the_rates_of_all_rounds(
+    training: dict[str, Any], fuse: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chosen() -> Setting:
+        sampling = local_sampling(input_size=10, batch_size=2)
+        return Setting([1, 5], sampling, rounds=2, rates=(0.2, 0.07), **training)
+
+    theirs, rounding = on_cpu(chosen)
+    assert distance(on_card(chosen(), lanes=1, fuse=fuse)[0], theirs) <= rounding
+    assert capsys.readouterr().err.count("recording training steps") == 1
 
 
 @pytest.mark.parametrize("fuse", [False, True])

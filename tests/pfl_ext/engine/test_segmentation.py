@@ -62,6 +62,15 @@ def setting(case: str, **options: Any) -> Setting:
     return Setting(SIZES, sampling, store=Masks(SIZES), backbone=lambda: network(case), **{**STEP, **options})
 
 
+def test_smoothed_classes_of_pixels_are_learnt_alike_in_both_engines() -> None:
+    def smoothed() -> Setting:
+        return setting("head", task=TASK.smoothed(0.2))
+
+    theirs, ours = smoothed().run(False)[0], smoothed().run(True, lanes=1)[0]
+    assert distance(ours, theirs) <= ROUNDING
+    assert distance(setting("head").run(True, lanes=1)[0], ours) > 5 * ROUNDING
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_cohorts_sum_is_that_of_pfls_loop(case: str) -> None:
     theirs, ours = setting(case).run(False)[0], setting(case).run(True, lanes=2)[0]

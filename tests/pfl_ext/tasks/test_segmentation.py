@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -46,6 +47,27 @@ def test_the_loss_of_an_image_is_the_mean_over_its_pixels_with_a_class() -> None
         rows, columns = np.nonzero(mask != VOID)
         expected = -logs[i, mask[rows, columns], rows, columns].mean()
         assert losses[i].item() == pytest.approx(expected, rel=8 * 2.0**-24 * len(rows))
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.9])
+def test_smoothed_losses_are_torchs_image_by_image_and_void_has_none(smoothing: float) -> None:
+    outputs, masks = made(3)
+    outputs.requires_grad_(True)
+    masks[2] = VOID
+    losses = TASK.smoothed(smoothing).image_losses(outputs, masks)
+    for i in (0, 1, 3):
+        theirs = F.cross_entropy(
+            outputs[i : i + 1].double(), masks[i : i + 1].long(), ignore_index=VOID, label_smoothing=smoothing
+        )
+        assert losses[i].item() == pytest.approx(theirs.item(), rel=8 * 2.0**-24 * masks[i].numel())
+    assert losses[2].item() == 0
+    (gradient,) = torch.autograd.grad(losses.sum(), outputs)
+    assert not gradient.permute(0, 2, 3, 1)[masks == VOID].any()
+    assert gradient.permute(0, 2, 3, 1)[masks != VOID].any(1).all()
+    outputs = outputs.detach()
+    assert not torch.equal(losses, TASK.image_losses(outputs, masks))
+    for smoothed, plain in zip(TASK.smoothed(smoothing).scored(outputs, masks), TASK.scored(outputs, masks)):
+        assert torch.equal(smoothed, plain)
 
 
 def test_an_image_of_void_has_no_loss_and_no_gradient_and_still_its_share() -> None:

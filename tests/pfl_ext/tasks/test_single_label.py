@@ -41,6 +41,39 @@ def test_accuracy_is_the_share_of_right_guesses_in_any_batches(
         assert np.isnan(total.per_class[c]) == (c not in labels)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 0.9])
+def test_smoothed_losses_are_torchs_and_scores_are_without(smoothing: float) -> None:
+    draw = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(7, CLASSES, generator=draw)
+    labels = torch.arange(7) % CLASSES
+    one_hot = nn.functional.one_hot(labels, CLASSES)
+    task = SingleLabel().smoothed(smoothing)
+    theirs = nn.functional.cross_entropy(logits.double(), labels, reduction="none", label_smoothing=smoothing)
+    expected = theirs.numpy()
+    assert task.image_losses(logits, one_hot).numpy() == pytest.approx(expected, rel=2.0**-20)
+    assert task.loss(logits, one_hot).item() == pytest.approx(expected.mean(), rel=2.0**-20)
+    weights = torch.arange(1.0, 8)
+    weighted = task.reweighted().loss(logits, one_hot * weights[:, None])
+    assert weighted.item() == pytest.approx(np.average(expected, weights=weights), rel=2.0**-20)
+    for smoothed, plain in zip(task.scored(logits, one_hot), SingleLabel().scored(logits, one_hot)):
+        assert torch.equal(smoothed, plain)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES))
+    module = ImageClassifier(backbone, task=task, input_size=1)
+    batch = torch.zeros(7, 1, 1, 3, dtype=torch.uint8), one_hot
+    module.task = SingleLabel()
+    plain_loss = module.loss(*batch).item()
+    module.task = task
+    assert module.metrics(*batch)["loss"].overall_value == pytest.approx(plain_loss, rel=2.0**-20)
+    assert module.loss(*batch).item() != plain_loss
+
+
+@pytest.mark.parametrize("task", [MultiLabel(), WeightedMultiLabel()])
+def test_labels_that_do_not_exclude_each_other_are_not_smoothed(task: Task) -> None:
+    with pytest.raises(ValueError, match=r"set augment.label_smoothing, which is 0.1, to 0") as caught:
+        task.smoothed(0.1)
+    assert "\n" not in str(caught.value)
+
+
 def test_sums_over_workers_are_sums_of_vectors() -> None:
     one = ClassCounts.from_batch([0, 1, -1], np.eye(3)[[0, 2, 1]])
     other = ClassCounts.from_batch([2], np.eye(3)[[2]])

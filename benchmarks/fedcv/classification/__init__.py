@@ -1,0 +1,1 @@
+"""Federated image classification as in FedCV."""

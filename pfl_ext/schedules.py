@@ -1,0 +1,92 @@
+"""Learning rates over the rounds of a run, or over the epochs of centralised training.
+
+A rate is a pure function of the round, so a resumed run needs no scheduler, and a decay goes on from round to
+round: it does not begin again with each user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.configs import STRICT
+
+Schedule = Literal["constant", "warmup_linear", "poly", "cosine", "exponential"]
+Decay = Literal["constant", "poly", "cosine", "exponential"]
+LEAST = 2.0**-126
+"""The least normal float32: with a smaller rate a step would be lost, and quotients by it be infinite."""
+READ_BY: Mapping[str, Sequence[Schedule]] = {
+    "warmup_rounds": ("warmup_linear",),
+    "final_learning_rate": ("warmup_linear", "poly", "cosine"),
+    "schedule_power": ("poly",),
+    "schedule_factor": ("exponential",),
+}
+"""The schedules that read each of the keys below."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ScheduleConfig:
+    """How a learning rate goes from its first to its last value."""
+
+    schedule: Schedule = "constant"
+    """The learning rate over the rounds; warmup_linear: from 0 straight up, then straight down."""
+    final_learning_rate: NonNegativeFloat = 0.0
+    """What warmup_linear, poly and cosine lead to, which the round after the last would have."""
+    schedule_power: PositiveFloat = 1.0
+    """Power of poly, of the share of rounds that is left; 1: straight down."""
+    schedule_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Factor of exponential, from each round to the next; exponential needs one."""
+
+    def scheduled(self, rate: float, step: int, num_steps: int) -> float:
+        """The learning rate in round 0, 1, ... of ``num_steps``, from ``rate`` in round 0.
+
+        With ``t = step / num_steps``, at most 1, and the final rate f:
+
+        * poly: ``f + (rate - f) (1 - t)^power`` (with f = 0: DeepLab, Chen et al. 2018, arXiv 1606.00915,
+          section 4.1); warmup_linear, here after its warm-up, is that with the power 1;
+        * cosine: ``f + (rate - f) (1 + cos(pi t)) / 2`` (Loshchilov and Hutter 2017, arXiv 1608.03983,
+          equation 5, without restarts);
+        * exponential: ``rate factor^step``.
+        """
+        assert step >= 0
+        if self.schedule == "constant":
+            return rate
+        if self.schedule == "exponential":
+            assert self.schedule_factor is not None, "see check_schedule"
+            return rate * self.schedule_factor**step
+        left = max(0.0, 1 - step / num_steps)
+        if self.schedule == "cosine":
+            share = (1 + math.cos(math.pi * (1 - left))) / 2
+        else:
+            share = left ** (self.schedule_power if self.schedule == "poly" else 1.0)
+        return self.final_learning_rate + (rate - self.final_learning_rate) * share
+
+    def check_schedule(self, section: str, rate: float, num_steps: int) -> None:
+        """Refuse a schedule that is no sequence of learning rates; ``section``: of the config.
+
+        Raises:
+            ValueError: in one line.
+        """
+        if self.schedule == "exponential" and self.schedule_factor is None:
+            raise ValueError(
+                f"{section}.schedule is exponential, and {section}.schedule_factor is none: give the factor "
+                "of each round, at most 1"
+            )
+        last = self.scheduled(rate, num_steps - 1, num_steps)
+        if self.schedule != "constant" and last < LEAST:
+            raise ValueError(
+                f"{section}.schedule is {self.schedule}, by which the last of {num_steps:,} "
+                f"learning rates is {last:g}, too small for a step: choose a schedule that falls more slowly"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class DecayConfig(ScheduleConfig):
+    """A schedule without a warm-up."""
+
+    schedule: Decay = "constant"
+    """The learning rate over the rounds, or epochs: constant, or falling; not begun again for each user."""

@@ -1,0 +1,47 @@
+"""FedCV's classification: its settings, and a run of each kind on a tiny file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.core.config.trees import read_yaml
+from benchmarks.fedcv.classification.config import CLASSIFICATION, parse
+from benchmarks.fedcv.classification.train import main
+from dataset.cli import run
+from dataset.flair.mini import write_mini
+from tests.benchmarks.conftest import TINY
+from tests.benchmarks.sparing import sparingly
+
+SMALL = ("--scale=mini", "--model.arch=lenet", "--data.image_size=20", "--model.input_size=20")
+ROUND = ("--federated.num_rounds=1", "--federated.cohort_size=3", "--evaluation.every_rounds=1")
+EPOCH = ("--centralised.num_epochs=1", "--evaluation.every_epochs=1")
+
+
+@pytest.mark.parametrize("name", CLASSIFICATION.settings)
+def test_every_setting_is_whole_alone_and_at_the_mini_scale(name: str) -> None:
+    config = parse([f"--config={name}"]).config
+    assert config.setting == name
+    assert config.model.pretrained == ("-sfl" not in name)
+    assert (config.mode == "centralised") == name.endswith("-c")
+    assert parse([f"--config={name}", "--scale=mini"]).config.data.partition is None
+
+
+@pytest.mark.parametrize(
+    "name, words", [("cifar100-mobilenetv3-sfl-a0.1", ROUND), ("cifar100-efficientnet-c", EPOCH)]
+)
+def test_a_run_has_fedcvs_protocol_and_ends(
+    name: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "classes.hdf5"
+    write_mini(data, replace(TINY, coarse_labels=1))
+    with sparingly(draw=False):
+        argv = [f"--config={name}", f"--data_path={data}", f"--run_dir={tmp_path / 'run'}", *SMALL, *words]
+        assert run(main, argv) == 0
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert 2 < found["test"]["loss"] < 4  # log(17) is 2.8
+    assert read_yaml(tmp_path / "run" / "config.yaml")["augment"]["label_smoothing"] == 0.1
+    assert "test, last model" in capsys.readouterr().out
