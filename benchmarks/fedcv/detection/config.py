@@ -29,7 +29,7 @@ class DataConfig(ImageConfig):
     dataset: str = "street"
     """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
     partition: str | None = None
-    """One of the file's, as user-5, or to be drawn, as iid-clients-5-seed-0; none: the file's users."""
+    """One of the file's, or to be drawn, as iid-clients-5-seed-0; none: the file's users."""
     taxonomy: str = "objects"
     """Name of the boxes in the file."""
     val_share: float = 0.0
