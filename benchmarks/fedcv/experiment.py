@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
 
 from benchmarks.core.clients import data_source, drawn_partition, protected_unit
 from benchmarks.core.config.benchmark import Run
@@ -163,8 +168,18 @@ def partition_facts(view: AnnotatedView) -> Tree:
     }
 
 
-def shown_rows(store: ImageStore) -> IntArray:
-    """The first images of the first users, for a picture."""
+@torch.no_grad()
+def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[npt.NDArray[np.float32], Tensor, Tensor]:
+    """For a picture, the first images of the first test users as the network sees them, ``[n, S, S, 3]`` in
+    0..1; their targets; and the network's outputs."""
+    store, module, device = view.split("test"), model.pytorch_model, get_default_device()
+    images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))
+    outputs, truth = module.outputs(images, targets)
+    pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
+    return pixels.cpu().numpy(), truth, outputs
+
+
+def _shown_rows(store: ImageStore) -> IntArray:
     users = min(OF_USERS, len(store.user_ids))
     starts, ends = store.user_offsets[:users], store.user_offsets[1 : users + 1]
     return np.concatenate([np.arange(a, min(a + SHOWN // users, b)) for a, b in zip(starts, ends)])

@@ -100,7 +100,7 @@ PROTOCOL: Tree = {
     "evaluation": {"every_rounds": 5, "every_epochs": 5, "best_by": "mAP50"},
 }
 """FedCV's best learning rate (its figure 9), its weight decay, and all users in each round. The other values
-are ours, and this folder's README lists FedCV's. Gradients are clipped, as boxes' losses are large at first."""
+are ours, and this folder's README lists FedCV's. Gradients are clipped, as losses are large at first."""
 STREET: Tree = {"data": {"dataset": "street", "val_share": 0.1}}
 RECIPES: Mapping[str, Tree] = {
     "street": STREET,

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
-from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
+from benchmarks.fedcv.experiment import by_class, partition_facts, shown
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES
@@ -43,22 +41,13 @@ def user_columns(store: ImageStore, task: Task, scores: Detections) -> list[dict
     return [c if own.has_objects else dict.fromkeys(c, float("nan")) for c, own in zip(columns, each)]
 
 
-@torch.no_grad()
 def draw_boxes(view: AnnotatedView, model: PyTorchModel, title: str, directory: Path) -> None:
     """Predicted boxes beside the truth, for the first images of the first test users: ``plots/boxes.png``."""
     from benchmarks.reporting import pictures  # here, as matplotlib takes 0.3 s that most commands can spare
 
     if not is_main():
         return
-    store, module, device = view.split("test"), model.pytorch_model, get_default_device()
-    images, boxes = (torch.from_numpy(part).to(device) for part in store.read(shown_rows(store)))
-    outputs, truth = module.outputs(images, boxes)
-    pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
-    pictures.boxes(
-        pixels.cpu().numpy(),
-        truth.cpu().numpy(),
-        module.task.scored(outputs.float(), truth)[1].cpu().numpy(),
-        view.label_names,
-        title,
-        directory / "plots" / "boxes.png",
-    )
+    pixels, truth, outputs = shown(view, model)
+    found = model.pytorch_model.task.scored(outputs.float(), truth)[1].cpu().numpy()
+    path = directory / "plots" / "boxes.png"
+    pictures.boxes(pixels, truth.cpu().numpy(), found, view.label_names, title, path)

@@ -13,7 +13,7 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 from benchmarks.core.config.trees import Tree
-from benchmarks.fedcv.experiment import by_class, partition_facts, shown_rows
+from benchmarks.fedcv.experiment import by_class, partition_facts, shown
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES
@@ -46,22 +46,12 @@ def user_columns(store: ImageStore, model: PyTorchModel) -> list[dict[str, float
     return columns
 
 
-@torch.no_grad()
 def draw_masks(view: AnnotatedView, model: PyTorchModel, title: str, directory: Path) -> None:
     """Predicted masks beside the truth, for the first images of the first test users: ``plots/masks.png``."""
     from benchmarks.reporting import pictures  # here, as matplotlib takes 0.3 s that most commands can spare
 
     if not is_main():
         return
-    store, module, device = view.split("test"), model.pytorch_model, get_default_device()
-    images, masks = (torch.from_numpy(part).to(device) for part in store.read(shown_rows(store)))
-    outputs, truth = module.outputs(images, masks)
-    pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
-    pictures.masks(
-        pixels.cpu().numpy(),
-        truth.cpu().numpy(),
-        outputs.argmax(1).cpu().numpy(),
-        view.label_names,
-        title,
-        directory / "plots" / "masks.png",
-    )
+    pixels, truth, outputs = shown(view, model)
+    found, path = outputs.argmax(1).cpu().numpy(), directory / "plots" / "masks.png"
+    pictures.masks(pixels, truth.cpu().numpy(), found, view.label_names, title, path)
