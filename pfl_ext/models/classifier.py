@@ -142,7 +142,7 @@ def _check_side(backbone: nn.Module, arch: str, input_size: int) -> None:
     """Refuse images that are too small for the network, or otherwise not of its size."""
     try:
         backbone(torch.zeros(1, 3, input_size, input_size))
-    except (RuntimeError, AssertionError) as fault:
+    except (RuntimeError, AssertionError, ValueError) as fault:
         raise _wrong_side(arch, input_size, fault) from fault
 
 

@@ -31,6 +31,24 @@ SMALLEST, LARGEST = 4, 8
 """A level's boxes reach so many strides from their place to their farthest side, at least and at most."""
 
 
+class CoarseLevels(LastLevelP6P7):  # type: ignore[misc]  # torchvision has no types
+    """The two coarsest maps, never in bfloat16, for which they are too small to matter.
+
+    Where a convolution of stride 2 has a map of one pixel, torch 2.15 on a CPU leaves whatever was in memory
+    in the bfloat16 gradient of the taps that meet padding alone.
+    """
+
+    def forward(self, p: list[Tensor], c: list[Tensor], names: list[str]) -> tuple[list[Tensor], list[str]]:
+        """The pyramid's maps, the encoder's and names -> the pyramid's with two more, and their names."""
+        found: tuple[list[Tensor], list[str]]
+        if p[-1].dtype != torch.bfloat16:
+            found = super().forward(p, c, names)
+            return found
+        with torch.autocast(p[-1].device.type, enabled=False):
+            found = super().forward([x.float() for x in p], [x.float() for x in c], names)
+        return found
+
+
 class FCOS(Decoder):
     """A pyramid of five maps, at each place of which there is at most one box.
 
@@ -50,7 +68,7 @@ class FCOS(Decoder):
         convolutions: int = CONVOLUTIONS,
     ) -> None:
         super().__init__()
-        more = LastLevelP6P7(width, width)
+        more = CoarseLevels(width, width)
         self.pyramid = FeaturePyramidNetwork(list(channels[FIRST:]), width, extra_blocks=more)
         self.boxes = FCOSRegressionHead(width, 1, convolutions)
         self.classes = FCOSClassificationHead(width, 1, num_classes, convolutions)

@@ -19,6 +19,7 @@ from pfl_ext.models.pretrained import PACKAGED, source_of
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import head_of, new_part
 from pfl_ext.models.weights import IMAGENET
+from tests.pfl_ext.tiny_detector import Tiny
 
 LITE, CPU = "fcos_efficientnet_lite0", torch.device("cpu")
 
@@ -67,6 +68,21 @@ def test_at_first_each_class_is_as_rare_as_its_prior_whatever_the_weights(pretra
         assert found.dtype == torch.float32
         assert found[..., :4].sigmoid().mean().item() == pytest.approx(0.01, rel=0.9)
         assert (found[..., 5:9] >= 0).all()
+
+
+def test_taps_that_meet_padding_alone_have_no_gradient_in_bfloat16() -> None:
+    network = Tiny()(3, 16)
+    junk = [torch.full((1 << 16,), float("nan")) for _ in range(64)]
+    del junk
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network.eval()(torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(2)))
+    outputs.square().sum().backward()
+    for name in ("p6", "p7"):
+        gradient = network.get_parameter(f"decoder.pyramid.extra_blocks.{name}.weight").grad
+        assert gradient is not None
+        assert gradient[:, :, 1, 1].any()
+        gradient[:, :, 1, 1] = 0
+        assert not gradient.any()
 
 
 def test_pretrained_weights_are_the_encoders_and_the_detector_is_new(pretrained: EncoderDecoder) -> None:
