@@ -31,7 +31,7 @@ SMALLEST, LARGEST = 4, 8
 """A level's boxes reach so many strides from their place to their farthest side, at least and at most."""
 
 
-class CoarseLevels(LastLevelP6P7):  # type: ignore[misc]  # torchvision has no types
+class CoarseLevels(LastLevelP6P7):
     """The two coarsest maps, never in bfloat16, for which they are too small to matter.
 
     Where a convolution of stride 2 has a map of one pixel, torch 2.15 on a CPU leaves whatever was in memory

@@ -108,7 +108,10 @@ class Detection(Task):
         return losses
 
     def scored(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses, and each image's detections ``[B, D, 6]`` float32 as `Detections` has them."""
+        """The losses, and each image's detections and, after them, its true boxes, ``[B, D + M, 6]`` float32.
+
+        The boxes are kept as they are compared, in pixels of the network's input.
+        """
         logits, centred, distances, places = _parts(outputs, self.num_classes)
         scores = (logits.sigmoid() * centred.sigmoid()[..., None]).sqrt()
         x, y, stride = places[..., :3].unbind(-1)
@@ -117,15 +120,15 @@ class Detection(Task):
         each = [_best(*image) for image in zip(boxes, scores)]
         kept = torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
         kept[outputs.isnan().flatten(1).any(1), :, SCORE] = torch.nan
-        return self.image_losses(outputs, targets).double(), kept
+        return self.image_losses(outputs, targets).double(), torch.cat([kept, targets], 1)
 
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
     ) -> Detections:
         """Detections and true boxes, gathered."""
-        none = np.empty((0, MOST, COLUMNS), np.float32)
-        found = np.concatenate([none, *(part.cpu().numpy() for part in predictions)])
-        return Detections(num_rows, self.num_classes, [(rows, found, np.concatenate(annotations))])
+        none = np.empty((0, MOST + annotations[0].shape[1], COLUMNS), np.float32)
+        both = np.concatenate([none, *(part.cpu().numpy() for part in predictions)])
+        return Detections(num_rows, self.num_classes, [(rows, both[:, :MOST], both[:, MOST:])])
 
     def summarise(self, statistics: Detections) -> dict[str, float]:
         """Percent: ``mAP``, the mean over the thresholds of overlap from .5 to .95, and ``mAP50``, at .5."""

@@ -15,6 +15,7 @@ from benchmarks.fedcv.experiment import by_class, partition_facts, shown
 from dataset.store.annotated_view import AnnotatedView
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.evaluation import SCORES
+from pfl_ext.tasks.detection import MOST
 from pfl_ext.tasks.detection_scores import HALF, Detections
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
@@ -48,6 +49,6 @@ def draw_boxes(view: AnnotatedView, model: PyTorchModel, title: str, directory: 
     if not is_main():
         return
     pixels, truth, outputs = shown(view, model)
-    found = model.pytorch_model.task.scored(outputs.float(), truth)[1].cpu().numpy()
+    found = model.pytorch_model.task.scored(outputs.float(), truth)[1].cpu().numpy()[:, :MOST]
     path = directory / "plots" / "boxes.png"
     pictures.boxes(pixels, truth.cpu().numpy(), found, view.label_names, title, path)
