@@ -153,16 +153,17 @@ fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | co
 
 TASK       ?= segmentation
 CENTRAL_segmentation   = camvid-c
+CENTRAL_detection      = street-c
 CENTRAL_classification = cifar100-efficientnet-c
 FEDCV_TASKS = $(patsubst benchmarks/fedcv/%/train.py,%,$(wildcard benchmarks/fedcv/*/train.py))
 fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
 	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
 
-fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation CONFIG=camvid-fl | camvid-windows-fl | camvid-iid-fl, NP=2
+fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., NP=2
 	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(CONFIG),--config '$(CONFIG)') $(FILE) $(ARGS)
 
-fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation CONFIG=camvid-c
+fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
 
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report

@@ -26,10 +26,10 @@ from pfl_ext.algorithms.fedir import weighted_task
 from pfl_ext.data.federated_dataset import ImageStore, Partition
 from pfl_ext.data.normalisation import FIXED, scale_of
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
-from pfl_ext.models.segmentation import encoder_of
+from pfl_ext.models.decoders import encoder_of, outputs_of
 from pfl_ext.models.weights import IMAGENET
 from pfl_ext.randomness import torch_stream
-from pfl_ext.tasks.task import Task
+from pfl_ext.tasks.task import Outputs, Task
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -132,22 +132,27 @@ class Experiment(ABC, Generic[C]):
         print(text_table(self.rows(results)))
 
 
+KINDS: Mapping[Outputs, tuple[str, str]] = {
+    "image": ("a whole image", "resnet18"),
+    "pixels": ("each pixel", "deeplabv3plus_efficientnet_lite0"),
+    "boxes": ("boxes", "fcos_efficientnet_lite0"),
+}
+"""What networks have outputs for, in words, and a network that has them."""
+
+
 def _check_outputs(arch: str, task: Task) -> None:
     """Refuse a network whose outputs have another shape than the task's.
 
     Raises:
-        ValueError: one line that names networks of the other kind.
+        ValueError: one line that names a network of the other kind.
     """
-    encoder = encoder_of(arch)
-    if task.of_pixels and encoder == arch:
+    found, needed = outputs_of(arch), task.outputs
+    if found != needed:
+        encoder = encoder_of(arch)
+        example = encoder if needed == "image" and encoder != arch else KINDS[needed][1]
         raise ValueError(
-            f"model.arch is {arch}, which is no decoder on an encoder, and this task needs outputs for each "
-            "pixel: choose one, as deeplabv3plus_efficientnet_lite0"
-        )
-    if encoder != arch and not task.of_pixels:
-        raise ValueError(
-            f"model.arch is {arch}, which has outputs for each pixel, and this task needs them for a whole "
-            f"image: choose {encoder}"
+            f"model.arch is {arch}, which has outputs for {KINDS[found][0]}, and this task needs them for "
+            f"{KINDS[needed][0]}: choose another, as {example}"
         )
 
 

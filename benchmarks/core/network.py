@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.core.config.benchmark import AnyRun, Benchmark
 from benchmarks.core.config.trees import read_yaml
 from benchmarks.core.run_directory import has_begun
+from pfl_ext.models.decoders import encoder_of
 from pfl_ext.models.download import Unreachable
 from pfl_ext.models.pretrained import Source, source_of
-from pfl_ext.models.segmentation import encoder_of
 from pfl_ext.workers.distributed import from_main, is_main
 
 SUBSTITUTE = "efficientnet_lite0"

@@ -21,6 +21,7 @@ from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import differences
 from benchmarks.core.experiment import Experiment
 from benchmarks.fedcv.classification.train import FederatedClassification
+from benchmarks.fedcv.detection.train import FederatedDetection
 from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
 from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, finished_run, split_duplicates
@@ -28,7 +29,7 @@ from benchmarks.reporting.tables import csv_table, markdown_table, section, spre
 from dataset.cli import run as run_command
 from dataset.files import write_bytes
 
-TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation)
+TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation, FederatedDetection)
 HEADS = ("setting", "seeds", "score", "test", "mean of test users", "of the paper", "hours")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -247,41 +247,4 @@ def bars(values: Mapping[str, float], label: str, title: str, path: Path) -> Non
     axes.barh([name for name, _ in ordered], [value for _, value in ordered], color=BLUE)
     axes.set(xlabel=label, title=title, xlim=(0, 100))
     axes.grid(axis="x", alpha=0.3)
-    save(figure, path)
-
-
-def masks(
-    images: npt.NDArray[np.float32],
-    truth: npt.NDArray[np.uint8],
-    predicted: npt.NDArray[np.int64],
-    names: Sequence[str],
-    title: str,
-    path: Path,
-) -> None:
-    """A row for each image: the image, its mask and the predicted mask; pixels without a class are white.
-
-    Args:
-        images: ``[n, S, S, 3]`` in 0..1.
-        truth: class numbers ``[n, S, S]``, 255 for no class.
-        predicted: class numbers ``[n, S, S]``.
-        names: of the classes.
-        title: of the picture.
-        path: of the file.
-    """
-    palette = np.ones((256, 3))
-    palette[: len(names)] = colormaps["turbo"](np.linspace(0.03, 0.97, len(names)))[:, :3]
-    shown = sorted({*np.unique(truth).tolist(), *np.unique(predicted).tolist()} - {255})
-    figure = Figure(figsize=(5.4, 0.8 + 1.7 * len(images)), layout="constrained")
-    panels = figure.subplots(len(images), 3, squeeze=False)
-    for row, pictures in zip(panels, zip(images, palette[truth], palette[predicted])):
-        for axes, picture in zip(row, pictures):
-            axes.imshow(picture, interpolation="nearest")
-            axes.set_xticks([])
-            axes.set_yticks([])
-    for axes, head in zip(panels[0], ("image", "mask", "predicted")):
-        axes.set_title(head)
-    for number in shown:
-        panels[0, 0].plot([], [], "s", color=palette[number], label=names[number])
-    figure.suptitle(title)
-    legend_below(figure)
     save(figure, path)

@@ -179,15 +179,22 @@ def _draw_chunk(scene: Scene, size: int, difficulty: float) -> npt.NDArray[np.ui
 
 
 def outlines(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
-    """The masks of `draw`'s images, ``[N, S, S]``: 0, and 1 + a mark's coarse label where it shows most.
+    """The masks of `draw`'s images, ``[N, S, S]``: 0, and 1 + a mark's coarse label where it shows most."""
+    marks = shown(scene, size)
+    return np.where(marks < 0, 0, (scene.mark_coarse + 1).astype(np.uint8)[marks])
+
+
+def shown(scene: Scene, size: int) -> npt.NDArray[np.int64]:
+    """Which of the M marks shows most at each pixel of `draw`'s images, ``[N, S, S]``; -1: none.
 
     A mark shows more than what lies under it where its opacity is greater: than the background's, and than
     that of any other mark. Confetti belongs to what it lies on.
     """
     count, step = len(scene.image_keys), max(1, _CHUNK_PIXELS // (size * size))
-    out = np.zeros((count, size, size), np.uint8)
+    out = np.full((count, size, size), -1, np.int64)
     for start in range(0, count, step):
         part = scene.part(start, min(start + step, count))
+        first = int(np.searchsorted(scene.mark_image, start))
         number = np.arange(len(part.mark_image)) - np.searchsorted(part.mark_image, part.mark_image)
         opacity, _, _ = _marks(part, number, size)
         most = np.full((len(part.image_keys), size, size), _BACKGROUND, np.float32)
@@ -195,8 +202,7 @@ def outlines(scene: Scene, size: int) -> npt.NDArray[np.uint8]:
             chosen = np.flatnonzero(number == layer)
             rows = part.mark_image[chosen]
             shows = opacity[chosen] > most[rows]
-            label = (part.mark_coarse[chosen] + 1).astype(np.uint8)[:, None, None]
-            out[start + rows] = np.where(shows, label, out[start + rows])
+            out[start + rows] = np.where(shows, (first + chosen)[:, None, None], out[start + rows])
             most[rows] = np.maximum(most[rows], opacity[chosen])
     return out
 

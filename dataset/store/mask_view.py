@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from dataset.store.annotated_view import AnnotatedView
 from dataset.store.annotations import IntArray, Masks
-from dataset.store.views import ByteArray, PixelCache, SingleLabelView
+from dataset.store.views import ByteArray, PixelCache
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,17 @@ class SplitMasks:
 
 
 @dataclass(frozen=True)
-class MaskView(SingleLabelView):
-    """A file seen as images with a class for each pixel. All images take part.
+class MaskView(AnnotatedView):
+    """A file seen as images with a class for each pixel.
 
-    Partitions and a carved val are those of `SingleLabelView`, whose ``taxonomy`` names the annotation here.
     Decoded images and masks are kept within ``cache_bytes`` together, three parts for images and one for
     masks.
-
-    Raises:
-        ValueError: also when the annotation has no masks.
     """
 
     taxonomy: str = "mask"
+    kind = Masks
+    purpose: ClassVar[str] = "a class for each pixel"
     needed: ClassVar[str] = "a mask"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.file.splits:
-            found = self.file.split(name).annotations[self.taxonomy]
-            if not isinstance(found, Masks):
-                others = self.file.split(name).annotations.items()
-                known = [other for other, annotation in others if isinstance(annotation, Masks)]
-                raise ValueError(
-                    f"{self.taxonomy} of {self.file.path} holds no masks, and this needs a class for each "
-                    f"pixel: choose {' or '.join(known) or 'another file'}"
-                )
 
     @cached_property
     def pixels(self) -> PixelCache:
@@ -91,6 +77,3 @@ class MaskView(SingleLabelView):
         """
         users, offsets, rows = self._owned(name)
         return SplitMasks(users, offsets, self._file_split(name), rows, self.pixels, self.masks)
-
-    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
-        return np.ones(self.file.split(file_split).num_images, bool)

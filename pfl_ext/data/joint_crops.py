@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, Mask, TVTensor
@@ -80,3 +81,26 @@ def masks_cropped(
         padding: see there.
     """
     return gathered(masks, crops, input_size, padding, outside)
+
+
+def boxes_cropped(boxes: Tensor, crops: Tensor, input_size: int) -> Tensor:
+    """The crops and flips of a batch for its boxes, cut off at the crop: ``[B, n, 4]`` float32.
+
+    It is `cropped_together` without a loop and without waiting for the device.
+
+    Args:
+        boxes: left, top, right and bottom in pixels of the images, on the device of the crops.
+        crops: ``[B, 6]`` of `pfl_ext.data.transforms.draw_crops`; keys that follow are not read.
+        input_size: S.
+    """
+    top, left, height, width, flip_h, flip_v = crops[:, :CROP_COLUMNS].float()[:, :, None].unbind(1)
+    moved = []
+    for axis, (start, length, flip) in enumerate(((left, width, flip_h), (top, height, flip_v))):
+        low, high = (
+            ((boxes[..., end] - start) * (input_size / length)).clamp(0, input_size)
+            for end in (axis, axis + 2)
+        )
+        is_flipped = flip > 0
+        moved.append(torch.where(is_flipped, input_size - high, low))
+        moved.append(torch.where(is_flipped, input_size - low, high))
+    return torch.stack([moved[0], moved[2], moved[1], moved[3]], 2)

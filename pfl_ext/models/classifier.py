@@ -26,10 +26,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
-from pfl_ext.models.segmentation import EncoderDecoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part
@@ -142,7 +142,7 @@ def _check_side(backbone: nn.Module, arch: str, input_size: int) -> None:
     """Refuse images that are too small for the network, or otherwise not of its size."""
     try:
         backbone(torch.zeros(1, 3, input_size, input_size))
-    except (RuntimeError, AssertionError) as fault:
+    except (RuntimeError, AssertionError, ValueError) as fault:
         raise _wrong_side(arch, input_size, fault) from fault
 
 

@@ -19,8 +19,8 @@ import torchvision.models as zoo
 from dataset.files import file_digest
 from pfl_ext import checkpoint
 from pfl_ext.data.normalisation import Normalisation
+from pfl_ext.models.decoders import encoder_of
 from pfl_ext.models.download import download
-from pfl_ext.models.segmentation import encoder_of
 
 TORCHVISION = "IMAGENET1K_V1"
 """torchvision's first weights of a network, those of torchvision 0.12."""

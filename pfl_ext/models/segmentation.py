@@ -1,7 +1,7 @@
 """Networks with outputs for each pixel: an encoder (`pfl_ext.models.encoders`) and a decoder of its maps.
 
 ``model.arch`` is the decoder's name and the encoder's, as ``deeplabv3plus_efficientnet_lite0``. Pretrained
-weights are the encoder's; a decoder is new, has GroupNorm, and is always trained.
+weights are the encoder's; a decoder is new, has GroupNorm, and is always trained (`pfl_ext.models.decoders`).
 
 Shape letters: B images of a batch, S the side of input and outputs, h x w the size of a map, C classes.
 """
@@ -9,13 +9,13 @@ Shape letters: B images of a batch, S the side of input and outputs, h x w the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pfl_ext.models.encoders import FORMS, Encoder
+from pfl_ext.models.decoders import Architecture, Decoder
+from pfl_ext.models.encoders import FORMS
 from pfl_ext.models.small import NETWORKS
 
 RATES = (6, 12, 18)
@@ -33,14 +33,6 @@ def _convolution(inputs: int, outputs: int, kernel: int = 1, dilation: int = 1) 
         nn.BatchNorm2d(outputs),
         nn.ReLU(inplace=True),
     )
-
-
-class Decoder(nn.Module):
-    """From an encoder's maps to logits of the size of the images. Its last layer is ``classifier``."""
-
-    def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
-        """Five maps, and the images ``[B, 3, S, S]``, whose size alone is read -> ``[B, C, S, S]``."""
-        raise NotImplementedError
 
 
 class DeepLabV3Plus(Decoder):
@@ -105,49 +97,9 @@ class UNet(Decoder):
         return logits
 
 
-class EncoderDecoder(nn.Module):
-    """An encoder, and a decoder of its maps.
-
-    Args:
-        encoder: gives the maps.
-        decoder: of maps with these channels.
-    """
-
-    def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
-        super().__init__()
-        self.encoder, self.decoder = encoder, decoder
-
-    def forward(self, images: Tensor) -> Tensor:
-        """``[B, 3, S, S]`` -> logits ``[B, C, S, S]``."""
-        out: Tensor = self.decoder(self.encoder(images), images)
-        return out
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What builds one of these networks."""
-
-    decoder: type[DeepLabV3Plus | UNet]
-    encoder: str
-    """The ``model.arch`` of the classifier that it is, whose weights it starts from."""
-
-    def __call__(self, num_labels: int, input_size: int) -> EncoderDecoder:
-        """The network; it is the same for any side of the input."""
-        is_unet = self.decoder is UNet
-        encoder = Encoder(self.encoder, dilated=not is_unet, widened=is_unet)
-        return EncoderDecoder(encoder, self.decoder(encoder.channels, num_labels))
-
-
 DECODERS: Mapping[str, type[DeepLabV3Plus | UNet]] = {"deeplabv3plus": DeepLabV3Plus, "unet": UNet}
 for _name, _kind in DECODERS.items():
     for _encoder in FORMS:
-        NETWORKS.add(f"{_name}_{_encoder}", Architecture(_kind, _encoder))
-
-
-def encoder_of(arch: str) -> str:
-    """The classifier whose weights a network starts from; a network without decoder is its own.
-
-    What builds a network with a decoder says it as ``encoder``, as `Architecture` does.
-    """
-    network = NETWORKS[arch] if arch in NETWORKS.names() else None
-    return str(getattr(network, "encoder", arch))
+        _is_unet = _kind is UNet
+        _network = Architecture(_kind, _encoder, "pixels", dilated=not _is_unet, widened=_is_unet)
+        NETWORKS.add(f"{_name}_{_encoder}", _network)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.lora import add_adapters
-from pfl_ext.models.segmentation import EncoderDecoder
 
 LAYERS = (nn.Linear, nn.Conv2d)
 

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
-from pfl_ext.models.segmentation import EncoderDecoder
 
 IMAGENET = "imagenet"
 """As ``weights``: those that `pfl_ext.models.pretrained` knows of the network."""

@@ -41,7 +41,7 @@ class Segmentation(Task):
     """
 
     headline = ("mIoU",)
-    of_pixels = True
+    outputs = "pixels"
     scored_together = 16
 
     def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from pfl_ext.data.transforms import Framing, cropped, resize
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Outputs = Literal["image", "pixels", "boxes"]
+"""What a network has outputs for: a whole image, each pixel of it, or many places where a box may lie."""
 
 
 class Task(ABC):
@@ -38,8 +40,8 @@ class Task(ABC):
     """The columns of `summarise` by which models are judged, the first above all."""
     exclusive: ClassVar[bool] = False
     """Whether each image has exactly one label."""
-    of_pixels: ClassVar[bool] = False
-    """Whether a network has outputs for each pixel, and not for a whole image."""
+    outputs: ClassVar[Outputs] = "image"
+    """What a network must have outputs for."""
     scored_together: ClassVar[int] = 256
     """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
 

@@ -14,11 +14,13 @@ from unittest import mock
 
 from benchmarks.core import execute
 from benchmarks.core.facts import commit
-from benchmarks.reporting import plots
+from benchmarks.reporting import pictures, plots
 from dataset.store.probe import probe
 
-PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars", "masks")
+PICTURES = ("training_curve", "privacy_curves", "per_class_bars", "per_user_violins", "bars")
 """What `plots` draws of a run."""
+OF_IMAGES = ("masks", "boxes")
+"""What `pictures` draws."""
 
 
 @functools.cache
@@ -41,6 +43,8 @@ def sparingly(draw: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(execute, "probe", probe_changed))
         stack.enter_context(mock.patch.object(execute, "commit", commit_once))
-        for name in () if draw else PICTURES:
-            stack.enter_context(mock.patch.object(plots, name, mock.create_autospec(getattr(plots, name))))
+        for module, names in () if draw else ((plots, PICTURES), (pictures, OF_IMAGES)):
+            for name in names:
+                spared = mock.create_autospec(getattr(module, name))
+                stack.enter_context(mock.patch.object(module, name, spared))
         yield

@@ -72,16 +72,18 @@ _MODULES = {
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
-    "pfl_ext/models": "classifier drawing encoders features lora prefix pretrained random_features "
-    "scatternet segmentation small standardised trained weights",
+    "pfl_ext/models": "classifier decoders detection drawing encoders features lora prefix pretrained "
+    "random_features scatternet segmentation small standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
-    "pfl_ext/tasks": "multi_label multi_label_scores ranking segmentation single_label task",
+    "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
+    "single_label task",
     "pfl_ext/workers": "transport",
     "dataset": "files journal",
     "dataset/fetch": "annotated coco members voc",
     "dataset/partitions": "assignments by_class dirichlet drawn geo of_file of_images statistics",
     "dataset/sbd": "matlab",
-    "dataset/store": "annotations columns features images index mask_view native validate views writer",
+    "dataset/store": "annotations box_view columns features images index mask_view native validate views "
+    "writer",
     "benchmarks/core": "federated ledger privacy_statement recorder run_directory secret",
     "benchmarks/core/config": "digests effects privacy_rules",
 }

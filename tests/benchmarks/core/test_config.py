@@ -14,6 +14,7 @@ from benchmarks.core.config.digests import config_tree, digest, experiment_diges
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import build, leaves, section_in
 from benchmarks.core.experiment import build_model
+from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR, RECIPES, Config, parse
@@ -123,7 +124,9 @@ def test_every_field_can_be_set_from_the_command_line_as_text() -> None:
         assert values(parse([f"--{key}={value}"]).runtime, "runtime.")[key] == value
 
 
-@pytest.mark.parametrize("benchmark", [FLAIR, VISION, SEGMENTATION], ids=["flair", "vision", "masks"])
+@pytest.mark.parametrize(
+    "benchmark", [FLAIR, VISION, SEGMENTATION, DETECTION], ids=["flair", "vision", "masks", "boxes"]
+)
 def test_every_field_has_a_description_of_one_line_which_help_shows(
     benchmark: Benchmark[TrainingConfig],
 ) -> None:
@@ -330,7 +333,9 @@ def test_a_yaml_is_judged_by_itself_and_its_macros_are_not(tmp_path: Path) -> No
     )  # the scale has epochs for the C rows
 
 
-@pytest.mark.parametrize("benchmark", [FLAIR, VISION, SEGMENTATION], ids=["flair", "vision", "masks"])
+@pytest.mark.parametrize(
+    "benchmark", [FLAIR, VISION, SEGMENTATION, DETECTION], ids=["flair", "vision", "masks", "boxes"]
+)
 def test_every_shipped_setting_is_made_of_keys_with_effect(benchmark: Benchmark[TrainingConfig]) -> None:
     for name in benchmark.settings:
         for scale in ([], *([f"--scale={scale}"] for scale in benchmark.scales)):

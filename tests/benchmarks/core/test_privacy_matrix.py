@@ -20,6 +20,7 @@ from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import train_federated
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.run_directory import RunDirectory
+from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
@@ -112,7 +113,7 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
     assert set(RULES) == set(BY_KEY)
     assert all(rule.argument for rule in RULES.values())
-    for kind in (FLAIR.kind, VISION.kind, SEGMENTATION.kind):
+    for kind in (FLAIR.kind, VISION.kind, SEGMENTATION.kind, DETECTION.kind):
         assert not set(kind.privacy_rules) & set(TABLE)
     for kind in (FLAIR.kind, VISION.kind):
         assert all(RULES[key] == rule for key, rule in kind.privacy_rules.items()), "one line is printed"
@@ -170,14 +171,20 @@ def test_every_cell_is_allowed_or_refused_as_the_table_says() -> None:
     assert {"federated.reweight", "runtime.reduce", "federated.algorithm", "mode"} <= set(refused)
 
 
+DIFFERENT = ("data.scored", "data.val_share")
+
+
 def test_the_printed_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     lines = capsys.readouterr().out.splitlines()
-    shared = {key: rule for key, rule in RULES.items() if key != "data.val_share"}
+    shared = {key: rule for key, rule in RULES.items() if key not in DIFFERENT}
     assert set(markdown(shared).splitlines()) <= set(lines)
     assert all(line.count("|") == 5 for line in lines)
-    both = [line for line in lines if "data.val_share" in line]
+    both = [line for line in lines if any(f"`{key} of" in line for key in DIFFERENT)]
     assert [line.split(" | ")[:2] for line in sorted(both)] == [
+        ["| `data.scored of fedcv.detection`", "any"],
+        ["| `data.scored of visual_classification`", "test"],
+        ["| `data.val_share of fedcv.detection`", "0.0"],
         ["| `data.val_share of fedcv.segmentation`", "0.0"],
         ["| `data.val_share of visual_classification`", "any"],
     ], "which benchmarks treat differently"

@@ -21,13 +21,13 @@ from benchmarks.fedcv.segmentation.train import FederatedSegmentation, main
 from benchmarks.flair.config import FLAIR
 from dataset.cli import run
 from dataset.flair.mini import draw_images, write_mini
-from dataset.flair.mini_masks import CLASSES, masked_index, write_masked
+from dataset.flair.mini_outlines import CLASSES, masked_index, write_masked
 from dataset.store.annotations import Masks
 from dataset.store.hdf5 import DataFile
 from dataset.store.mask_view import MaskView
 from dataset.store.validate import validate
+from pfl_ext.models.decoders import Decoder, EncoderDecoder
 from pfl_ext.models.encoders import Encoder
-from pfl_ext.models.segmentation import Decoder, EncoderDecoder
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.benchmarks.conftest import TINY, killed_at
@@ -102,7 +102,7 @@ class TinyDecoder(Decoder):
 class Tiny:
     """A network of 1,100 parameters, so that runs cost little more than their files."""
 
-    encoder = "lenet"
+    encoder, outputs = "lenet", "pixels"
 
     def __call__(self, num_labels: int, input_size: int) -> EncoderDecoder:
         return EncoderDecoder(TinyEncoder(), TinyDecoder(num_labels))
@@ -167,7 +167,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--model.arch=resnet18"], "model.arch is resnet18, which is no decoder on an encoder"),
+        (["--model.arch=resnet18"], "model.arch is resnet18, which has outputs for a whole image"),
         (["--federated.reweight=fedir"], "Segmentation has no form with importance weights"),
         (["--data.taxonomy=labels"], "holds no masks, and this needs a class for each pixel: choose mask"),
         (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
@@ -206,7 +206,9 @@ def test_a_file_without_val_needs_a_share(tmp_path: Path, masks_file: Path) -> N
 
 def test_a_network_for_pixels_is_refused_for_labels() -> None:
     config = FLAIR.parse(["--config=fl-r-17", "--model.arch=unet_resnet18"]).config
-    with pytest.raises(ValueError, match=r"outputs for each pixel, .* a whole image: choose resnet18"):
+    with pytest.raises(
+        ValueError, match=r"outputs for each pixel, .* a whole image: choose another, as resnet18"
+    ):
         build_model(config, 17, None, MultiLabel())
 
 

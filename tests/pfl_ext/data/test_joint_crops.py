@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
-from pfl_ext.data.joint_crops import cropped_together, masks_cropped
+from pfl_ext.data.joint_crops import boxes_cropped, cropped_together, masks_cropped
 from pfl_ext.data.transforms import Crop, cropped, draw_crops
 from tests.closeness import assert_close_as_vector
 from tests.pfl_ext.data.test_transforms import WEIGHTS, made_images, rng
@@ -75,6 +75,22 @@ def test_a_box_stays_around_its_object(seed: int, crop: Crop) -> None:
     (first_row, first_column), (last_row, last_column) = found.min(0).values, found.max(0).values + 1
     expected = torch.tensor([first_column, first_row, last_column, last_row]).float()
     assert (torch.tensor([left, top, right, bottom]) - expected).abs().max() <= 1  # the nearest pixel's half
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 9999), crop=st.sampled_from(["crop", "padded", "resized"]))
+def test_boxes_of_a_batch_move_as_those_of_one_image(seed: int, crop: Crop) -> None:
+    draw = np.random.default_rng(seed)
+    corners = np.sort(draw.uniform(0, SIZE, (3, 4, 2, 2)), axis=2).reshape(3, 4, 4).astype(np.float32)
+    crops = torch.from_numpy(draw_crops(draw, 3, SIZE, 32, crop, "both"))
+    moved = boxes_cropped(torch.from_numpy(corners), crops, 32)
+    for boxes, row, found in zip(corners, crops, moved):
+        canvas = {"format": BoundingBoxFormat.XYXY, "canvas_size": (SIZE, SIZE)}
+        (alone,) = cropped_together([BoundingBoxes(torch.from_numpy(boxes), **canvas)], row, 32)
+        expected = alone.as_subclass(Tensor)
+        visible = (expected[:, :2] < expected[:, 2:]).all(1)
+        assert torch.equal((found[:, :2] < found[:, 2:]).all(1), visible)
+        torch.testing.assert_close(found[visible], expected[visible], rtol=0, atol=32 * SIZE * 2.0**-22)
 
 
 def test_two_flips_are_none() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.decoders import EncoderDecoder, encoder_of
 from pfl_ext.models.encoders import Encoder
 from pfl_ext.models.pretrained import PACKAGED, source_of
-from pfl_ext.models.segmentation import EncoderDecoder, encoder_of
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.weights import IMAGENET
 

@@ -1,0 +1,1 @@
+"""Federated object detection."""

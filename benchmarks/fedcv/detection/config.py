@@ -1,0 +1,149 @@
+"""The config of federated object detection. See `benchmarks.core.config`.
+
+The defaults are FedCV's (He et al. 2021, arXiv 2111.11066) where its paper or its code states them; what
+differs is listed in this folder's README.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic.dataclasses import dataclass
+
+from benchmarks.core.config import benchmark
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.effects import check_training
+from benchmarks.core.config.privacy_rules import NOT_OF_TRAINING_USERS, OF_THE_DATA, Rule, each, only
+from benchmarks.core.config.sections import REPETITION, EvaluationConfig, ImageConfig, TrainingConfig
+from benchmarks.core.config.trees import Tree
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig(ImageConfig):
+    """Which images, and whose they are."""
+
+    dataset: str = "street"
+    """Name of the data set; without --data_path, its file is data/NAME.hdf5."""
+    partition: str | None = None
+    """One of the file's, or to be drawn, as iid-clients-5-seed-0; none: the file's users."""
+    taxonomy: str = "objects"
+    """Name of the boxes in the file."""
+    val_share: float = 0.0
+    """Share of each user's training images that become val, for a file without val; 0: the file's val."""
+    scored: Literal["val", "test"] = "val"
+    """What is scored over the rounds; test chooses nothing, and val is not needed."""
+    image_size: int = 192
+    """Side to which images are brought when read, in pixels; boxes follow."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ScoringConfig(EvaluationConfig):
+    """When the model is scored, and by what score of val the best one is chosen."""
+
+    best_by: Literal["loss", "mAP", "mAP50", "last"] = "mAP50"
+    """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
+    per_user: bool = field(default=True, metadata=REPETITION)
+    """Score each user of test alone at the end, in per_user.json; of val, where test belongs to one user."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Config(TrainingConfig):
+    """All that decides a run's numbers."""
+
+    privacy_rules: ClassVar[Mapping[str, Rule]] = {
+        **each(OF_THE_DATA, "data", "dataset partition taxonomy"),
+        **each(NOT_OF_TRAINING_USERS, "data", "scored"),
+        "evaluation.per_user": Rule(NOT_OF_TRAINING_USERS),
+        "data.val_share": only("val would be training users' images, and its scores are exact", 0.0),
+    }
+    setting: str = "street-fl"
+    """Name of the setting, under which reports list the run."""
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: ScoringConfig = field(default_factory=ScoringConfig)
+
+
+Run = benchmark.Run[Config]
+
+PROTOCOL: Tree = {
+    "model": {
+        "arch": "fcos_efficientnet_lite0",
+        "input_size": 192,
+        "normalisation": "efficientnet_lite",
+        "pretrained": True,
+    },
+    "augment": {"crop": "padded", "flip": "horizontal"},
+    "local": {
+        "learning_rate": 0.01,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "num_epochs": 1,
+        "batch_size": 8,
+        "max_grad_norm": 10.0,
+    },
+    "server": {"optimizer": "sgd", "learning_rate": 1.0},
+    "federated": {"num_rounds": 100, "cohort_size": 20},
+    "centralised": {
+        "optimizer": "sgd",
+        "learning_rate": 0.01,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "num_epochs": 50,
+        "batch_size": 8,
+        "max_grad_norm": 10.0,
+    },
+    "privacy": {"epsilon": 8.0, "mechanism": "gaussian", "clipping_bound": 0.5},
+    "local_privacy": {"clipping_bound": 0.5},
+    "evaluation": {"every_rounds": 5, "every_epochs": 5, "best_by": "mAP50"},
+}
+"""FedCV's best learning rate (its figure 9), its weight decay, and all users in each round. The other values
+are ours, and this folder's README lists FedCV's. Gradients are clipped, as losses are large at first."""
+STREET: Tree = {"data": {"dataset": "street", "val_share": 0.1}}
+RECIPES: Mapping[str, Tree] = {
+    "street": STREET,
+    "tracked": {"data": {"val_share": 0.0, "scored": "test"}, "evaluation": {"best_by": "last"}},
+    "centralised": {"mode": "centralised"},
+    "frozen": {"model": {"trained": "head"}},
+    "scratch": {"model": {"pretrained": False}},
+    "fedprox": {"federated": {"algorithm": "fedprox"}},
+    "fednova": {"federated": {"algorithm": "fednova"}},
+    "scaffold": {"federated": {"algorithm": "scaffold"}},
+    "private": {"federated": {"weighting": "users"}, "privacy": {"epsilon": 8.0}},
+}
+
+
+def check(config: Config) -> None:
+    """Refuse combinations that no run could mean.
+
+    Raises:
+        ValueError: one line that names the key and what to do.
+    """
+    check_training(config)
+    data = config.data
+    if not 0 <= data.val_share < 1:
+        raise ValueError(f"data.val_share is {data.val_share:g}: give a share from 0 to below 1")
+    if data.scored == "test" and data.val_share:
+        raise ValueError("data.val_share has no effect while test is followed: set data.scored to val")
+    if data.scored == "test" and config.evaluation.best_by != "last":
+        raise ValueError(
+            f"evaluation.best_by is {config.evaluation.best_by}, which would choose a model on test: set "
+            "data.scored to val, or evaluation.best_by to last"
+        )
+    if config.augment.padding == "reflect":
+        raise ValueError(
+            "augment.padding is reflect, and boxes cannot be mirrored at an image's border: set it to zero"
+        )
+    if config.model.init == "keras":
+        raise ValueError(
+            "model.init is keras, which would give each class a chance of 1/2 at every place of an image: "
+            "choose torchvision, he or xavier"
+        )
+
+
+DETECTION = Benchmark(Config, Path(__file__).parent / "configs", "street-fl", RECIPES, PROTOCOL, check)
+
+parse = DETECTION.parse
+"""The run that a command line asks for."""

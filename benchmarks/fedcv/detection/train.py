@@ -1,0 +1,94 @@
+"""Train and evaluate one setting of federated object detection.
+
+    python -m benchmarks.fedcv.detection.train --config street-fl --data_path data/street.hdf5
+
+A file of images with boxes by user: those of dataset.street, voc and coco. Without one, the embedded mini
+data set is drawn with a box around each of its shapes, and used at a scale for a laptop. Any field of
+`benchmarks.fedcv.detection.config` can be set by ``--section.field value``; the command line wins over the
+YAML file.
+
+A signal ends the run after its round with exit code 75 (`dataset.cli`); the same command goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.execute import main as train
+from benchmarks.fedcv.detection import results as box_results
+from benchmarks.fedcv.detection.config import DETECTION, Config, Run
+from benchmarks.fedcv.experiment import Mini, OfAnnotatedImages, draw_classes
+from dataset.cli import run as run_command
+from dataset.flair.mini import MiniSpec
+from dataset.flair.mini_outlines import write_boxed
+from dataset.store.box_view import BoxView
+from dataset.store.hdf5 import DataFile
+from pfl_ext.evaluation import SCORES
+from pfl_ext.tasks.detection import Detection
+
+MINI = MiniSpec(
+    train_users=40,
+    val_users=12,
+    test_users=20,
+    image_size=64,
+    num_fine_labels=17,
+    difficulty=0.25,
+    coarse_labels=2,
+)
+
+
+class FederatedDetection(OfAnnotatedImages[Config]):
+    """This benchmark's side of a run: a box for each object, a partition of the file, COCO's mAP."""
+
+    benchmark = DETECTION
+    headline = Detection.headline
+    scores = ("loss", "mAP", "mAP50")
+    view_of, mini = BoxView, Mini("boxes", MINI, write_boxed)
+    without_val = "give data.val_share, as 0.1, or set data.scored to test and evaluation.best_by to last"
+
+    def __init__(self, run: Run, file: DataFile) -> None:
+        if run.config.data.scored == "test":
+            self.final_splits, self.followed = ("test",), "tracked"
+        super().__init__(run, file)
+
+    def task(self, num_classes: int) -> Detection:
+        """A box for each object."""
+        return Detection(num_classes)
+
+    def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
+        """AP of each class, scores of each user, the partition; and a picture of some boxes.
+
+        Users are those of test, or of val where test belongs to one.
+        """
+        title = f"{self.config.setting}, seed {self.config.seed}"
+        box_results.draw_boxes(self.view, model, title, directory)
+        users: Tree = {}
+        if self.config.evaluation.per_user:
+            stores = {name: self.split(name) for name in ("test", "val") if name in metrics}
+            split = next((name for name, store in stores.items() if len(store.user_ids) > 1), "test")
+            task, scores = model.pytorch_model.task, metrics[split][SCORES]
+            columns = box_results.user_columns(stores[split], task, scores)
+            users["per_user"] = self.user_scores(split, columns, "mAP", directory, title)
+        return {**box_results.class_scores(self.view, metrics), **users}
+
+    def draw(self, results: Tree, title: str, folder: Path) -> None:
+        """AP of each class."""
+        draw_classes(results, "per_class_ap", "average precision on test (%)", title, folder)
+
+
+EXPERIMENT = FederatedDetection
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse, build, train, report."""
+    train(FederatedDetection, argv, __doc__, "benchmarks.fedcv.detection.train")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

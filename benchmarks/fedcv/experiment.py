@@ -1,0 +1,200 @@
+"""What FedCV's benchmarks of masks and of boxes share: a view of the file, its partition, what is shown."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from benchmarks.core.clients import data_source, drawn_partition, protected_unit
+from benchmarks.core.config.benchmark import Run
+from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import Experiment, build_model
+from benchmarks.core.mini import DataSource
+from benchmarks.core.privacy_statement import ProtectedUnit
+from dataset.files import write_json
+from dataset.flair.mini import VERSION, MiniSpec
+from dataset.store.annotated_view import AnnotatedView
+from dataset.store.annotations import IntArray
+from dataset.store.hdf5 import DataFile
+from dataset.store.views import CARVED
+from pfl_ext.algorithms.per_user import quantiles
+from pfl_ext.data.federated_dataset import ImageStore
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.tasks.task import Task
+from pfl_ext.workers.distributed import is_main
+
+C = TypeVar("C", bound=TrainingConfig)
+SHOWN, OF_USERS = 8, 4
+"""How many test images are drawn, and of how many users."""
+FEW_USERS, FEW_BARS = 100, 60
+"""Up to so many users, the results hold how many images each one has; up to so many bars can be read."""
+
+
+@dataclass(frozen=True)
+class Mini:
+    """The mini data set of a benchmark."""
+
+    word: str
+    """In the name of its file."""
+    spec: MiniSpec
+    write: Callable[[Path, MiniSpec], None]
+
+    @property
+    def path(self) -> Path:
+        """Of its file."""
+        return Path(f"data/flair-mini-{self.word}-{zlib.crc32(f'{VERSION} {self.spec}'.encode()):08x}.hdf5")
+
+
+class OfAnnotatedImages(Experiment[C]):
+    """A run on images with masks or boxes, the users of a file or the clients of a partition of it.
+
+    The config's data section has ``dataset``, ``partition``, ``taxonomy`` and ``val_share``.
+    """
+
+    view_of: ClassVar[type[AnnotatedView]]
+    mini: ClassVar[Mini]
+    without_val = "give data.val_share, as 0.1"
+    """What to do about a file without val."""
+
+    def __init__(self, run: Run[C], file: DataFile) -> None:
+        super().__init__(run, file)
+        data: Any = run.config.data
+        cache = int(run.runtime.cache_gb * 1e9)
+        if self.followed == "val" and CARVED not in file.splits and not data.val_share:
+            raise ValueError(f"{file.path} has no val split, and data.val_share is 0: {self.without_val}")
+        dealt = drawn_partition(file, data.partition, data.taxonomy)
+        self.view = self.view_of(
+            file, data.partition, data.taxonomy, data.image_size, cache, data.val_share, dealt
+        )
+
+    @classmethod
+    def source(cls, config: C) -> DataSource:
+        """The file of ``data.dataset``."""
+        data: Any = config.data
+        return data_source(data.dataset, "fedcv-data", cls.mini.path, cls.mini.spec, cls.mini.write)
+
+    def description(self) -> str:
+        """Classes and partition."""
+        return f"{len(self.view.label_names)} classes, partition {self.view.partition or 'of the file'}"
+
+    def split(self, name: str) -> ImageStore:
+        """Images with their annotations."""
+        return self.view.split("test" if (name, self.followed) == ("val", "tracked") else name)
+
+    @abstractmethod
+    def task(self, num_classes: int) -> Task:
+        """What is learnt."""
+
+    def module(self) -> ImageClassifier:
+        """A network with outputs for each class."""
+        num_classes = len(self.view.label_names)
+        task = self.task(num_classes)
+        return build_model(self.config, num_classes, self.run.weights, task, self.split)
+
+    def protected(self) -> ProtectedUnit:
+        """The file's users, or the clients of a partition."""
+        return protected_unit(self.view)
+
+    def user_scores(
+        self, split: str, columns: Sequence[Mapping[str, float]], label: str, directory: Path, title: str
+    ) -> Tree:
+        """Write ``per_user.json`` and ``plots/per_user.png``; the summary for ``results.json``.
+
+        Their mean weighs users alike and says another thing than the scores of the split.
+
+        Args:
+            split: whose users they are.
+            columns: each user's scores in percent, NaN where one has none.
+            label: what the first of `headline` is called in words.
+            directory: of the run.
+            title: of the picture.
+        """
+        from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+        store = self.split(split)
+        values = {name: np.array([column[name] for column in columns]) for name in columns[0]}
+        summary: Tree = {
+            "split": split,
+            "users": len(columns),
+            "quantiles": {name: quantiles(found) for name, found in values.items()},
+        }
+        if is_main():
+            whole = {
+                **summary,
+                "user_ids": list(store.user_ids),
+                "images": np.diff(store.user_offsets).tolist(),
+                **{
+                    name: [None if np.isnan(v) else round(float(v), 4) for v in found]
+                    for name, found in values.items()
+                },
+            }
+            write_json(directory / "per_user.json", whole)
+            pairs = zip(store.user_ids, values[self.headline[0]].tolist())
+            shown = {name: v for name, v in pairs if not np.isnan(v)}
+            if 0 < len(shown) <= FEW_BARS:
+                picture = directory / "plots" / "per_user.png"
+                plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
+        return summary
+
+    def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
+        """Below the splits' scores, the mean of those of single users."""
+        if "per_user" not in results:
+            return super().rows(results)
+        users, found = results["per_user"], results["per_user"]["quantiles"]
+        mean = {name: values["mean"] for name, values in found.items() if values["n"]}
+        return {**super().rows(results), f"mean of {users['users']} {users['split']} users": mean}
+
+
+def partition_facts(view: AnnotatedView) -> Tree:
+    """How the training images lie with the users."""
+    sizes = np.diff(view.split("train").user_offsets)
+    return {
+        "name": view.partition,
+        "users": len(sizes),
+        "images": int(sizes.sum()),
+        **({"sizes": sizes.tolist()} if len(sizes) <= FEW_USERS else {}),
+    }
+
+
+@torch.no_grad()
+def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[npt.NDArray[np.float32], Tensor, Tensor]:
+    """For a picture, the first images of the first test users as the network sees them, ``[n, S, S, 3]`` in
+    0..1; their targets; and the network's outputs."""
+    store, module, device = view.split("test"), model.pytorch_model, get_default_device()
+    images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))
+    outputs, truth = module.outputs(images, targets)
+    pixels = module.task.pixels(images, None, module.framing).permute(0, 2, 3, 1)
+    return pixels.cpu().numpy(), truth, outputs
+
+
+def _shown_rows(store: ImageStore) -> IntArray:
+    users = min(OF_USERS, len(store.user_ids))
+    starts, ends = store.user_offsets[:users], store.user_offsets[1 : users + 1]
+    return np.concatenate([np.arange(a, min(a + SHOWN // users, b)) for a, b in zip(starts, ends)])
+
+
+def by_class(view: AnnotatedView, values: Any) -> Tree:
+    """Fractions ``[C]`` in percent by the classes' names, None where one has no score."""
+    pairs = zip(view.label_names, values)
+    return {name: None if np.isnan(value) else 100 * float(value) for name, value in pairs}
+
+
+def draw_classes(results: Tree, key: str, label: str, title: str, folder: Path) -> None:
+    """A bar for each class, where they can be read: ``KEY.png`` of what results hold as ``key``."""
+    from benchmarks.reporting import plots  # here, as matplotlib takes 0.3 s that most commands can spare
+
+    found = {name: value for name, value in results[key].items() if value is not None}
+    if 0 < len(found) <= FEW_BARS:
+        plots.bars(found, label, title, folder / f"{key}.png")

@@ -1,0 +1,119 @@
+"""Pictures of images: predicted masks and boxes beside the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from benchmarks.reporting.plots import legend_below, save
+
+SURE = 0.3
+"""Boxes with at least this score are drawn."""
+WIDTH = 5.4
+"""Of a picture, in inches."""
+
+
+def masks(
+    images: npt.NDArray[np.float32],
+    truth: npt.NDArray[np.uint8],
+    predicted: npt.NDArray[np.int64],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """A row for each image: the image, its mask and the predicted mask; pixels without a class are white.
+
+    Args:
+        images: ``[n, S, S, 3]`` in 0..1.
+        truth: class numbers ``[n, S, S]``, 255 for no class.
+        predicted: class numbers ``[n, S, S]``.
+        names: of the classes.
+        title: of the picture.
+        path: of the file.
+    """
+    palette = np.ones((256, 3))
+    palette[: len(names)] = _palette(len(names))
+    shown = sorted({*np.unique(truth).tolist(), *np.unique(predicted).tolist()} - {255})
+    rows = list(zip(images, palette[truth], palette[predicted]))
+    figure, _ = _panels(rows, ("image", "mask", "predicted"))
+    _finish(figure, palette, shown, names, title, path)
+
+
+def boxes(
+    images: npt.NDArray[np.float32],
+    truth: npt.NDArray[np.float32],
+    predicted: npt.NDArray[np.float32],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """A row for each image: with its boxes, and with the predicted boxes whose score is at least `SURE`.
+
+    Args:
+        images: ``[n, S, S, 3]`` in 0..1.
+        truth: ``[n, M, 6]``: left, top, right and bottom in pixels, class, flags; the class -1 is no box.
+        predicted: ``[n, D, 6]``: the same with a score in the place of flags.
+        names: of the classes.
+        title: of the picture.
+        path: of the file.
+    """
+    palette = _palette(len(names))
+    figure, panels = _panels([(image, image) for image in images], ("truth", f"predicted, score from {SURE}"))
+    shown = set()
+    for row, (true, found) in zip(panels, zip(truth, predicted)):
+        for axes, drawn in zip(row, (true, found[found[:, 5] >= SURE])):
+            for left, top, right, bottom, number in drawn[drawn[:, 4] >= 0, :5].tolist():
+                colour = palette[int(number)]
+                axes.add_patch(
+                    Rectangle(
+                        (left - 0.5, top - 0.5), right - left, bottom - top, fill=False, ec=colour, lw=1.2
+                    )
+                )
+                shown.add(int(number))
+    _finish(figure, palette, sorted(shown), names, title, path)
+
+
+def _palette(number: int) -> npt.NDArray[np.float64]:
+    """A colour for each class, ``[C, 3]``."""
+    colours: npt.NDArray[np.float64] = colormaps["turbo"](np.linspace(0.03, 0.97, number))[:, :3]
+    return colours
+
+
+def _panels(rows: Sequence[Sequence[Any]], heads: Sequence[str]) -> tuple[Figure, npt.NDArray[Any]]:
+    """A figure with these pictures in rows under their heads, and its axes."""
+    height = 0.8 + (WIDTH / len(heads) - 0.1) * len(rows)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(rows), len(heads), squeeze=False)
+    axes: Axes
+    for row, pictures in zip(panels, rows):
+        for axes, picture in zip(row, pictures):
+            axes.imshow(picture, interpolation="nearest")
+            axes.set_xticks([])
+            axes.set_yticks([])
+    for axes, head in zip(panels[0], heads):
+        axes.set_title(head, fontsize="medium")
+    return figure, panels
+
+
+def _finish(
+    figure: Figure,
+    palette: npt.NDArray[np.float64],
+    shown: Sequence[int],
+    names: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """Add the classes that are shown and the title, and write the file."""
+    for number in shown:
+        figure.axes[0].plot([], [], "s", color=palette[number], label=names[number])
+    figure.suptitle(title)
+    legend_below(figure)
+    save(figure, path)

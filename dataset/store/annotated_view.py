@@ -1,0 +1,41 @@
+"""A file as training sees it where each image has an annotation of another kind than labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.annotations import Boxes, Masks
+from dataset.store.views import KINDS, SingleLabelView
+
+
+@dataclass(frozen=True)
+class AnnotatedView(SingleLabelView):
+    """A file seen as images with masks, or with boxes. All images take part.
+
+    Partitions and a carved val are those of `SingleLabelView`, whose ``taxonomy`` names the annotation here.
+
+    Raises:
+        ValueError: also when the annotation is of another kind.
+    """
+
+    kind: ClassVar[type[Masks] | type[Boxes]]
+    purpose: ClassVar[str]
+    """What an annotation of the kind is, for a message."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.file.splits:
+            annotations = self.file.split(name).annotations
+            if not isinstance(annotations[self.taxonomy], self.kind):
+                known = [other for other, found in annotations.items() if isinstance(found, self.kind)]
+                raise ValueError(
+                    f"{self.taxonomy} of {self.file.path} holds no {KINDS[self.kind.kind]}, and this needs "
+                    f"{self.purpose}: choose {' or '.join(known) or 'another file'}"
+                )
+
+    def _usable(self, file_split: str) -> npt.NDArray[np.bool_]:
+        return np.ones(self.file.split(file_split).num_images, bool)

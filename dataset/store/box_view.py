@@ -1,0 +1,108 @@
+"""A file as training sees it where each image has boxes.
+
+Shape letters: U users, N images of a split, C classes, S image side, M boxes of the image that has the most,
+n rows asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.annotated_view import AnnotatedView
+from dataset.store.annotations import Boxes, IntArray, positions
+from dataset.store.views import ByteArray, PixelCache
+
+COLUMNS = 6
+NO_BOX = -1
+"""As a class: a row that is no box."""
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SplitBoxes:
+    """The images and boxes of one split; any rows, in any order, from any thread.
+
+    Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
+    """
+
+    user_ids: Sequence[str]  # [U]
+    user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
+    file_split: str
+    file_rows: IntArray  # [N]
+    pixels: PixelCache
+    boxes: Boxes  # of the file's split
+    scale: FloatArray  # of each image of the file's split: S over width and height, [..., 2]
+    most: int  # M
+
+    @property
+    def num_images(self) -> int:
+        """N."""
+        return len(self.file_rows)
+
+    def targets(self, rows: IntArray) -> FloatArray:
+        """Left, top, right and bottom in pixels of ``[S, S]``, class and flags, ``[n, M, 6]``.
+
+        An image's boxes come first; the rows after them have the class `NO_BOX`.
+        """
+        file_rows = self.file_rows[np.asarray(rows, np.int64)]
+        taken = self.boxes.take(file_rows)
+        counts = np.diff(taken.indptr)
+        out = np.zeros((len(file_rows), self.most, COLUMNS), np.float32)
+        out[..., 4] = NO_BOX
+        images = np.repeat(np.arange(len(file_rows)), counts)
+        corners = taken.corners * np.tile(self.scale[file_rows], 2)[images]
+        columns = [corners, taken.classes[:, None], taken.flags[:, None]]
+        out[images, positions(counts)] = np.concatenate(columns, 1)
+        return out
+
+    def read(self, rows: IntArray) -> tuple[ByteArray, FloatArray]:
+        """Images ``[n, S, S, 3]`` and boxes ``[n, M, 6]`` of rows."""
+        file_rows = self.file_rows[np.asarray(rows, np.int64)]
+        return self.pixels.read(self.file_split, file_rows), self.targets(rows)
+
+
+@dataclass(frozen=True)
+class BoxView(AnnotatedView):
+    """A file seen as images with any number of boxes.
+
+    An image that is no square is scaled by width and height apart, and its boxes with it, which leaves the
+    overlap of any two boxes as it is.
+    """
+
+    taxonomy: str = "objects"
+    kind = Boxes
+    purpose: ClassVar[str] = "a class and a box for each object"
+    needed: ClassVar[str] = "boxes"
+
+    @cached_property
+    def most(self) -> int:
+        """M, of all splits; at least 1."""
+        counts = [np.diff(self._annotation(name).indptr).max(initial=1) for name in self.file.splits]
+        return int(max(counts))
+
+    def split(self, name: str) -> SplitBoxes:  # type: ignore[override]  # another kind of store
+        """One split as a store of users' images and boxes.
+
+        Raises:
+            ValueError: when there is no such split, or no image in it.
+        """
+        users, offsets, rows = self._owned(name)
+        file_split = self._file_split(name)
+        sizes = self.file.split(file_split).image_sizes
+        assert sizes is not None, "a file with boxes has the images' sizes"
+        scale = (self.image_size / sizes[:, ::-1]).astype(np.float32)
+        boxes = self._annotation(file_split)
+        return SplitBoxes(users, offsets, file_split, rows, self.pixels, boxes, scale, self.most)
+
+    def _annotation(self, file_split: str) -> Boxes:
+        """Of a split of the file."""
+        found = self.file.split(file_split).annotations[self.taxonomy]
+        assert isinstance(found, Boxes)
+        return found

@@ -1,0 +1,194 @@
+"""Average precision of detections as COCO has it, exact over batches and workers.
+
+Detections and true boxes of all images are kept and gathered, as a mean of precisions would be no precision.
+The precision itself is pycocotools'.
+
+Shape letters: N images of an evaluation set, n of them that are here, D rows for an image's detections, M
+rows for its true boxes, C classes, T thresholds of overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pfl.metrics import MetricValue
+
+from pfl_ext.tasks.ranking import diverged
+from pfl_ext.tasks.task import FloatArray, IntArray
+
+CLASS, FLAGS, SCORE = 4, 5, 5
+"""After left, top, right and bottom: a box's class, and of true boxes the flags, of detections the score."""
+COLUMNS = 6
+NO_BOX = -1
+"""As a class: a row that is no box."""
+CROWD = 1
+"""The bit of a box's flags that says that it surrounds a group of objects."""
+HALF = 0
+"""Which of COCO's thresholds of overlap, .5, .55, ..., .95, is .5."""
+PRECISIONS = 101
+"""Levels of recall at which COCO reads the precision."""
+
+Array = npt.NDArray[np.float32]
+
+
+class Detections(MetricValue):
+    """Detections and true boxes of some images of one evaluation set; ``+`` is a union.
+
+    Every image must be scored once. On whichever workers two copies of one lay, reading them is an error.
+
+    Args:
+        num_images: N.
+        num_classes: C.
+        parts: of each, the images' positions ``[n]``, detections ``[n, D, 6]`` and true boxes ``[n, M, 6]``,
+            in the columns that `CLASS` says. A score that is no number says that an image's outputs are none.
+    """
+
+    def __init__(
+        self, num_images: int, num_classes: int, parts: Sequence[tuple[IntArray, Array, Array]]
+    ) -> None:
+        self.num_images, self.num_classes = num_images, num_classes
+        self._parts = list(parts)
+        assert self._parts, "a part without images says how many rows an image has"
+
+    @cached_property
+    def images(self) -> tuple[IntArray, Array, Array]:
+        """The only part, in the order of the images."""
+        rows, found, truth = (np.concatenate(each) for each in zip(*self._parts))
+        order = np.argsort(rows, kind="stable")
+        assert len(np.unique(rows)) == len(rows), "an image was scored twice"
+        return rows[order], found[order], truth[order]
+
+    def only(self, rows: IntArray) -> Detections:
+        """Of these images of the evaluation set alone."""
+        here, found, truth = self.images
+        kept = np.isin(here, rows)
+        return Detections(self.num_images, self.num_classes, [(here[kept], found[kept], truth[kept])])
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there is a box that a detector is to find: one that is no crowd's."""
+        _, _, truth = self.images
+        return bool(((truth[..., CLASS] != NO_BOX) & (truth[..., FLAGS].astype(np.int64) & CROWD == 0)).any())
+
+    @cached_property
+    def precisions(self) -> FloatArray:
+        """AP at each threshold and of each class, ``[T, C]`` in [0, 1]; NaN for a class without objects.
+
+        Raises:
+            ValueError: when the network's outputs were not numbers.
+        """
+        _, found, truth = self.images
+        if unknown := int(np.isnan(found[..., SCORE]).any(1).sum()):
+            raise diverged(unknown, len(found))
+        curves = _curves(found, truth, self.num_classes)
+        known = (curves > -1).all(1)
+        return np.where(known, curves.mean(1), np.nan)
+
+    @property
+    def per_class(self) -> FloatArray:
+        """AP of each class, the mean over all thresholds, ``[C]``."""
+        return np.asarray(self.precisions.mean(0))
+
+    @property
+    def overall_value(self) -> float:
+        """mAP in [0, 1]: the mean over the classes that have objects; 0 without any."""
+        return mean(self.per_class)
+
+    @property
+    def at_half(self) -> float:
+        """mAP50 in [0, 1]: the same at the threshold .5."""
+        return mean(self.precisions[HALF])
+
+    def __add__(self, other: Detections) -> Detections:
+        assert isinstance(other, Detections)
+        assert (self.num_images, self.num_classes) == (other.num_images, other.num_classes)
+        return Detections(self.num_images, self.num_classes, [*self._parts, *other._parts])
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Detections)
+        mine, others = (np.concatenate([part.ravel() for part in each.images]) for each in (self, other))
+        return bool(np.array_equal(mine, others, equal_nan=True))
+
+    def to_vector(self) -> Array:
+        """``[N (1 + 6 D + 6 M)]``: a row for each image, which begins with how often it was scored."""
+        rows, found, truth = self.images
+        counted = np.ones((len(rows), 1), np.float32)
+        flat = [part.reshape(len(rows), part.shape[1] * COLUMNS) for part in (found, truth)]
+        vector = np.zeros((self.num_images, 1 + sum(part.shape[1] for part in flat)), np.float32)
+        vector[rows] = np.concatenate([counted, *flat], 1)
+        return vector.ravel()
+
+    def from_vector(self, vector: npt.NDArray[np.float32]) -> Detections:
+        """From a sum of such vectors, of workers who scored different images."""
+        _, found, truth = self.images
+        table = vector.reshape(self.num_images, -1).astype(np.float32)
+        rows = np.flatnonzero(table[:, 0])
+        assert (table[rows, 0] == 1).all(), "an image was scored twice"
+        end = 1 + found.shape[1] * COLUMNS
+        shapes = (found.shape[1], COLUMNS), (truth.shape[1], COLUMNS)
+        both = (table[rows, 1:end], table[rows, end:])
+        parts = [part.reshape(len(rows), *shape) for part, shape in zip(both, shapes)]
+        return Detections(self.num_images, self.num_classes, [(rows, parts[0], parts[1])])
+
+
+def mean(values: FloatArray) -> float:
+    """Of those that are numbers; 0 without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
+    """Precision at each threshold, level of recall and class, ``[T, 101, C]``; -1 where there is no object.
+
+    Objects of any size count, and at most the D best detections of an image and a class.
+    """
+    from pycocotools.coco import COCO  # here, as commands without detection can spare it
+    from pycocotools.cocoeval import COCOeval
+
+    def dataset(boxes: Array, is_truth: bool) -> Any:
+        out = COCO()
+        out.dataset = {
+            "images": [{"id": number} for number in range(len(boxes))],
+            "categories": [{"id": number} for number in range(num_classes)],
+            "annotations": _annotations(boxes, is_truth),
+        }
+        out.createIndex()
+        return out
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
+        evaluation = COCOeval(dataset(truth, True), dataset(found, False), "bbox")
+        settings = evaluation.params
+        settings.areaRng, settings.areaRngLbl = [[0, float("inf")]], ["all"]
+        settings.maxDets = [found.shape[1]]
+        if not len(found):
+            return np.full((len(settings.iouThrs), PRECISIONS, num_classes), -1.0)
+        evaluation.evaluate()
+        evaluation.accumulate()
+    curves: FloatArray = evaluation.eval["precision"][..., 0, 0]
+    return curves
+
+
+def _annotations(boxes: Array, is_truth: bool) -> list[dict[str, Any]]:
+    """Of `_curves`; pycocotools takes the number 0 for no annotation, and boxes as left, top and sides."""
+    out: list[dict[str, Any]] = []
+    for image, row in np.argwhere(boxes[..., CLASS] != NO_BOX).tolist():
+        left, top, right, bottom, category, last = boxes[image, row].astype(np.float64).tolist()
+        sides = right - left, bottom - top
+        more = {"iscrowd": int(last) & CROWD} if is_truth else {"score": last}
+        out.append(
+            {
+                "id": len(out) + 1,
+                "image_id": image,
+                "category_id": int(category),
+                "bbox": [left, top, *sides],
+                "area": sides[0] * sides[1],
+                **more,
+            }
+        )
+    return out

@@ -1,0 +1,257 @@
+"""Federated detection end to end on a tiny file: engines, privacy, a kill, pictures, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import build_model
+from benchmarks.fedcv.detection.config import DETECTION, parse
+from benchmarks.fedcv.detection.train import FederatedDetection, main
+from benchmarks.fedcv.segmentation.config import SEGMENTATION
+from dataset.cli import run
+from dataset.flair.mini_draw import COARSE_LABELS
+from dataset.flair.mini_outlines import boxed_index, masked_index, write_boxed, write_masked
+from dataset.store.annotations import CROWD, Boxes, Masks, offsets_of
+from dataset.store.box_view import NO_BOX, BoxView
+from dataset.store.hdf5 import DataFile
+from dataset.store.validate import validate
+from pfl_ext.models.small import NETWORKS
+from pfl_ext.tasks import detection_scores
+from pfl_ext.tasks.segmentation import Segmentation
+from tests.benchmarks.conftest import TINY, killed_at
+from tests.benchmarks.sparing import sparingly
+from tests.pfl_ext.tiny_detector import Tiny
+
+SPEC = replace(
+    TINY, image_size=16, train_users=8, val_users=3, test_users=3, coarse_labels=1, num_fine_labels=17
+)
+SMALL = (
+    "--data.image_size=16",
+    "--model.input_size=16",
+    "--model.arch=tiny",
+    "--model.groups=2",
+    "--model.normalisation=half",
+    "--model.pretrained=false",
+    "--local.batch_size=4",
+    "--federated.num_rounds=2",
+    "--federated.cohort_size=3",
+    "--data.val_share=0",
+    "--evaluation.every_rounds=1",
+    "--evaluation.best_by=last",
+    "--runtime.progress=false",
+    "--runtime.checkpoint_every=1",
+)
+LITE = (
+    "--model.arch=fcos_efficientnet_lite0",
+    "--model.normalisation=efficientnet_lite",
+    "--model.pretrained=true",
+)
+RARE = ("--evaluation.every_rounds=9",)
+SHORT = ("--federated.num_rounds=1", *RARE)
+PRIVATE = ("--recipe=private", "--federated.cohort_size=8", "--privacy.noise_seed=run")
+Train = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def boxes_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "boxes.hdf5"
+    write_boxed(path, SPEC)
+    return path
+
+
+@pytest.fixture
+def train(boxes_file: Path, tmp_path: Path) -> Train:
+    """Run the training command on the tiny data set; the run directory."""
+
+    def call(*argv: str, name: str = "run", code: int = 0, draw: bool = False) -> Path:
+        with sparingly(draw):
+            words = [f"--data_path={boxes_file}", f"--run_dir={tmp_path / name}", *SMALL, *argv]
+            assert run(main, words) == code
+        return tmp_path / name
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    NETWORKS.names()
+    monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+
+
+def results(directory: Path) -> Tree:
+    return dict(json.loads((directory / "results.json").read_text()))
+
+
+def weights(directory: Path) -> np.ndarray:
+    tensors = load_file(directory / "model.safetensors")
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def test_a_run_leaves_scores_of_each_class_and_of_the_clients_and_pictures(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(draw=True)
+    found = results(directory)
+    known = [value for value in found["per_class_ap"].values() if value is not None]
+    assert list(found["per_class_ap"]) == list(COARSE_LABELS)
+    assert found["test"]["mAP"] == pytest.approx(np.mean(known))
+    assert found["test"]["mAP50"] >= found["test"]["mAP"]
+    users = json.loads((directory / "per_user.json").read_text())
+    assert found["per_user"] == {key: users[key] for key in ("split", "users", "quantiles")}
+    assert (users["split"], users["users"]) == ("test", 3)
+    assert users["quantiles"]["mAP"]["mean"] == pytest.approx(np.mean(users["mAP"]), abs=1e-3)
+    assert "mean of 3 test users" in capsys.readouterr().out
+    assert found["partition"]["users"] == 8
+    for picture in ("boxes", "per_class_ap", "per_user", "training_curve"):
+        assert (directory / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(train: Train) -> None:
+    whole = weights(train(*RARE, name="fast"))
+    stock = weights(train("--runtime.engine=stock", *RARE, name="stock"))
+    with killed_at(1):
+        train(*RARE, name="killed", code=130)
+    assert np.array_equal(weights(train(*RARE, name="killed")), whole)
+    assert np.linalg.norm(stock - whole) <= 1e-5 * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("recipe", ["fedprox", "fednova", "scaffold"])
+def test_other_algorithms_train_detectors(train: Train, recipe: str) -> None:
+    assert results(train(f"--recipe={recipe}", *SHORT, "--runtime.engine=stock"))["test"]["loss"] > 0
+
+
+def test_a_detector_is_trained_centrally(boxes_file: Path, tmp_path: Path) -> None:
+    kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
+    words = ["--centralised.num_epochs=1", "--runtime.engine=stock", f"--run_dir={tmp_path / 'c'}"]
+    with sparingly():
+        assert run(main, [f"--data_path={boxes_file}", "--recipe=centralised", *kept, *words]) == 0
+    assert results(tmp_path / "c")["test"]["loss"] > 0
+
+
+def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_val(train: Train) -> None:
+    directory = train(*PRIVATE, *SHORT)
+    assert "epsilon = 8" in json.loads((directory / "privacy.json").read_text())["paragraph"]
+    tracked = train("--recipe=tracked+private", *PRIVATE[1:], *SHORT, name="tracked")
+    lines = [json.loads(line) for line in (tracked / "metrics.jsonl").read_text().splitlines()]
+    assert not any("val" in line for line in lines)
+    assert "val" not in results(tracked)
+    assert lines[-1]["tracked"]["mAP"] == pytest.approx(results(tracked)["test"]["mAP"], abs=1e-5)
+    assert np.array_equal(weights(tracked), weights(directory)), "what is scored changes no weight"
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--model.arch=resnet18"], "has outputs for a whole image, and this task needs them for boxes"),
+        (["--model.arch=unet_resnet18"], "choose another, as fcos_efficientnet_lite0"),
+        (["--federated.reweight=fedir"], "Detection has no form with importance weights"),
+        (["--data.taxonomy=labels"], "holds no boxes, and this needs a class and a box for each object"),
+        (["--data.val_share=0.2"], "has a split 'val' of its own: set val_share to 0"),
+        (["--data.val_share=1"], "data.val_share is 1: give a share from 0 to below 1"),
+        (["--data.scored=test", "--data.val_share=0.1"], "has no effect while test is followed"),
+        (["--data.scored=test", "--evaluation.best_by=mAP"], "which would choose a model on test"),
+        (["--recipe=private", "--data.val_share=0.2"], "privacy refuses data.val_share = 0.2"),
+        (["--data.partition=nope"], "has no partition 'nope'"),
+        (["--augment.padding=reflect"], "boxes cannot be mirrored at an image's border: set it to zero"),
+        (["--model.init=keras"], "a chance of 1/2 at every place of an image: choose torchvision"),
+        (["--model.dropout=true"], "has no dropout: leave it out"),
+        *(
+            ([f"--federated.algorithm={name}"], "ends in a convolution")
+            for name in ("fedncm", "fed3r", "fedcof")
+        ),
+        (["--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
+        (["--model.bottleneck=8"], "ends in a convolution, before which there is no bottleneck"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_in_one_line(
+    train: Train, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = train(*words, code=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+    assert not (directory / "config.yaml").exists()
+
+
+def test_a_file_without_val_needs_a_share_or_follows_test(boxes_file: Path) -> None:
+    with DataFile(boxes_file) as file:
+        file.splits = tuple(name for name in file.splits if name != "val")
+        words = ["--config=street-fl", "--data.image_size=16", "--model.input_size=16"]
+        with pytest.raises(ValueError, match=r"give data\.val_share, as 0\.1, or set data.scored to test"):
+            FederatedDetection(parse([*words, "--data.val_share=0"]), file)
+        assert FederatedDetection(parse([*words, "--recipe=tracked"]), file).final_splits == ("test",)
+
+
+def test_a_network_for_boxes_is_refused_for_pixels() -> None:
+    config = SEGMENTATION.parse(["--model.arch=fcos_resnet18"]).config
+    with pytest.raises(ValueError, match=r"outputs for boxes, .* each pixel: choose another, as deeplab"):
+        build_model(config, 17, None, Segmentation(17))
+
+
+@pytest.mark.parametrize("name", DETECTION.settings)
+def test_every_setting_is_whole_alone_and_at_the_mini_scale(name: str) -> None:
+    assert parse([f"--config={name}"]).config.setting == name
+    assert parse([f"--config={name}", "--scale=mini"]).config.data.partition is None
+
+
+def test_the_view_gives_images_with_their_boxes(boxes_file: Path, tmp_path: Path) -> None:
+    """Scaled by width and height apart, padded to the most of all splits, with their flags."""
+    validate(boxes_file)
+    with DataFile(boxes_file) as file:
+        view, split = BoxView(file, image_size=8), file.split("train")
+        store, rows = view.split("train"), np.array([3, 0, 3])
+        boxes = split.annotations["objects"]
+        assert isinstance(boxes, Boxes)
+        images, targets = store.read(rows)
+        assert images.shape == (3, 8, 8, 3)
+        assert targets.shape == (3, view.most, 6)
+        for row, target in zip(rows.tolist(), targets):
+            corners, classes = boxes.read(row)
+            assert np.array_equal(target[: len(corners), :4], corners / 2)
+            assert np.array_equal(target[: len(corners), 4], classes)
+            assert (target[len(corners) :, 4] == NO_BOX).all()
+        assert store.num_images == split.num_images
+        object.__setattr__(split, "image_sizes", np.full((split.num_images, 2), (16, 32), np.int32))
+        flagged = Boxes(
+            boxes.indptr, boxes.corners, boxes.classes, np.full_like(boxes.flags, CROWD), boxes.num_labels
+        )
+        wide = replace(BoxView(file, image_size=8).split("train"), boxes=flagged).targets(rows)
+        assert np.array_equal(wide[..., :4:2], targets[..., :4:2] / 2)
+        assert np.array_equal(wide[..., 1:4:2], targets[..., 1:4:2])
+        assert np.array_equal(wide[..., 5] == CROWD, wide[..., 4] != NO_BOX)
+        assert store.targets(rows[:0]).shape == (0, view.most, 6)
+    masks = tmp_path / "masks.hdf5"
+    write_masked(masks, SPEC)
+    with DataFile(masks) as file, pytest.raises(ValueError, match=r"holds no boxes, .* choose another file"):
+        BoxView(file, taxonomy="mask")
+
+
+def test_what_the_file_and_the_task_call_a_box_is_the_same() -> None:
+    assert (detection_scores.NO_BOX, detection_scores.CROWD) == (NO_BOX, CROWD)
+
+
+def test_a_drawn_box_is_around_what_shows_of_its_shape() -> None:
+    """With one shape an image, the box of its class is that of its pixels in the mask."""
+    spec = replace(SPEC, image_size=24)
+    masks, boxes = (index(spec).splits["train"].annotations for index in (masked_index, boxed_index))
+    mask, objects = masks["mask"], boxes["objects"]
+    assert isinstance(mask, Masks)
+    assert isinstance(objects, Boxes)
+    for row in range(len(mask)):
+        classes = np.unique(pixels := mask.read(row))
+        corners, labels = objects.read(row)
+        assert set(labels + 1) == set(classes) - {0}
+        for label in set(labels.tolist()):
+            y, x = np.nonzero(pixels == label + 1)
+            mine = corners[labels == label]
+            around = [*mine[:, :2].min(0), *mine[:, 2:].max(0)]
+            assert around == [x.min(), y.min(), x.max() + 1, y.max() + 1]
+    assert np.array_equal(objects.indptr, offsets_of(np.diff(objects.indptr)))
