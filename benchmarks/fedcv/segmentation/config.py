@@ -74,8 +74,7 @@ PROTOCOL: Tree = {
     },
     "augment": {"crop": "padded", "flip": "horizontal"},
     "local": {
-        "learning_rate": 0.005,
-        "head_rate_factor": 10.0,
+        "learning_rate": 0.02,
         "schedule": "poly",
         "schedule_power": 0.9,
         "momentum": 0.9,
@@ -87,8 +86,7 @@ PROTOCOL: Tree = {
     "federated": {"num_rounds": 200, "cohort_size": 4},
     "centralised": {
         "optimizer": "sgd",
-        "learning_rate": 0.005,
-        "head_rate_factor": 10.0,
+        "learning_rate": 0.02,
         "schedule": "poly",
         "schedule_power": 0.9,
         "momentum": 0.9,
@@ -100,9 +98,9 @@ PROTOCOL: Tree = {
     "local_privacy": {"clipping_bound": 0.5},
     "evaluation": {"every_rounds": 5, "every_epochs": 5, "best_by": "mIoU"},
 }
-"""FedCV's batches, momentum, weight decay and rounds, all users in each round, and a decoder that learns ten
-times as fast. The learning rate is ours, as FedCV's trainer divides a mean loss by the batch size once more;
-it falls over the rounds, where FedCV's falls within each round and starts again in the next."""
+"""FedCV's batches, momentum, weight decay and rounds, and all users in each round. The learning rate is ours,
+as FedCV's trainer divides a mean loss by the batch size once more; it falls over the rounds, where FedCV's
+falls within each round and starts again in the next."""
 CAMVID: Tree = {
     "data": {"dataset": "camvid"},
     "federated": {"num_rounds": 50},
