@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.models.detection.fcos import FCOSClassificationHead, FCOSRegressionHead
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelP6P7
@@ -49,6 +50,25 @@ class CoarseLevels(LastLevelP6P7):
         return found
 
 
+class Distances(FCOSRegressionHead):
+    """The head of boxes, with a softplus where torchvision's has a ReLU.
+
+    A ReLU that gives 0 at every place has no gradient: then no box grows any more, while classes go on to be
+    learnt. On Street that happened in the first epoch of central training.
+    """
+
+    def forward(self, x: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The pyramid's maps -> distances ``[B, A, 4]`` and logits of centre-ness ``[B, A, 1]``."""
+        found = [self.conv(level) for level in x]
+        distances = [F.softplus(self.bbox_reg(level)) for level in found]
+        return _by_place(distances), _by_place([self.bbox_ctrness(level) for level in found])
+
+
+def _by_place(maps: Sequence[Tensor]) -> Tensor:
+    """``[B, n, h, w]`` of each level -> ``[B, A, n]``."""
+    return torch.cat([level.flatten(2).transpose(1, 2) for level in maps], 1)
+
+
 class FCOS(Decoder):
     """A pyramid of five maps, at each place of which there is at most one box.
 
@@ -70,7 +90,7 @@ class FCOS(Decoder):
         super().__init__()
         more = CoarseLevels(width, width)
         self.pyramid = FeaturePyramidNetwork(list(channels[FIRST:]), width, extra_blocks=more)
-        self.boxes = FCOSRegressionHead(width, 1, convolutions)
+        self.boxes = Distances(width, 1, convolutions)
         self.classes = FCOSClassificationHead(width, 1, num_classes, convolutions)
 
     def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:

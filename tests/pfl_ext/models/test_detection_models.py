@@ -10,11 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torchvision.models.detection.fcos import FCOSRegressionHead
 
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder, encoder_of, outputs_of
-from pfl_ext.models.detection import places_of
+from pfl_ext.models.detection import Distances, places_of
 from pfl_ext.models.pretrained import PACKAGED, source_of
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.trained import head_of, new_part
@@ -43,6 +44,24 @@ def test_there_is_a_row_of_outputs_for_each_place(encoder: str) -> None:
         assert network(torch.zeros(2, 3, 65, 65)).shape == (2, 9**2 + 5**2 + 3**2 + 2**2 + 1, 7 + 10)
     assert (encoder_of(f"fcos_{encoder}"), outputs_of(f"fcos_{encoder}")) == (encoder, "boxes")
     assert outputs_of(encoder) == "image"
+
+
+def test_the_head_of_boxes_computes_as_torchvisions_and_grows_boxes_again_that_have_shrunk() -> None:
+    """torchvision's ReLU gives 0 and no gradient where all places are negative."""
+    draw = torch.Generator().manual_seed(0)
+    head, theirs = Distances(32, 1, 1), FCOSRegressionHead(32, 1, 1)
+    theirs.load_state_dict(head.state_dict())
+    maps = [torch.randn(2, 32, n, n, generator=draw) for n in (3, 2)]
+    (ours, centred), (relu, same) = head(maps), theirs(maps)
+    assert torch.equal(centred, same)
+    torch.testing.assert_close(
+        ours.expm1().log().clamp(min=0), relu, rtol=0, atol=1e-5
+    )  # the inverse of softplus
+    nn.init.constant_(head.bbox_reg.bias, -9.0)
+    distances, _ = head(maps)
+    assert (distances > 0).all()
+    distances.sum().backward()
+    assert head.bbox_reg.bias.grad.abs().min() > 0
 
 
 def test_places_divide_the_image_and_levels_leave_no_size_out() -> None:
