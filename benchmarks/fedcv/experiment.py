@@ -33,7 +33,6 @@ from pfl_ext.algorithms.per_user import quantiles
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import Task
-from pfl_ext.workers.distributed import is_main
 
 C = TypeVar("C", bound=TrainingConfig)
 SHOWN, OF_USERS = 8, 4
@@ -110,7 +109,7 @@ class OfAnnotatedImages(Experiment[C]):
     def user_scores(
         self, split: str, columns: Sequence[Mapping[str, float]], label: str, directory: Path, title: str
     ) -> Tree:
-        """Write ``per_user.json`` and ``plots/per_user.png``; the summary for ``results.json``.
+        """Write ``per_user.json`` and ``plots/per_user.png``; the summary. The first worker alone calls it.
 
         Their mean weighs users alike and says another thing than the scores of the split.
 
@@ -130,22 +129,21 @@ class OfAnnotatedImages(Experiment[C]):
             "users": len(columns),
             "quantiles": {name: quantiles(found) for name, found in values.items()},
         }
-        if is_main():
-            whole = {
-                **summary,
-                "user_ids": list(store.user_ids),
-                "images": np.diff(store.user_offsets).tolist(),
-                **{
-                    name: [None if np.isnan(v) else round(float(v), 4) for v in found]
-                    for name, found in values.items()
-                },
-            }
-            write_json(directory / "per_user.json", whole)
-            pairs = zip(store.user_ids, values[self.headline[0]].tolist())
-            shown = {name: v for name, v in pairs if not np.isnan(v)}
-            if 0 < len(shown) <= FEW_BARS:
-                picture = directory / "plots" / "per_user.png"
-                plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
+        whole = {
+            **summary,
+            "user_ids": list(store.user_ids),
+            "images": np.diff(store.user_offsets).tolist(),
+            **{
+                name: [None if np.isnan(v) else round(float(v), 4) for v in found]
+                for name, found in values.items()
+            },
+        }
+        write_json(directory / "per_user.json", whole)
+        pairs = zip(store.user_ids, values[self.headline[0]].tolist())
+        shown = {name: v for name, v in pairs if not np.isnan(v)}
+        if 0 < len(shown) <= FEW_BARS:
+            picture = directory / "plots" / "per_user.png"
+            plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
         return summary
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:

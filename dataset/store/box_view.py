@@ -6,7 +6,6 @@ n rows asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.annotations import Boxes, IntArray, positions
-from dataset.store.views import ByteArray, PixelCache
+from dataset.store.views import Split
 
 COLUMNS = 6
 NO_BOX = -1
@@ -26,25 +25,12 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class SplitBoxes:
-    """The images and boxes of one split; any rows, in any order, from any thread.
+class SplitBoxes(Split):
+    """With boxes as targets."""
 
-    Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
-    """
-
-    user_ids: Sequence[str]  # [U]
-    user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
-    file_split: str
-    file_rows: IntArray  # [N]
-    pixels: PixelCache
     boxes: Boxes  # of the file's split
     scale: FloatArray  # of each image of the file's split: S over width and height, [..., 2]
     most: int  # M
-
-    @property
-    def num_images(self) -> int:
-        """N."""
-        return len(self.file_rows)
 
     def targets(self, rows: IntArray) -> FloatArray:
         """Left, top, right and bottom in pixels of ``[S, S]``, class and flags, ``[n, M, 6]``.
@@ -61,11 +47,6 @@ class SplitBoxes:
         columns = [corners, taken.classes[:, None], taken.flags[:, None]]
         out[images, positions(counts)] = np.concatenate(columns, 1)
         return out
-
-    def read(self, rows: IntArray) -> tuple[ByteArray, FloatArray]:
-        """Images ``[n, S, S, 3]`` and boxes ``[n, M, 6]`` of rows."""
-        file_rows = self.file_rows[np.asarray(rows, np.int64)]
-        return self.pixels.read(self.file_split, file_rows), self.targets(rows)
 
 
 @dataclass(frozen=True)

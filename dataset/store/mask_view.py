@@ -5,7 +5,6 @@ Shape letters: U users, N images of a split, C classes, S image side, n rows ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -14,36 +13,18 @@ import numpy as np
 
 from dataset.store.annotated_view import AnnotatedView
 from dataset.store.annotations import IntArray, Masks
-from dataset.store.views import ByteArray, PixelCache
+from dataset.store.views import ByteArray, PixelCache, Split
 
 
 @dataclass(frozen=True)
-class SplitMasks:
-    """The images and masks of one split; any rows, in any order, from any thread.
+class SplitMasks(Split):
+    """With masks as targets."""
 
-    Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
-    """
-
-    user_ids: Sequence[str]  # [U]
-    user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
-    file_split: str
-    file_rows: IntArray  # [N]
-    pixels: PixelCache
     masks: PixelCache
-
-    @property
-    def num_images(self) -> int:
-        """N."""
-        return len(self.file_rows)
 
     def targets(self, rows: IntArray) -> ByteArray:
         """Class numbers, ``[n, S, S]``; 255 is no class."""
         return self.masks.read(self.file_split, self.file_rows[np.asarray(rows, np.int64)])
-
-    def read(self, rows: IntArray) -> tuple[ByteArray, ByteArray]:
-        """Images ``[n, S, S, 3]`` and masks ``[n, S, S]`` of rows."""
-        file_rows = self.file_rows[np.asarray(rows, np.int64)]
-        return self.pixels.read(self.file_split, file_rows), self.targets(rows)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Inputs(Protocol):
 
 
 @dataclass(frozen=True)
-class SplitImages:
+class Split:
     """The images and targets of one split; any rows, in any order, from any thread.
 
     Row i is row ``file_rows[i]`` of the split ``file_split`` of the file.
@@ -103,7 +103,6 @@ class SplitImages:
 
     user_ids: Sequence[str]  # [U]
     user_offsets: IntArray  # [U + 1]: user u has the rows user_offsets[u]:user_offsets[u + 1]
-    labels: LabelMatrix  # [N, K]
     file_split: str
     file_rows: IntArray  # [N]
     pixels: Inputs
@@ -112,6 +111,22 @@ class SplitImages:
     def num_images(self) -> int:
         """N."""
         return len(self.file_rows)
+
+    def targets(self, rows: IntArray) -> npt.NDArray[Any]:
+        """Of rows, ``[n, ...]``, in their order."""
+        raise NotImplementedError
+
+    def read(self, rows: IntArray) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Images ``[n, S, S, 3]`` (or what ``pixels`` gives for them) and targets ``[n, ...]`` of rows."""
+        rows = np.asarray(rows, np.int64)
+        return self.pixels.read(self.file_split, self.file_rows[rows]), self.targets(rows)
+
+
+@dataclass(frozen=True)
+class SplitImages(Split):
+    """With labels as targets."""
+
+    labels: LabelMatrix  # [N, K]
 
     @property
     def classes(self) -> IntArray:
@@ -125,11 +140,6 @@ class SplitImages:
     def label_counts(self) -> IntArray:
         """Images of the split with each label, ``[K]``."""
         return self.labels.counts()
-
-    def read(self, rows: IntArray) -> tuple[npt.NDArray[Any], ByteArray]:
-        """Images ``[n, S, S, 3]`` (or what ``pixels`` gives for them) and targets ``[n, K]`` of rows."""
-        rows = np.asarray(rows, np.int64)
-        return self.pixels.read(self.file_split, self.file_rows[rows]), self.targets(rows)
 
 
 class _View:
@@ -226,7 +236,7 @@ class LabelSetView(_View):
             taxonomy = self._binary_taxonomies[0]
             labels = index.labels[taxonomy].only(self.file.label_mapping(taxonomy)[self.binary_label])
         rows = np.arange(index.num_images)
-        return SplitImages(index.user_ids, index.user_offsets, labels, name, rows, self.pixels)
+        return SplitImages(index.user_ids, index.user_offsets, name, rows, self.pixels, labels)
 
 
 @dataclass(frozen=True)
@@ -314,7 +324,7 @@ class SingleLabelView(_View):
         """
         users, offsets, rows = self._owned(name)
         labels = self._labels(self._file_split(name)).take(rows)
-        return SplitImages(users, offsets, labels, self._file_split(name), rows, self.pixels)
+        return SplitImages(users, offsets, self._file_split(name), rows, self.pixels, labels)
 
     def _owned(self, name: str) -> tuple[Sequence[str], IntArray, IntArray]:
         """The users of a split, their offsets, and the rows of the file's split in their order."""

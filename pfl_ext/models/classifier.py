@@ -259,7 +259,8 @@ class ImageClassifier(nn.Module):
         assert_no_live_batchnorm(backbone)
         self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
-        self._new = f"backbone.{new_part(backbone)}.".replace("..", ".")  # it may be the network
+        head = new_part(backbone)
+        self._new = f"backbone.{head}." if head else "backbone."
         self.framing = Framing(input_size, exact_crops, padding)
         self.task = task
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None

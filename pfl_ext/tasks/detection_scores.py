@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pfl.metrics import MetricValue
 
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FloatArray, IntArray
+from pfl_ext.tasks.task import FloatArray, IntArray, mean_of_known
 
 CLASS, FLAGS, SCORE = 4, 5, 5
 """After left, top, right and bottom: a box's class, and of true boxes the flags, of detections the score."""
@@ -98,12 +98,12 @@ class Detections(MetricValue):
     @property
     def overall_value(self) -> float:
         """mAP in [0, 1]: the mean over the classes that have objects; 0 without any."""
-        return mean(self.per_class)
+        return mean_of_known(self.per_class)
 
     @property
     def at_half(self) -> float:
         """mAP50 in [0, 1]: the same at the threshold .5."""
-        return mean(self.precisions[HALF])
+        return mean_of_known(self.precisions[HALF])
 
     def __add__(self, other: Detections) -> Detections:
         assert isinstance(other, Detections)
@@ -135,12 +135,6 @@ class Detections(MetricValue):
         both = (table[rows, 1:end], table[rows, end:])
         parts = [part.reshape(len(rows), *shape) for part, shape in zip(both, shapes)]
         return Detections(self.num_images, self.num_classes, [(rows, parts[0], parts[1])])
-
-
-def mean(values: FloatArray) -> float:
-    """Of those that are numbers; 0 without any."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else 0.0
 
 
 def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:

@@ -19,7 +19,7 @@ from torch import Tensor
 from pfl_ext.data.joint_crops import masks_cropped
 from pfl_ext.data.transforms import Framing
 from pfl_ext.tasks.ranking import diverged
-from pfl_ext.tasks.task import FloatArray, IntArray, Task
+from pfl_ext.tasks.task import FloatArray, IntArray, Task, mean_of_known
 
 VOID = 255
 """The number of a mask's pixels that belong to no class: they have no loss and no score."""
@@ -109,7 +109,7 @@ class Segmentation(Task):
             "mIoU": 100 * statistics.overall_value,
             "fwIoU": 100 * statistics.weighted_iou,
             "pixel accuracy": 100 * statistics.accuracy,
-            "class accuracy": 100 * _mean(statistics.recall),
+            "class accuracy": 100 * mean_of_known(statistics.recall),
         }
 
     def user_columns(self, predictions: Tensor, annotations: Any) -> dict[str, float]:
@@ -167,7 +167,7 @@ class Confusion(MetricValue):
     @property
     def overall_value(self) -> float:
         """Mean IoU over the classes that are in truth or predicted; 0 without any pixel."""
-        return _mean(self.per_class)
+        return mean_of_known(self.per_class)
 
     @property
     def weighted_iou(self) -> float:
@@ -200,9 +200,3 @@ class Confusion(MetricValue):
         digits = vector.astype(np.int64).reshape(DIGITS, -1)
         counts = sum(digit << DIGIT * place for place, digit in enumerate(digits))
         return Confusion(np.asarray(counts).reshape(self.counts.shape))
-
-
-def _mean(values: FloatArray) -> float:
-    """Of those that are numbers; 0 without any."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else 0.0

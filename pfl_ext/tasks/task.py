@@ -185,3 +185,9 @@ class WeightedTask(Task):
     @abstractmethod
     def weighted(self, annotations: npt.NDArray[Any], weights: FloatArray) -> npt.NDArray[np.float32]:
         """Targets ``[n, K]`` that carry the weights of the events that happened in each image."""
+
+
+def mean_of_known(values: FloatArray) -> float:
+    """The mean of those that are numbers; 0 without any."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else 0.0

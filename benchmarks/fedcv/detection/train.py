@@ -31,6 +31,7 @@ from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
 from pfl_ext.evaluation import SCORES
 from pfl_ext.tasks.detection import Detection
+from pfl_ext.workers.distributed import is_main
 
 MINI = MiniSpec(
     train_users=40,
@@ -69,7 +70,7 @@ class FederatedDetection(OfAnnotatedImages[Config]):
         title = f"{self.config.setting}, seed {self.config.seed}"
         box_results.draw_boxes(self.view, model, title, directory)
         users: Tree = {}
-        if self.config.evaluation.per_user:
+        if self.config.evaluation.per_user and is_main():
             stores = {name: self.split(name) for name in ("test", "val") if name in metrics}
             split = next((name for name, store in stores.items() if len(store.user_ids) > 1), "test")
             task, scores = model.pytorch_model.task, metrics[split][SCORES]

@@ -29,6 +29,7 @@ from dataset.flair.mini import MiniSpec
 from dataset.flair.mini_outlines import write_masked
 from dataset.store.mask_view import MaskView
 from pfl_ext.tasks.segmentation import Segmentation
+from pfl_ext.workers.distributed import is_main
 
 MINI = MiniSpec(
     train_users=40,
@@ -58,7 +59,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         title = f"{self.config.setting}, seed {self.config.seed}"
         mask_results.draw_masks(self.view, model, title, directory)
         users: Tree = {}
-        if self.config.evaluation.per_user:
+        if self.config.evaluation.per_user and is_main():
             columns = mask_results.user_columns(self.split("test"), model)
             users["per_user"] = self.user_scores("test", columns, "mean IoU", directory, title)
         return {**mask_results.class_scores(self.view, metrics), **users}
