@@ -151,7 +151,7 @@ vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR'
 fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street with ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
-TASK       ?= segmentation
+TASK       ?= $(if $(ALGORITHM),classification,segmentation)
 CENTRAL_segmentation   = camvid-c
 CENTRAL_detection      = street-c
 CENTRAL_classification = cifar100-efficientnet-c
@@ -160,8 +160,8 @@ fedcv-task-given:
 	@case ' $(FEDCV_TASKS) ' in *' $(TASK) '*) ;; \
 	  *) echo "error: TASK is '$(TASK)': choose any of $(FEDCV_TASKS)" >&2; exit 2;; esac
 
-fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., NP=2
-	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(CONFIG),--config '$(CONFIG)') $(FILE) $(ARGS)
+fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=dsgd | ..., NP=2
+	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(or $(CONFIG),$(ALGORITHM)),--config '$(or $(CONFIG),$(ALGORITHM))') $(FILE) $(ARGS)
 
 fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)

@@ -61,9 +61,18 @@ RECIPES: Mapping[str, Tree] = {
     "fedprox": {"federated": {"algorithm": "fedprox"}},
     "fednova": {"federated": {"algorithm": "fednova"}},
     "scaffold": {"federated": {"algorithm": "scaffold"}},
+    "small": {
+        "data": {"dataset": "cifar10", "partition": "lda-0.5-clients-10-seed-42"},
+        "model": {"arch": "lenet"},
+        "augment": {"label_smoothing": 0.0},
+        "local": {"batch_size": 64},
+        "federated": {"num_rounds": 50},
+        "evaluation": {"every_rounds": 5},
+    },
     "private": {"federated": {"weighting": "users"}, "privacy": {"epsilon": 2.0}},
 }
-"""Data, networks, FedCV's modes (ft: fine-tuned, sfl: from scratch, fz: the head alone), algorithms."""
+"""Data, networks, FedCV's modes (ft: fine-tuned, sfl: from scratch, fz: the head alone), algorithms, and the
+setting in which all algorithms are compared (small: CIFAR-10, 10 clients by LDA(0.5), LeNet)."""
 CLASSIFICATION = Benchmark(
     Config, Path(__file__).parent / "configs", "cifar100-efficientnet-ft-a0.5", RECIPES, PROTOCOL, check
 )
