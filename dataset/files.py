@@ -127,13 +127,19 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 
 def prefetched(
-    work: Callable[[Item], Result], items: Iterable[Item], *, ahead: int, threads: int = 1
+    work: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    ahead: int,
+    threads: int = 1,
+    begin: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
     """Yield ``work(item)`` in the order of ``items``; other threads work ahead of need.
 
     Args:
         ahead: the most results beyond the one in use. With 0, everything runs in the calling thread.
         threads: how many threads work.
+        begin: what each of them does first.
 
     Raises:
         Exception: of ``work``, where its result would have been yielded; work that has not begun is dropped.
@@ -142,7 +148,7 @@ def prefetched(
         yield from map(work, items)
         return
     source = iter(items)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+    pool = ThreadPoolExecutor(threads, "prefetch", begin)
     try:
         waiting: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(source, ahead))
         while waiting:

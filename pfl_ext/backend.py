@@ -308,7 +308,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         for name, sent in done.besides.items():
             stats[name] = sent
         if private is not None:
-            stats[TALLY] = torch.zeros(5) if done.tally is None else done.tally
+            nothing = torch.zeros(5, device=next(iter(done.update.values())).device)
+            stats[TALLY] = nothing if done.tally is None else done.tally
         metrics = _cohort_metrics(context.population, done.num_users, done.num_images)
         metrics[TRAIN_LOSS] = Weighted(*engine.take_losses())
         return stats, metrics

@@ -9,6 +9,8 @@
 * Under autocast, convolutions and linear layers are done in its type and norms in float32, as there.
 
 Streams are not imitated: work is done at once, in the order in which it is asked for.
+
+Where there is a real GPU, `any_card` is that one: the same tests then hold it to the CPU's results.
 """
 
 from __future__ import annotations
@@ -152,7 +154,9 @@ class _Sent(torch.autograd.Function):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor of the CPU."""
+    """As a tensor of the CPU; of the pretended card, the same memory."""
+    if not isinstance(tensor, OnCard):
+        return tensor.cpu()
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
         made: Tensor = torch.Tensor._make_subclass(Tensor, tensor.detach())
     return made
@@ -193,6 +197,15 @@ class _Stream:
         assert isinstance(other, _Stream)
 
 
+class _Event:
+    def record(self, stream: _Stream) -> None:
+        assert isinstance(stream, _Stream)
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+
 @contextlib.contextmanager
 def _graph(graph: _Graph, **_: Any) -> Iterator[None]:
     assert _STATE.recording is None
@@ -216,6 +229,7 @@ def card(free: int = 10**9) -> Iterator[Counter[str]]:
         "is_bf16_supported": lambda *_: True,
         "is_initialized": lambda: True,
         "Stream": lambda *_: _Stream(),
+        "Event": lambda **_: _Event(),
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: _Calls(),
         "synchronize": lambda *_: None,
@@ -234,3 +248,14 @@ def card(free: int = 10**9) -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.dict(os.environ, PFL_PYTORCH_DEVICE=str(DEVICE)))
         stack.enter_context(_Calls())
         yield _STATE.waits
+
+
+@contextlib.contextmanager
+def real_card() -> Iterator[Counter[str]]:
+    """Within, the first GPU of this machine; nothing is counted."""
+    with mock.patch.dict(os.environ, PFL_PYTORCH_DEVICE=str(DEVICE)):
+        yield Counter()
+
+
+REAL = torch.cuda.is_available()
+any_card = real_card if REAL else card

@@ -38,6 +38,7 @@ from dataset.files import file_digest, write_json
 from dataset.store.hdf5 import DataFile
 from dataset.store.probe import probe
 from pfl_ext import checkpoint
+from pfl_ext.engine.card import ieee_float32
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 from pfl_ext.models.lora import ADAPTERS_FILE, adapter_tensors, merged
@@ -49,22 +50,27 @@ PFL_DEVICE = "PFL_PYTORCH_DEVICE"
 
 @contextlib.contextmanager
 def pfl_device(name: str) -> Iterator[None]:
-    """Have pfl use this device within; ``auto`` leaves the choice to pfl.
+    """Have pfl use this device within, and float32 there be float32; ``auto`` leaves the choice to pfl.
 
     Raises:
         ValueError: for a device that torch does not know or that this machine lacks.
     """
     if name == "auto":
-        yield
+        with ieee_float32(get_default_device()):
+            yield
         return
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as fault:
         raise ValueError(f"runtime.device is {name!r}: {str(fault).splitlines()[0]}") from fault
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # else each thread's work on "the GPU" would be on the first
     before = {key: value for key, value in os.environ.items() if key == PFL_DEVICE}
     os.environ[PFL_DEVICE] = name
     try:
-        yield
+        with ieee_float32(device):
+            yield
     finally:
         del os.environ[PFL_DEVICE]
         os.environ.update(before)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
@@ -68,18 +69,15 @@ CURVES = [
     *(Case(f"{k} labels", 32, labels=k) for k in (17, 1628)),
 ]
 FUSED = ("--runtime.fuse", "true")
+on_card = partial(Case, pixels=224, cohort=200, users=400, precision="bf16")  # users: drawn in a minute
 GPU = [
-    Case("224 px, cohort of 200, fp32", 224, cohort=200),
-    Case("224 px, cohort of 200, bf16, with evaluation", 224, cohort=200, val_users=500, precision="bf16"),
-    Case("224 px, cohort of 200, bf16, private", 224, cohort=200, precision="bf16", private=True),
-    Case("224 px, 1,628 labels, bf16", 224, labels=1628, cohort=200, precision="bf16"),
-    Case("224 px, bf16, users of one step together", 224, cohort=200, precision="bf16", runtime=FUSED),
-    *(
-        Case(
-            f"224 px, bf16, {n} lanes", 224, cohort=200, precision="bf16", runtime=("--runtime.lanes", str(n))
-        )
-        for n in (1, 4, 16, 32)
-    ),
+    on_card("224 px, cohort of 200, fp32", precision="fp32"),
+    on_card("224 px, cohort of 200, bf16"),
+    on_card("224 px, cohort of 200, bf16, with evaluation", val_users=200),
+    on_card("224 px, cohort of 200, bf16, private", private=True),
+    on_card("224 px, 1,628 labels, bf16", labels=1628),
+    on_card("224 px, bf16, users of one step together", runtime=FUSED),
+    *(on_card(f"224 px, bf16, {n} lanes", runtime=("--runtime.lanes", str(n))) for n in (1, 4, 16, 32)),
 ]
 SETS = {"cpu": CPU, "curves": CURVES, "gpu": GPU, "all": CPU + CURVES + GPU}
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +22,13 @@ from torch import Tensor
 from dataset.files import prefetched
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.transfer import pinned
+from pfl_ext.engine.card import begin_thread, fits, has_room, ieee_float32, is_out_of_memory, release
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import train_one_step
-from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Plan, Task, grouped, plan
+from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Task, grouped, plan
+from pfl_ext.engine.pool import LanePool
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
@@ -95,14 +97,15 @@ class CohortEngine:
         cpu_kernels: bool = True,
         rate_varies: bool = False,
     ) -> None:
-        on_cpu = model.mean.device.type == "cpu"
+        self._device = model.mean.device
+        on_cpu, self._on_gpu = (self._device.type == kind for kind in ("cpu", "cuda"))
         if lanes is None:
             lanes = torch.get_num_threads() if on_cpu else GPU_LANES
         self._fuse = on_cpu if fuse is None else fuse
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._max_users = MAX_USERS_OF_FEATURES if isinstance(model, FeatureClassifier) else MAX_USERS
         self._prefetch, self._readers, self._rate_varies = prefetch, reader_threads, rate_varies
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = LanePool(self._device)
         self._kernels = kernels_for(model) if cpu_kernels else None
         self.watch = Watch()
         self._build(False, layers_for(self._kernels, None))
@@ -115,7 +118,8 @@ class CohortEngine:
         start = self._layout.gather(model)
         trimmed.refresh()
         net = TapedNetwork(model.backbone)
-        self._fusable = self._fuse and fusable(model, net)
+        with ieee_float32(self._device):
+            self._fusable = self._fuse and fusable(model, net)
         self.lanes = [
             Lane(model, self._layout, start, self._accumulate, self._fusable) for _ in range(self._num_lanes)
         ]
@@ -141,9 +145,7 @@ class CohortEngine:
 
     def close(self) -> None:
         """Stop the lanes' threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        self._pool.close()
 
     def tasks(
         self, members: Sequence[Member], local: LocalTraining, scaling: PrivateMean | None = None
@@ -163,12 +165,16 @@ class CohortEngine:
 
     def _fitting(self, tasks: Sequence[Task], local: LocalTraining) -> list[Task]:
         """This worker's tasks, with groups divided that its memory cannot hold."""
-        if local.form not in self._max_images:
-            self._max_images[local.form] = group_size(self._model, local, len(self.lanes))
-        most = self._max_images[local.form]
+        most = self._most(local)
         return [
             part for task in tasks for part in grouped(task.members, most, task.together, self._max_users)
         ]
+
+    def _most(self, local: LocalTraining) -> int:
+        """Images of a group, as far as is known."""
+        if local.form not in self._max_images:
+            self._max_images[local.form] = group_size(self._model, local, len(self.lanes))
+        return self._max_images[local.form]
 
     def train(
         self,
@@ -186,17 +192,16 @@ class CohortEngine:
         assert scaling is None or rule.sends_update_alone, "what is added to the sum would not be scaled"
         local = self._prepare(local)
         members = [member for task in tasks for member in task.members]
-        fitting = self._fitting(tasks, local)
         self._trimmed.refresh()
-        if self._layout.device.type == "cuda" and local.form not in self._rehearsed:
-            for member in [m for m in members if m.num_images][:1]:
-                self._rehearse(next(self._batches(dataset.read(member), local)), local, scaling)
-        while True:
-            try:
-                self._run(plan(fitting, len(self.lanes)), dataset, local, weight_of, scaling, rule)
-                break
-            except torch.OutOfMemoryError:  # a round is a function of its number: it can be begun again
-                self._halve(local)
+        with ieee_float32(self._device):
+            if self._on_gpu and local.form not in self._rehearsed:
+                for member in [m for m in members if m.num_images][:1]:
+                    sample = next(self._batches(dataset.read(member), local))
+                    self._rehearse(sample, local, scaling, self.lanes)
+            fitting = self._fitting(tasks, local)
+            # a round is a function of its number: it can be begun again
+            while not self._has_run(fitting, dataset, local, weight_of, scaling, rule):
+                self._shrink(local, any(task.together for task in fitting))
                 fitting = self._fitting(tasks, local)
         first, *others = self.lanes
         for lane in self.lanes:
@@ -219,59 +224,57 @@ class CohortEngine:
                 total[name] += tensor
         return total
 
-    def _rehearse(self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None) -> None:
+    def _rehearse(
+        self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None, lanes: Sequence[Lane]
+    ) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
-        self._rehearsed.add(local.form)
-        print(f"recording training steps as CUDA graphs, for {len(self.lanes)} lanes", file=sys.stderr)
-        for count, lane in enumerate(self.lanes):
-            try:
-                lane.rehearse(local, sample, alone=not self._fuses(local, scaling))
-            except torch.OutOfMemoryError as error:
-                if count == 0:
-                    raise ValueError(NO_ROOM) from error
-                print(f"out of memory: {count} lanes from here on", file=sys.stderr)
-                self._num_lanes, self.lanes = count, self.lanes[:count]
+        self._rehearsed = {local.form}
+        print(f"recording training steps as CUDA graphs, for {len(lanes)} lanes", file=sys.stderr)
+        for count, lane in enumerate(lanes):
+            if not (fits(lane.rehearse, local, sample) and has_room(self._device)):
+                self._keep_lanes(count)
                 break
-        lane = self.lanes[0]
-        torch.cuda.empty_cache()
-        while self._fuses(local, scaling):
-            users = min(self._max_users, self._max_images[local.form])
-            each = -(-self._max_images[local.form] // users)
-            group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * users)
-            try:
-                train_one_step(lane.net, self._model, *group, [0.0] * users, local, scaling, lane.sums)
-                torch.cuda.synchronize(self._layout.device)
-                return
-            except torch.OutOfMemoryError:
-                self._halve(local)
+        while self._fuses(local, scaling) and not fits(self._try_group, sample, local, scaling):
+            self._shrink(local, True)
 
-    def _halve(self, local: LocalTraining) -> None:
-        if self._max_images[local.form] == 1:
+    def _try_group(self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None) -> None:
+        most, lane = self._most(local), self.lanes[0]
+        users = min(self._max_users, most)
+        each = -(-most // users)
+        group = joined([Batch(*(t[:1].repeat_interleave(each, 0) for t in sample))] * users)
+        with lane.working():
+            train_one_step(lane.net, self._model, *group, [0.0] * users, local, scaling, lane.sums)
+        torch.cuda.synchronize(self._device)
+
+    def _shrink(self, local: LocalTraining, groups: bool) -> None:
+        """Ask for less memory: smaller ``groups`` if there are any, else fewer lanes."""
+        most = self._most(local)
+        if groups and most > 1:
+            self._max_images[local.form] = most // 2
+            print(f"out of memory: groups of {most // 2} images from here on", file=sys.stderr)
+            release(self._device)
+        else:
+            self._keep_lanes(len(self.lanes) // 2)
+
+    def _keep_lanes(self, count: int) -> None:
+        """Give up the other lanes with all that they hold."""
+        if count == 0:
             raise ValueError(NO_ROOM)
-        self._max_images[local.form] //= 2
-        torch.cuda.empty_cache()
-        print(f"out of memory: groups of {self._max_images[local.form]} images from here on", file=sys.stderr)
+        print(f"out of memory: {count} lanes from here on", file=sys.stderr)
+        self.close()
+        self._num_lanes, self.lanes = count, self.lanes[:count]
+        release(self._device)
 
-    def _run(self, tasks: Plan, *job: Any) -> None:
+    def _has_run(self, tasks: Sequence[Task], *job: Any) -> bool:
+        """Train all these; whether memory was enough."""
         for lane in self.lanes:
             lane.clear()
-        self._work(self.lanes[0], tasks.wide, *job)
-        if len(self.lanes) == 1:
-            self._work(self.lanes[0], tasks.lanes[0], *job)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self.lanes), "lane", initializer=self._begin_thread)
-        running = [
-            self._pool.submit(self._work, lane, mine, *job) for lane, mine in zip(self.lanes, tasks.lanes)
-        ]
-        faults = [future.exception() for future in running]
+        planned = plan(tasks, len(self.lanes), widen=not self._on_gpu)
+        faults = self._pool.run(self.lanes, planned, lambda lane, mine: self._work(lane, mine, *job))
         for fault in faults:
-            if fault is not None:
+            if not is_out_of_memory(fault):
                 raise fault
-
-    def _begin_thread(self) -> None:
-        if self._layout.device.type == "cpu":
-            torch.set_num_threads(1)
+        return not faults
 
     def _work(
         self,
@@ -293,7 +296,8 @@ class CohortEngine:
             once = self._settled(user.once()) if rule.whole_gradient else ()
             return list(self._batches(user, local)), list(once), []
 
-        read_ahead = prefetched(read, tasks, ahead=self._prefetch, threads=self._readers)
+        begin = partial(begin_thread, self._device) if self._on_gpu else None
+        read_ahead = prefetched(read, tasks, ahead=self._prefetch, threads=self._readers, begin=begin)
         with lane.working():
             for task, (steps, once, sizes) in zip(tasks, self.watch.iterator("data", read_ahead)):
                 weights = [weight_of(m) * rule.scale(m.num_steps) for m in task.members]
@@ -311,6 +315,7 @@ class CohortEngine:
                     user_id = dataset.partition.user_ids[task.members[0].user]
                     scales = weight_of(task.members[0]), weights[0]
                     self._train_corrected(lane, user_id, steps, once, scales, local, rule)
+                lane.keep_pace()
 
     def _joined(
         self, dataset: FederatedImageDataset, members: Sequence[Member], local: LocalTraining
@@ -325,7 +330,7 @@ class CohortEngine:
             alone = [task.settled(row) for row in torch.split(targets, 1)]
             whole = Batch(features, torch.cat([t for t, _ in alone]), crops, torch.cat([s for _, s in alone]))
             sizes = [1] * len(members)
-        return Batch(*(pinned(t, self._layout.device) for t in whole)), sizes
+        return Batch(*(pinned(t, self._device) for t in whole)), sizes
 
     def _train_corrected(
         self,
@@ -361,7 +366,7 @@ class CohortEngine:
         return self._settled(self._raw(dataset, local))
 
     def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        return settled(batches, self._central.task, self._layout.device)
+        return settled(batches, self._central.task, self._device)
 
     def take_losses(self) -> tuple[float, int]:
         """The sum of the losses of all images since this was last asked for, and how many images they were.
@@ -378,5 +383,12 @@ class CohortEngine:
         local = self._prepare(local)
         lane = self.lanes[0]
         self._trimmed.refresh()
-        lane.train(self._batches(dataset, local), local)
-        return self._trimmed.expand(lane.update())
+        batches = list(self._batches(dataset, local))
+        with ieee_float32(self._device):
+            if self._on_gpu and batches and local.form not in self._rehearsed:
+                self._rehearse(batches[0], local, None, self.lanes[:1])
+            with lane.working():
+                lane.train(batches, local)
+                update = lane.update()
+        lane.join()
+        return self._trimmed.expand(update)

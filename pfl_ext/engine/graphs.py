@@ -45,10 +45,25 @@ class StepGraphs:
         self._recorded: dict[tuple[int, bool, LocalTraining], _Recorded] = {}
         self._pool: Any = None
 
+    def record(self, step: Step, local: LocalTraining, most: int, sample: Batch) -> None:
+        """Recordings for all batches of up to ``most`` images, and no others from here on.
+
+        Recordings of another training are given up. The largest comes first: the others find room in
+        the memory that it has left. ``sample``: any batch.
+        """
+        self._recorded.clear()
+        sizes = sorted({padded(n) for n in range(1, most + 1)}, reverse=True)
+        for size in sizes:
+            for first in (True, False):
+                self._recorded[size, first, local] = self._prepared(step, local, first, size, sample)
+
     def run(self, step: Step, local: LocalTraining, first: bool, batch: Batch) -> None:
-        """``step`` on this batch (of the CPU, best pinned)."""
+        """``step`` on this batch (of the CPU, best pinned): replayed if it has been recorded."""
         n = len(batch.images)
-        graph = self.prepared(step, local, first, padded(n), batch)
+        graph = self._recorded.get((padded(n), first, local))
+        if graph is None:
+            step(local, first, Batch(*(t.to(self._device, non_blocking=True) for t in batch)))
+            return
         held = graph.batch
         for ours, fresh in zip(held, batch):
             ours[:n].copy_(fresh, non_blocking=True)
@@ -57,23 +72,19 @@ class StepGraphs:
             held.crops[n:].copy_(held.crops[:1].expand(len(held.crops) - n, -1))  # any that lies in the image
         graph.replay()
 
-    def prepared(self, step: Step, local: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
-        """The recording for batches of ``size``, made now if there is none; any batch as a sample."""
-        key = (size, first, local)
-        if key not in self._recorded:
-            static = Batch(*(p[:1].to(self._device).repeat(size, *[1] * (p.ndim - 1)) for p in sample))
-            static.shares.zero_()
+    def _prepared(self, step: Step, local: LocalTraining, first: bool, size: int, sample: Batch) -> _Recorded:
+        static = Batch(*(p[:1].to(self._device).repeat(size, *[1] * (p.ndim - 1)) for p in sample))
+        static.shares.zero_()
 
-            def call() -> None:
-                step(local, first, static)
+        def call() -> None:
+            step(local, first, static)
 
-            vectors = self._changed()
-            before = [vector.clone() for vector in vectors]
-            replay = self._capture(call) if self._device.type == "cuda" else call
-            for vector, old in zip(vectors, before):
-                vector.copy_(old)
-            self._recorded[key] = _Recorded(static, replay)
-        return self._recorded[key]
+        vectors = self._changed()
+        before = [vector.clone() for vector in vectors]
+        replay = self._capture(call) if self._device.type == "cuda" else call
+        for vector, old in zip(vectors, before):
+            vector.copy_(old)
+        return _Recorded(static, replay)
 
     def _capture(self, call: Callable[[], None]) -> Callable[[], None]:
         for _ in range(WARM_UPS):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +19,15 @@ from torch import Tensor, nn
 from pfl_ext.data.transfer import sent
 from pfl_ext.engine.cpu.dense import Linear, Room, gradients_into
 from pfl_ext.engine.gradients import squared_norms_of
-from pfl_ext.engine.graphs import StepGraphs, padded
+from pfl_ext.engine.graphs import StepGraphs
 from pfl_ext.engine.one_step import Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import PrivateMean
 
+AHEAD = 8
+"""Users that a lane may have asked a GPU to train beyond the one that it trains."""
 PIECE = 2**18
 """Numbers of a vector that a CPU's core takes up at once: a megabyte of float32 stays in its cache."""
 
@@ -55,6 +59,12 @@ class Layout:
     def num_parameters(self) -> int:
         """P."""
         return sum(self.sizes)
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """``[P]``: the place of the variable that each number is of; made once, for all lanes."""
+        places = torch.arange(len(self.sizes), dtype=torch.int32)
+        return sent(places.repeat_interleave(torch.tensor(self.sizes)), self.device)
 
     def zeros(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``[P]``."""
@@ -115,7 +125,7 @@ class Lane:
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
         self._rate = torch.ones((), device=layout.device)  # what graphs read where the rate varies
-        self._sizes = sent(torch.tensor(layout.sizes), layout.device)
+        self._users_done: deque[Any] = deque()
 
     def _rooms_of(self) -> tuple[dict[int, Room], dict[int, Room]]:
         """Memory for the gradients of linear layers' weights, by parameter and by place among variables."""
@@ -162,6 +172,19 @@ class Lane:
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
             yield
+
+    def keep_pace(self) -> None:
+        """After each user: wait until the GPU is done with the one of `AHEAD` users ago.
+
+        Else the CPU runs ahead, and what it has asked for lies in pinned memory without a bound.
+        """
+        if self._stream is None:
+            return
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(self._stream)
+        self._users_done.append(done)
+        if len(self._users_done) > AHEAD:
+            self._users_done.popleft().synchronize()
 
     def join(self) -> None:
         """What the caller asks of the device from here on comes after the lane's work."""
@@ -216,16 +239,13 @@ class Lane:
                 self.sums.losses += torch.stack([loss.detach().double() * number, number.double()])
             return list(torch.autograd.grad(loss, trained(module)))
 
-    def rehearse(self, local: LocalTraining, sample: Batch, alone: bool) -> None:
-        """Record a GPU's graphs while no other lane works; ``alone``: users with one step need them too."""
+    def rehearse(self, local: LocalTraining, sample: Batch) -> None:
+        """Record a GPU's graphs, while no other lane works."""
         if self._graphs is None:
             return
         self._prepare(local)
-        sizes = sorted({padded(n) for n in range(1, local.batch_size + 1)})
-        steps = [(False, n) for n in sizes] + [(True, n) for n in (sizes if alone else sizes[-1:])]
         with self.working():
-            for first, size in steps:
-                self._graphs.prepared(self._step, local.form, first, size, sample)
+            self._graphs.record(self._step, local.form, local.batch_size, sample)
         self.join()
 
     def _step(self, local: LocalTraining, first: bool, batch: Batch) -> None:
@@ -305,7 +325,7 @@ class Lane:
         scales, tally = scaling.user_scales(list(self.layout.names), norms[None])
         self.sums.tally.append(tally[0])
         if self._stream is not None:
-            wide = scales[0].float().repeat_interleave(self._sizes, output_size=len(self._local))
+            wide = scales[0].float()[self.layout.owners]
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
             return
         for view, update, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):

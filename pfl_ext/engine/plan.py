@@ -70,12 +70,12 @@ def dealt(tasks: Sequence[Task], parts: int) -> list[list[Task]]:
     return [[tasks[position] for position in share] for share in shares]
 
 
-def plan(tasks: Sequence[Task], num_lanes: int) -> Plan:
-    """The least predicted time. A user too heavy for one lane is trained on all cores."""
+def plan(tasks: Sequence[Task], num_lanes: int, widen: bool = True) -> Plan:
+    """The least predicted time. A user too heavy for one lane is trained on all cores, if there are any."""
     tasks = sorted(tasks, key=lambda task: -task.work)
     best, least = Plan([], []), float("inf")
     for count in range(len(tasks) + 1):
-        if count and tasks[count - 1].together:
+        if count and (tasks[count - 1].together or not widen):
             break
         lanes = dealt(tasks[count:], num_lanes)
         time = sum(task.work for task in tasks[:count]) / (num_lanes * WIDE)

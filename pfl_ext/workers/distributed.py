@@ -269,9 +269,11 @@ def _introduce(launch: Launch, transport: Transport, device: str) -> list[str]:
         else f"{torch.get_num_threads()} threads"
     )
     me = {"host": socket.gethostname(), "pid": os.getpid(), "device": device, "what": gpu}
+    if device.startswith("cuda"):  # where each worker sees one GPU alone, all of them call theirs cuda:0
+        me["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
     store.set(f"worker/{launch.rank}", json.dumps(me))
     all_of_them = [json.loads(store.get(f"worker/{rank}")) for rank in range(launch.world_size)]
-    places = {(w["host"], w["device"]) for w in all_of_them if w["device"].startswith("cuda")}
+    places = {(w["host"], w["uuid"]) for w in all_of_them if "uuid" in w}
     means = transport.choose(on_own_gpus=len(places) == launch.world_size)
     if launch.rank == 0:
         print(

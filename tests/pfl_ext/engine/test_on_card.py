@@ -1,4 +1,6 @@
-"""The path of a GPU, gone on one that is not there (`card`), whose results must be the CPU's."""
+"""The path of a GPU, gone on one that is not there (`card`) or on this machine's, whose results must be the
+CPU's.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from pfl.postprocessor.base import Postprocessor
 from torch import nn
 
 import pfl_ext.engine.cohort as module
 from pfl_ext.engine.lane import Lane
 from pfl_ext.privacy.mechanisms import Clipping
 from pfl_ext.tasks.single_label import SingleLabel
-from tests.card import DEVICE, OnCard, card, plain
+from tests.card import DEVICE, REAL, any_card, card, plain
 from tests.pfl_ext.engine.setting import (
     BFLOAT16,
     Setting,
@@ -28,6 +31,7 @@ from tests.pfl_ext.samplings import local_sampling
 
 pytestmark = pytest.mark.xdist_group("card")
 """One process runs them all: what `on_cpu` computed once serves each."""
+pretended = pytest.mark.skipif(REAL, reason="of the card that is not there")
 SIZES = [1, 2, 3, 9, 5, 1, 2]
 TRAININGS: dict[str, dict[str, Any]] = {
     "paper's": {},
@@ -63,9 +67,9 @@ def on_cpu(make: Callable[..., Setting], *words: Any, rounding: Any = ()) -> tup
 
 
 def on_card(setting: Setting, **options: Any) -> tuple[dict[str, torch.Tensor], Counter[str]]:
-    with card() as waits:
+    with any_card() as waits:
         update, *_ = setting.run(True, **options)
-    assert all(isinstance(t, OnCard) for t in update.values())
+    assert all(t.is_cuda for t in update.values())
     return {name: plain(t) for name, t in update.items()}, waits
 
 
@@ -125,6 +129,7 @@ def test_a_card_trains_privately_as_a_cpu_does(clipping: Clipping, fuse: bool) -
     assert distance(on_card(trained_privately(clipping), lanes=2, fuse=fuse)[0], theirs) <= rounding
 
 
+@pretended
 @pytest.mark.parametrize(("more", "fuse"), [(False, False), (False, True), (True, False)])
 def test_nothing_waits_for_the_card_but_the_end_of_a_round(more: bool, fuse: bool) -> None:
     """There the training loss is read, and of a private round its tally and its metrics."""
@@ -168,6 +173,13 @@ def test_users_without_images_go_by_a_card_too(sizes: list[int]) -> None:
     assert distance(ours, theirs) <= rounding_of(Setting(sizes))
 
 
+def test_users_whom_a_postprocessor_must_see_are_trained_one_by_one_on_a_card() -> None:
+    theirs, rounding = on_cpu(trained, "paper's")
+    setting = trained("paper's")
+    setting.more = [Postprocessor()]
+    assert distance(on_card(setting, lanes=2)[0], theirs) <= rounding
+
+
 def test_a_card_without_room_for_all_lanes_has_fewer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +201,7 @@ def test_a_card_without_room_for_all_lanes_has_fewer(
         on_card(Setting(SIZES), lanes=4)
 
 
+@pretended
 def test_the_card_refuses_what_a_card_refuses() -> None:
     with card() as waits:
         x = torch.ones(3, device="cuda")
@@ -209,6 +222,7 @@ def test_the_card_refuses_what_a_card_refuses() -> None:
         assert isinstance(layer.weight, nn.Parameter)
 
 
+@pretended
 def test_a_replay_does_what_was_recorded_on_what_is_there_now() -> None:
     with card():
         x, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")

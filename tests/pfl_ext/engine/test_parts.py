@@ -269,6 +269,7 @@ def test_padding_a_batch_changes_no_step(size: int) -> None:
         return Batch(images[:n], settled, crops[:n], shares)
 
     batch, short = first(size), first(1)
+    graphed.rehearse(local, short)
     for lane in (plain, graphed):
         lane.train([batch, short, batch], local)
     assert_close_as_vector(graphed._local, plain._local, 2 * 3 * 9)  # three steps of sums of up to 72 terms

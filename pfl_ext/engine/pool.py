@@ -1,0 +1,57 @@
+"""The threads of the lanes, which are there from the first round to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from pfl_ext.engine.card import begin_thread
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.plan import Plan, Task
+
+Work = Callable[[Lane, Sequence[Task]], None]
+
+
+class LanePool:
+    """Runs a plan's tasks, a thread for each lane where there are several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._threads = device, None
+
+    _threads: ThreadPoolExecutor | None
+
+    def run(self, lanes: Sequence[Lane], tasks: Plan, work: Work) -> list[RuntimeError]:
+        """Do ``work`` on all tasks; what a device or torch refused of it, once every lane has ended.
+
+        Raises:
+            Exception: any other of ``work``.
+        """
+        if len(lanes) == 1:
+            return self._caught([lambda: work(lanes[0], [*tasks.wide, *tasks.lanes[0]])])
+        if tasks.wide and (faults := self._caught([lambda: work(lanes[0], tasks.wide)])):
+            return faults
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(len(lanes), "lane", begin_thread, (self._device,))
+        running = [self._threads.submit(work, lane, mine) for lane, mine in zip(lanes, tasks.lanes)]
+        for future in running:
+            future.exception()  # all must have ended before one is reported
+        return self._caught([future.result for future in running])
+
+    @staticmethod
+    def _caught(calls: Sequence[Callable[[], Any]]) -> list[RuntimeError]:
+        faults = []
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as fault:
+                faults.append(fault)
+        return faults
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
