@@ -25,6 +25,7 @@ from pfl_ext.data.transfer import pinned
 from pfl_ext.engine.card import begin_thread, fits, has_room, ieee_float32, is_out_of_memory, release
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
+from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Task, grouped, plan
@@ -110,7 +111,7 @@ class CohortEngine:
         self.watch = Watch()
         self._build(False, layers_for(self._kernels, None))
 
-    def _build(self, whole: bool, layers: CpuLayers | None) -> None:
+    def _build(self, whole: bool, layers: CpuLayers | GpuLayers | None) -> None:
         self._built = (whole, layers)
         self._trimmed = trimmed = Trimmed(self._central, whole, layers)
         self._model = model = trimmed.model
@@ -133,10 +134,12 @@ class CohortEngine:
 
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""
-        layers = layers_for(self._kernels, precision)
+        layers: CpuLayers | GpuLayers | None = layers_for(self._kernels, precision)
+        if self._on_gpu and precision is not None:
+            layers = GpuLayers(precision)
         if (whole, layers) != self._built:
             self._build(whole, layers)
-        return precision if layers is None else layers.row.autocast
+        return precision if layers is None else layers.autocast
 
     def arithmetic(self, precision: torch.dtype | None) -> str:
         """How training in this type, None being float32, is computed, in one line."""

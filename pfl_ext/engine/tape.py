@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.convolutions import followed
-from pfl_ext.engine.cpu.layers import GroupNorm
 from pfl_ext.engine.gradients import Explicit, Gradient, Users, Weight, convolution_backward
+from pfl_ext.engine.norms import JoiningNorm
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d
 
 
@@ -86,9 +86,9 @@ class _Layer(torch.autograd.Function):
         return None, dx, None, None, None, dz
 
 
-def joins(layer: nn.Module, x: Tensor, added: Tensor | None = None) -> TypeGuard[GroupNorm]:
+def joins(layer: nn.Module, x: Tensor, added: Tensor | None = None) -> TypeGuard[JoiningNorm]:
     """Whether this layer takes over what follows it."""
-    return isinstance(layer, GroupNorm) and layer.takes(x, added)
+    return isinstance(layer, JoiningNorm) and layer.takes(x, added)
 
 
 def _put_norm(layer: nn.Module, tape: Tape, scale: Tensor, shift: Tensor) -> None:
@@ -114,8 +114,10 @@ def _linear_backward(ctx: Any, e: Tensor, layer: nn.Conv2d | nn.Linear, tape: Ta
 
 
 def _group_norm(ctx: Any, x: Tensor, layer: nn.GroupNorm) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type) and x.device.type != "cpu":
-        x = x.float()  # as autocast has it there
+    if x.device.type != "cpu":
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # as autocast has it there
+        x = x.contiguous()  # torch's norm knows no other memory there
     (n, c), size = x.shape[:2], x.shape[2:].numel()
     out, mean, rstd = torch.native_group_norm(
         x, layer.weight, layer.bias, n, c, size, layer.num_groups, layer.eps

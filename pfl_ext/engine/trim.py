@@ -1,7 +1,7 @@
 """The network that users train: the central one, or a copy of it in the form that is fastest to train.
 
-The copy has its memory and its layers as the device likes them (channels last on a GPU, and on a CPU with
-`cpu.layers`), and convolutions without the taps of their kernels that only ever meet padding.
+The copy has its memory and its layers as the device likes them (`cpu.layers`, `gpu_layers`), and
+convolutions without the taps of their kernels that only ever meet padding.
 
 On a map of one pixel a 3 x 3 kernel with a padding of one uses its centre alone: the other eight taps meet
 zeros and have no gradient, so local training without weight decay never changes them. With images of 32
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pfl_ext.engine.cpu.crops import Crops
 from pfl_ext.engine.cpu.layers import CpuLayers
+from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.models.classifier import ImageClassifier, memory_format
 
 Sides = tuple[slice, slice]
@@ -44,17 +45,19 @@ class Trimmed:
 
     Args:
         whole: keep dead taps too.
-        layers: the compiled layers, on a CPU.
+        layers: the compiled layers of a CPU, or those of a GPU.
     """
 
     def __init__(
-        self, central: ImageClassifier, whole: bool = False, layers: CpuLayers | None = None
+        self,
+        central: ImageClassifier,
+        whole: bool = False,
+        layers: CpuLayers | GpuLayers | None = None,
     ) -> None:
         self._central = central
         self._sides: dict[str, Sides] = {}
         convolutions = {} if whole else _trimmable(central)
-        on_gpu = central.mean.device.type == "cuda"
-        if not convolutions and layers is None and not on_gpu:
+        if not convolutions and layers is None:
             self.model = central
             return
         self.model = copy.deepcopy(central)
@@ -65,10 +68,8 @@ class Trimmed:
             self.model.set_submodule(name, _cut(layer, sides))
         if layers is not None:
             self.model.backbone = layers.replaced(self.model.backbone, central.input_size)
-            if Crops.know(central.task):
-                self.model.cropping = Crops(central, layers.kernels)
-        elif on_gpu:
-            self.model.to(memory_format=torch.channels_last)
+        if isinstance(layers, CpuLayers) and Crops.know(central.task):
+            self.model.cropping = Crops(central, layers.kernels)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -20,13 +20,13 @@ from pfl_ext.engine.cpu.convolutions import (
     FewChannels,
     PooledConvolution,
     entering,
-    followed,
     taken,
 )
 from pfl_ext.engine.cpu.dense import Dropout, Linear
 from pfl_ext.engine.cpu.depthwise import Depthwise, depthwise
 from pfl_ext.engine.cpu.joining import joined
 from pfl_ext.engine.cpu.kernels import CHANNELS, CpuKernels
+from pfl_ext.engine.norms import JoiningNorm
 from pfl_ext.models.classifier import FrozenStatisticsBatchNorm2d, ImageClassifier
 from pfl_ext.models.dropout import KeyedDropout
 
@@ -34,15 +34,11 @@ FEW = 16
 """Channels, in or out, below which a convolution is `FewChannels`."""
 
 
-class GroupNorm(nn.GroupNorm):
-    """GroupNorm in channels-last memory, with what comes after it: nothing, a ReLU, or a sum and a ReLU.
-
-    Its scale and shift are another's. It multiplies float32 also where its images are bfloat16.
-    """
+class GroupNorm(JoiningNorm):
+    """`JoiningNorm` on a CPU. It multiplies float32 also where its images are bfloat16."""
 
     def __init__(self, layer: nn.GroupNorm, kernels: CpuKernels, multiplied: torch.dtype) -> None:
-        super().__init__(layer.num_groups, layer.num_channels, layer.eps, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
+        super().__init__(layer)
         self.kernels, self.multiplied = kernels, multiplied
 
     def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
@@ -50,13 +46,6 @@ class GroupNorm(nn.GroupNorm):
         if not taken(x) or x.ndim != 4:
             return False
         return added is None or (taken(added) and added.shape == x.shape)
-
-    def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:
-        """``[N, C, H, W]``, in and out."""
-        if not self.takes(x, added):
-            return followed(super().forward(x), relu, added)
-        out: Tensor = _Normalise.apply(x, self.weight, self.bias, added, relu, self)
-        return out
 
     def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
         """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
@@ -72,20 +61,6 @@ class GroupNorm(nn.GroupNorm):
         """As `CpuKernels.group_norm_backward`."""
         x, mean, rstd, *out = ctx.saved_tensors
         return self.kernels.group_norm_backward(x, e, self.weight, self.bias, mean, rstd, ctx.relu, *out)
-
-
-class _Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, added: Tensor | None, relu: bool, layer: GroupNorm
-    ) -> Tensor:
-        ctx.layer = layer
-        return layer.normalise(ctx, x, relu, added)
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
-        dx, scale, shift, dz = ctx.layer.gradients(ctx, e)
-        return dx, scale.sum(0), shift.sum(0), dz, None, None
 
 
 def kernels_for(model: ImageClassifier) -> CpuKernels | None:
@@ -105,6 +80,11 @@ class CpuLayers(NamedTuple):
 
     kernels: CpuKernels
     row: Row
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type of torch's autocast around the network; None: there is none."""
+        return self.row.autocast
 
     def replaced(self, network: nn.Module, side: int = 0) -> nn.Module:
         """The network in channels-last memory, with modules of here for the layers that the row has compiled.

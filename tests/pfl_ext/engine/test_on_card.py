@@ -99,7 +99,10 @@ def test_a_card_trains_in_bfloat16(more: bool, fuse: bool) -> None:
         pytest.skip("the CPU that stands for a card sums bfloat16 in bfloat16, which no card does")
     theirs, rounding = on_cpu(trained_in, None, more, rounding=BFLOAT16)
     ours, _ = on_card(trained_in(torch.bfloat16, more), lanes=2, fuse=fuse)
-    assert 2**-14 < distance(ours, theirs) <= rounding
+    if REAL:  # whose own bfloat16 is further from float32 (on an H200 8 %), by pfl's loop too
+        with any_card():
+            theirs = {n: t.cpu() for n, t in trained_in(torch.bfloat16, more).run(False)[0].items()}
+    assert (0 if REAL else 2**-14) < distance(ours, theirs) <= rounding
 
 
 @pytest.mark.parametrize(

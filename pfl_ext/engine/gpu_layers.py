@@ -1,0 +1,70 @@
+"""The network's layers on a GPU in half precision: channels-last memory, and norms that stay in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.engine.cpu.joining import joined
+from pfl_ext.engine.norms import JoiningNorm
+
+
+class GroupNorm(JoiningNorm):
+    """`JoiningNorm` by `gpu_kernels`; sums are float32, images of the type that convolutions give."""
+
+    multiplied = torch.float32
+
+    def takes(self, x: Tensor, added: Tensor | None = None) -> bool:
+        """Whether ``x`` ``[N, C, H, W]``, and what is added, goes this way; a float32 image does not."""
+        if type(x) is not Tensor or not x.is_cuda or x.ndim != 4 or x.dtype != torch.bfloat16:
+            return False
+        return added is None or (added.dtype == x.dtype and added.shape == x.shape)
+
+    def normalise(self, ctx: Any, x: Tensor, relu: bool, added: Tensor | None) -> Tensor:
+        """The output, with what `gradients` needs left on an autograd function's ``ctx``."""
+        from pfl_ext.engine.gpu_kernels import group_norm  # Triton is there with CUDA alone
+
+        x, added = _there(x), None if added is None else _there(added)
+        out, mean, rstd = group_norm(x, self.weight, self.bias, self.num_groups, self.eps, relu, added)
+        ctx.save_for_backward(x, mean, rstd, *([] if added is None else [out]))
+        ctx.relu = relu
+        return out
+
+    def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
+        from pfl_ext.engine.gpu_kernels import group_norm_backward
+
+        x, mean, rstd, *out = ctx.saved_tensors
+        return group_norm_backward(x, _there(e), self.weight, self.bias, mean, rstd, ctx.relu, *out)
+
+
+def _there(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+class GpuLayers(NamedTuple):
+    """What trains in this type of torch's autocast on a GPU."""
+
+    autocast: torch.dtype
+
+    def replaced(self, network: nn.Module, side: int = 0) -> nn.Module:
+        """The network in channels-last memory, which half precision's convolutions want, with norms of here.
+
+        It shares parameters and all other layers with ``network``, which is of no further use.
+        """
+        network.to(memory_format=torch.channels_last)
+        if importlib.util.find_spec("triton") is None:
+            return network
+        for name, layer in list(network.named_modules()):
+            if type(layer) is nn.GroupNorm and layer.affine:
+                if layer is network:
+                    return GroupNorm(layer)
+                network.set_submodule(name, GroupNorm(layer))
+        return joined(network, GroupNorm, _Nothing, _Nothing)
+
+
+class _Nothing(nn.Module):
+    """No layer of a network: nothing is joined to it."""
