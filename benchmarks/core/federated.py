@@ -144,7 +144,9 @@ def means(
         engine=engine,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
-        check=SelfCheck(chosen.folder and chosen.folder.parent) if runtime.check_engine else None,
+        check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
+        if runtime.check_engine
+        else None,
     )
 
 

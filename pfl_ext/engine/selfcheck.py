@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 import threading
@@ -58,6 +59,7 @@ class SelfCheck:
 
     Args:
         folder: of the run, in which ``engine_check.json`` says what failed.
+        private: whether the run is: a deviation is a number made of users' images, and is not told then.
         kept: where outcomes are kept; None: the user's cache folder.
         seconds: for one path.
         end: ends a process that hangs.
@@ -66,12 +68,14 @@ class SelfCheck:
     def __init__(
         self,
         folder: Path | None = None,
+        private: bool = False,
         kept: Path | None = None,
         seconds: float = SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
         self._folder, self._kept, self._seconds, self._end = folder, kept or cache, seconds, end
+        self._private = private
         self.outcome: dict[str, Any] | None = None
         """For ``results.json``; None: nothing was checked."""
 
@@ -117,7 +121,8 @@ class SelfCheck:
             number, deviation = len(PATHS), None
         gpu = torch.cuda.get_device_name()
         self.outcome = {
-            "device": gpu, "users": users, "path": number, "deviation": deviation, "failures": failures,
+            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": LIMITS[precision],
+            "failures": failures,
         }  # fmt: skip
         _write(place, self.outcome)
         self._say(self.outcome)
@@ -135,10 +140,12 @@ class SelfCheck:
                 self._traceback = traceback.format_exc()
                 _end_if_dead(why)
                 return None, why
-        if not deviation <= LIMITS[precision]:
-            shown = deviation if deviation < float("inf") else None
-            return shown, f"it is off by {deviation:.1e} of the sum of updates, over {LIMITS[precision]:.0e}"
-        return deviation, None
+        limit = LIMITS[precision]
+        told = None if self._private or not math.isfinite(deviation) else deviation
+        if not deviation <= limit:
+            far = "" if self._private else f"by {deviation:.1e}, "
+            return told, f"it is off {far}by more than {limit:.0e} of the sum of updates"
+        return told, None
 
     @contextlib.contextmanager
     def _watched(self, number: int) -> Iterator[None]:
@@ -178,9 +185,11 @@ class SelfCheck:
         if number == len(PATHS):
             print("engine: pfl's own loop trains the users, as no faster path holds here", file=sys.stderr)
             return
+        deviation = outcome["deviation"]
+        off = f"under {outcome['limit']:.0e}" if deviation is None else f"{deviation:.0e}"
         print(
-            f"engine checked{when} on {outcome['device']}: {outcome['users']} users, deviation "
-            f"{outcome['deviation']:.0e}, {PATHS[number]}",
+            f"engine checked{when} on {outcome['device']}: {outcome['users']} users, deviation {off}, "
+            f"{PATHS[number]}",
             file=sys.stderr,
         )
 

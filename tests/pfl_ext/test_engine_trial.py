@@ -89,7 +89,7 @@ def no_clipping(patch: pytest.MonkeyPatch) -> None:
 
 
 def checked(folder: Path, **more: Any) -> SelfCheck:
-    return SelfCheck(folder, folder / "cache", **more)
+    return SelfCheck(folder, kept=folder / "cache", **more)
 
 
 def run(setting: Setting, check: SelfCheck, **options: Any) -> dict[str, Any]:
@@ -160,10 +160,12 @@ def test_pfls_loop_trains_where_no_path_holds(
         no_clipping(monkeypatch)
     else:
         monkeypatch.setattr(Lane, "_step", lambda *_: None)
-    check = checked(tmp_path)
+    check = checked(tmp_path, private=more)
     ours = run(setting(), check, fuse=False)
     assert check.outcome is not None
     assert check.outcome["path"] == len(PATHS)
+    told = [failure["deviation"] for failure in check.outcome["failures"]]
+    assert (told == [None] * len(PATHS)) == more
     assert distance(ours, theirs) == 0
     assert "pfl's own loop trains the users" in capsys.readouterr().err
 
