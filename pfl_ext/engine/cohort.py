@@ -108,9 +108,15 @@ class CohortEngine:
         with ieee_float32(self._device):
             self._fusable = self._fuse and fusable(model, net)
         graphs, count = self._path < 1, self._num_lanes if self._path < 2 else 1
-        self.lanes = [
-            Lane(model, self._layout, start, self._accumulate, self._fusable, graphs) for _ in range(count)
-        ]
+        self.lanes: list[Lane] = []
+
+        def one_more() -> None:
+            self.lanes.append(Lane(model, self._layout, start, self._accumulate, self._fusable, graphs))
+
+        while len(self.lanes) < count and fits(one_more):
+            pass
+        if len(self.lanes) < count:
+            self._keep_lanes(len(self.lanes))
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
 
