@@ -55,9 +55,16 @@ class Clients:
         return self._means.users.cohort(self._means.cohort_size, number)
 
     def mean_update(
-        self, weights: Mapping[str, Tensor], users: IntArray, number: int
+        self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int | None = None
     ) -> tuple[Weights, dict[str, Any]]:
         """Train some users from these weights, in a round.
+
+        Args:
+            weights: from which all of them start.
+            users: as `cohort` gives them.
+            number: of the round, which decides the learning rate.
+            draws: of which round the users' draws (batches, crops) are; None: of this one. An algorithm that
+                trains a user several times in a round needs other draws each time.
 
         Returns:
             The weighted mean of their updates, on every worker, and what ``metrics.jsonl`` says of them:
@@ -66,7 +73,7 @@ class Clients:
         if not len(users):
             self.model(weights)
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
-        update, metrics = self._trained(weights, users, number)
+        update, metrics = self._trained(weights, users, number, number if draws is None else draws)
         # pfl would also count the nobody that stands for the users of a worker without any
         return update, {**cohort_line(metrics), "users": len(users)}
 
@@ -102,7 +109,8 @@ class Clients:
         )  # images; the sum of their losses; of how many that is
         with apart():
             for place in dealt[0 if workers is None else workers.global_rank]:
-                updates[place], metrics = self._trained(weights[place], users[place : place + 1], number)
+                user = users[place : place + 1]
+                updates[place], metrics = self._trained(weights[place], user, number, number)
                 seen[place] = torch.tensor(_counts(metrics))
         if workers is not None:
             workers.sum_model([seen], [update[name] for update in updates for name in update])
@@ -112,11 +120,11 @@ class Clients:
         return updates, {**line, "train_loss": round(loss, 6)} if math.isfinite(loss) else line
 
     def _trained(
-        self, weights: Mapping[str, Tensor], users: IntArray, number: int
+        self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int
     ) -> tuple[Weights, Metrics]:
         """The weighted mean of the updates of some users, at least one."""
         model = self.model(weights)
-        context = training_context(number, len(users), self._means.local_in(number))
+        context = training_context(draws, len(users), self._means.local_in(number))
         with self._means.users.only(users):
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
