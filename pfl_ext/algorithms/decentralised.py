@@ -8,8 +8,9 @@ M is the round's mixing matrix. Its columns have the sum 1, so that mixing leave
 ``x' = 1/n sum_i x_i``, as it is; x' is what is scored, and kept at the end. Users weigh alike, however many
 images they have; one without images passes models on and trains nothing.
 
-All users take part in each round. What is simulated is the algorithm, not the network: all n models lie in
-the memory of this process (of every worker, where there are several).
+The network has as many users as a cohort. Where the run has more, they are drawn once, from the seed, and the
+others take no part. All users of the network take part in each round. What is simulated is the algorithm, not
+the network: all n models lie in the memory of this process (of every worker, where there are several).
 
 Letters: n users; P parameters that are trained.
 """
@@ -17,6 +18,7 @@ Letters: n users; P parameters that are trained.
 from __future__ import annotations
 
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, train
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.topologies import FloatArray
 from pfl_ext.models.memory import physical_memory
+from pfl_ext.randomness import stream
+from pfl_ext.workers.distributed import is_main
 
 COPIES = 5
 """Of all users' models, at the height of a round: before, where users start, their updates, after, mixed."""
@@ -91,8 +95,15 @@ class Decentralised(Algorithm[Models]):
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
-        self.clients, self.n = Clients(means), means.users.num_users
+        self.clients, self.n = Clients(means), means.cohort_size
+        drawn = stream(means.seed, "users of the network").choice(
+            means.users.num_users, self.n, replace=False
+        )
+        self.users = np.sort(drawn)
         self.matrix(means.options, self.n, means.seed, 0)  # is refused now, or not at all
+        if self.n < means.users.num_users and is_main():
+            name, others = type(self).__name__, means.users.num_users - self.n
+            print(f"{name}: {self.n} users are the network; {others} others take no part", file=sys.stderr)
 
     @classmethod
     @abstractmethod
@@ -111,23 +122,23 @@ class Decentralised(Algorithm[Models]):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse cohorts that leave users out, models that have no room, and a graph that does not exist.
+        """Refuse models that have no room, and a graph that does not exist.
 
         Raises:
             ValueError: one line with the reason.
         """
-        n, name = setup.users.num_users, cls.__name__
-        if setup.cohort_size != n:
+        n, name = setup.cohort_size, cls.__name__
+        if n > setup.users.num_users:  # also where cohorts may be drawn with replacement
             raise ValueError(
-                f"{name} trains all {n} users in each round, and no server draws a cohort: set "
-                f"federated.cohort_size to {n}"
+                f"federated.cohort_size is {n}, and the network of {name} has a user only once: set it to at "
+                f"most {setup.users.num_users}"
             )
         need, there = COPIES * n * trained_bytes(setup.module) + 3 * 8 * n * n, physical_memory()
         if need > there:
             raise ValueError(
                 f"{name} keeps a model for each of {n:,} users, which takes up to {need / 1e9:,.1f} GB of "
-                f"memory in a round, where there are {there / 1e9:,.1f}: choose a smaller network, or a "
-                "partition with fewer users"
+                f"memory in a round, where there are {there / 1e9:,.1f}: choose a smaller network, or "
+                "lower federated.cohort_size"
             )
         cls.matrix(setup.options, n, 0, 0)
 
@@ -141,7 +152,7 @@ class Decentralised(Algorithm[Models]):
         matrix = self.matrix(self.means.options, self.n, self.means.seed, number)
         starts = state.models()
         own = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
-        updates, line = self.clients.each_update(own, np.arange(self.n), number)
+        updates, line = self.clients.each_update(own, self.users, number)
         moved = {
             name: torch.stack([w[user] + updates[user][name] for user in range(self.n)])
             for name, w in state.x.items()
