@@ -134,7 +134,7 @@ def test_with_one_step_on_all_images_it_is_gradient_descent_on_the_mean_loss(tmp
 def hierarchical_by_equations(tree: Tree) -> Array:
     """``[rounds, P]``."""
     run, direct = run_of(tree), direct_of(tree)
-    options, step = run.config.federated.options, server(run.config)
+    options, step = tree["federated"]["options"], server(run.config)
     data = training_data(run, quadratics.Users(), quadratics.SquaredError())
     group, x, seen = groups_of(N, options["groups"], run.config.seed), vector(quadratics.module()), []
     for number in range(run.config.federated.num_rounds):

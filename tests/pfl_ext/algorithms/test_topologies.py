@@ -17,10 +17,12 @@ from pfl_ext.randomness import stream
 
 N = 12
 UNDIRECTED, DIRECTED = get_args(Undirected), get_args(Directed)
-MATRICES = [(DSGD, DSGDOptions(graph=kind)) for kind in UNDIRECTED] + [
+MATRICES: list[tuple[Any, Any]] = [(DSGD, DSGDOptions(graph=kind)) for kind in UNDIRECTED] + [
     (PushSum, PushSumOptions(graph=kind)) for kind in DIRECTED
 ]
-VARYING = [(DSGD, DSGDOptions(graph=kind, time_varying=True)) for kind in UNDIRECTED if kind != "complete"]
+VARYING: list[tuple[Any, Any]] = [
+    (DSGD, DSGDOptions(graph=kind, time_varying=True)) for kind in UNDIRECTED if kind != "complete"
+]
 VARYING += [(PushSum, PushSumOptions(graph=kind, time_varying=True)) for kind in ("ring", "exponential")]
 VARYING += [(PushSum, PushSumOptions(graph="random", time_varying=True))]
 VARYING += [(PushSum, PushSumOptions(graph="one_peer_exponential"))]
