@@ -1,0 +1,189 @@
+"""Training without a server: each user has a model of its own, and mixes it with those of its neighbours.
+
+In a round every user trains its model on its own images, then sends it to some others:
+
+    x_i <- sum_j M_ij (x_j + u_j),   with u_j what local training from user j's model changes.
+
+M is the round's mixing matrix. Its columns have the sum 1, so that mixing leaves the mean over users,
+``x' = 1/n sum_i x_i``, as it is; x' is what is scored, and kept at the end. Users weigh alike, however many
+images they have; one without images passes models on and trains nothing.
+
+The network has as many users as a cohort. Where the run has more, they are drawn once, from the seed, and the
+others take no part. All users of the network take part in each round. What is simulated is the algorithm, not
+the network: all n models lie in the memory of this process (of every worker, where there are several).
+
+Letters: n users; P parameters that are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, trained_bytes
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.topologies import FloatArray
+from pfl_ext.models.memory import physical_memory
+from pfl_ext.randomness import stream
+from pfl_ext.workers.distributed import is_main
+
+COPIES = 5
+"""Of all users' models, at the height of a round: before, where users start, their updates, after, mixed."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a round begins with."""
+
+    x: Weights
+    """All users' models, by variable: ``[n, ...]``."""
+    omega: Tensor
+    """``[n]`` float64: what a user's x is divided by; 1 where the rows of M have the sum 1, too."""
+    sent: Tensor
+    """``[2]`` int64: how many models users have sent to others so far, and in how many rounds."""
+
+    def models(self) -> Weights:
+        """``z_i = x_i / omega_i``, from which users train; by variable ``[n, ...]``."""
+        if bool((self.omega == 1).all()):
+            return self.x
+        return {name: w / self._omega_for(w) for name, w in self.x.items()}
+
+    def _omega_for(self, stacked: Tensor) -> Tensor:
+        return self.omega.to(stacked.device, stacked.dtype).view(-1, *[1] * (stacked.dim() - 1))
+
+    def mean(self) -> Weights:
+        """``x'``."""
+        return {name: w.double().mean(0).to(w.dtype) for name, w in self.x.items()}
+
+    def consensus_distance(self) -> float:
+        """``sqrt(1/n sum_i |z_i - x'|^2)``, all P together (Kong et al. 2021, arXiv 2102.04828)."""
+        mean, total = self.mean(), 0.0
+        for name, stacked in self.models().items():
+            total += float((stacked - mean[name]).double().square().sum())
+        return math.sqrt(total / len(self.omega))
+
+
+def mixed(matrix: FloatArray, x: Weights, dtype: torch.dtype) -> Weights:
+    """``sum_j M_ij x_j`` for each i, summed in ``dtype``.
+
+    Args:
+        matrix: M, ``[n, n]``.
+        x: ``[n, ...]`` by variable.
+    """
+    result = {}
+    for name, stacked in x.items():
+        weights = torch.from_numpy(matrix).to(stacked.device, dtype)
+        result[name] = (weights @ stacked.flatten(1).to(dtype)).to(stacked.dtype).view_as(stacked)
+    return result
+
+
+class Decentralised(Algorithm[Models]):
+    """An algorithm of this kind: the mixing matrix of a round (`matrix`)."""
+
+    idle: ClassVar[str] = "server. federated.weighting federated.sampling federated.replacement"
+    keeps_omega: ClassVar[bool] = False
+    """Whether M's rows may have another sum than 1, and `Models.omega` is mixed and sent with the models."""
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients, self.n = Clients(means), means.cohort_size
+        drawn = stream(means.seed, "users of the network").choice(
+            means.users.num_users, self.n, replace=False
+        )
+        self.users = np.sort(drawn)
+        self.matrix(means.options, self.n, means.seed, 0)  # is refused now, or not at all
+        if self.n < means.users.num_users and is_main():
+            name, others = type(self).__name__, means.users.num_users - self.n
+            print(f"{name}: {self.n} users are the network; {others} others take no part", file=sys.stderr)
+
+    @classmethod
+    @abstractmethod
+    def matrix(cls, options: Any, n: int, seed: int, number: int) -> FloatArray:
+        """M of a round, ``[n, n]``, whose columns have the sum 1.
+
+        Args:
+            options: the algorithm's.
+            n: users.
+            seed: of the run.
+            number: of the round.
+
+        Raises:
+            ValueError: where there is no such graph of n users.
+        """
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse models that have no room, and a graph that does not exist.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        n, name = setup.cohort_size, cls.__name__
+        if n > setup.users.num_users:  # also where cohorts may be drawn with replacement
+            raise ValueError(
+                f"federated.cohort_size is {n}, and the network of {name} has a user only once: set it to at "
+                f"most {setup.users.num_users}"
+            )
+        need, there = COPIES * n * trained_bytes(setup.module) + 3 * 8 * n * n, physical_memory()
+        if need > there:
+            raise ValueError(
+                f"{name} keeps a model for each of {n:,} users, which takes up to {need / 1e9:,.1f} GB of "
+                f"memory in a round, where there are {there / 1e9:,.1f}: choose a smaller network, or "
+                "lower federated.cohort_size"
+            )
+        cls.matrix(setup.options, n, 0, 0)
+
+    def init(self, seed: int) -> Models:
+        """All users have the run's model."""
+        x = {name: torch.stack([w] * self.n) for name, w in self.clients.weights().items()}
+        return Models(x, torch.ones(self.n, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+
+    def round(self, state: Models, number: int) -> tuple[Models, dict[str, Any]]:
+        """Every user trains from its model; then they mix."""
+        matrix = self.matrix(self.means.options, self.n, self.means.seed, number)
+        starts = state.models()
+        own = [{name: w[user] for name, w in starts.items()} for user in range(self.n)]
+        updates, line = self.clients.each_update(own, self.users, number)
+        moved = {
+            name: torch.stack([w[user] + updates[user][name] for user in range(self.n)])
+            for name, w in state.x.items()
+        }
+        omega = torch.from_numpy(matrix) @ state.omega if self.keeps_omega else state.omega
+        links = int(np.count_nonzero(matrix) - np.count_nonzero(np.diag(matrix)))
+        after = Models(
+            mixed(matrix, moved, self.means.accumulate), omega, state.sent + torch.tensor([links, 1])
+        )
+        distance = after.consensus_distance()
+        return after, {**line, "consensus_distance": distance} if math.isfinite(distance) else line
+
+    def model(self, state: Models) -> PyTorchModel:
+        """The mean model, which no user has."""
+        return self.clients.model(state.mean())
+
+    def tensors(self, state: Models) -> dict[str, Tensor]:
+        """All of it."""
+        return {"omega": state.omega, "sent": state.sent} | {f"x/{name}": w for name, w in state.x.items()}
+
+    def load(self, state: Models, tensors: Mapping[str, Tensor]) -> Models:
+        """All of it."""
+        x = {name: tensors[f"x/{name}"].to(w.device) for name, w in state.x.items()}
+        return Models(x, tensors["omega"].cpu(), tensors["sent"].cpu())
+
+    def bytes(self, state: Models) -> Traffic:
+        """What a user gets from its neighbours and sends to them in a round: the mean over users and rounds.
+
+        A model, with its omega where there is one, goes along each edge of the round's graph.
+        """
+        models, rounds = state.sent.tolist()
+        size = trained_bytes(self.means.module) + state.omega.element_size() * self.keeps_omega
+        each = round(models * size / (rounds * self.n)) if rounds else 0
+        return Traffic(each, each)

@@ -1,0 +1,156 @@
+"""Hierarchical FedAvg: groups of users average by themselves for some rounds, then the groups are averaged
+(Liu et al. 2020, "Client-Edge-Cloud Hierarchical Federated Learning", arXiv 1905.06641).
+
+Each user belongs to one of G groups, each with a server of its own between its users and the one server. In
+a round t the cohort S is drawn as FedAvg draws it, and divided by groups into S_g. Every group starts from
+the server's model, ``y_g = x``, and makes K inner rounds of FedAvg among its part of the cohort,
+
+    y_g <- y_g + sum_{i in S_g} w_i u_i / sum_{i in S_g} w_i,
+
+with u_i the update of user i from y_g and w_i its weight, 1 or its images. Then the server has
+
+    d = sum_g W_g (y_g - x) / sum_g W_g,   W_g = sum_{i in S_g} w_i,
+
+and its optimiser steps on d as on FedAvg's mean update: with SGD at rate 1 the model is the weighted mean of
+the groups' models. With K = 1 the algorithm is FedAvg. A group without a user in the cohort has no weight.
+
+A user's batches and crops are drawn again in each inner round; learning rates are those of the round t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register, trained_bytes
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.configs import STRICT
+from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.models.classifier import RATE_FACTOR
+from pfl_ext.randomness import stream
+
+
+@dataclass(frozen=True, config=STRICT)
+class HierarchicalOptions:
+    """Groups of users, and how often they average before the server does."""
+
+    groups: PositiveInt = 2
+    """How many groups there are, of equal size but for one user; who is in which is drawn from the seed."""
+    inner_rounds: PositiveInt = 2
+    """Rounds of FedAvg in each group in one round of the server."""
+
+
+def groups_of(num_users: int, groups: int, seed: int) -> IntArray:
+    """The group of each user, ``[num_users]`` from 0; sizes differ by one at most."""
+    order, group = stream(seed, "groups of users").permutation(num_users), np.empty(num_users, np.int64)
+    group[order] = np.arange(num_users) % groups
+    return group
+
+
+@register("hierarchical")
+class Hierarchical(Algorithm[PyTorchModel]):
+    """The state is the model with the server's optimiser."""
+
+    options: ClassVar[type] = HierarchicalOptions
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients = Clients(means)
+        self.group = groups_of(means.users.num_users, means.options.groups, means.seed)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse groups without users.
+
+        Raises:
+            ValueError: one line with the numbers.
+        """
+        groups, users = setup.options.groups, setup.users.num_users
+        if groups > users:
+            raise ValueError(
+                f"federated.options.groups is {groups} and there are {users} users: set it to at most {users}"
+            )
+
+    def init(self, seed: int) -> PyTorchModel:
+        """The run's model, whose weights were drawn from the run's seed."""
+        return self.means.model
+
+    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+        """Inner rounds in each group, and a step of the server's optimiser on the mean over groups."""
+        x, cohort = self.clients.weights(), self.clients.cohort(number)
+        parts = [cohort[self.group[cohort] == group] for group in range(self.means.options.groups)]
+        parts = [part for part in parts if len(part)]
+        weights, total = (
+            [self._weight(part) for part in parts],
+            {n: torch.zeros_like(w) for n, w in x.items()},
+        )
+        lines = []
+        for part, weight in zip(parts, weights):
+            y, inner = self._inner_rounds(x, part, number)
+            lines += inner
+            if weight:
+                for name, difference in total.items():
+                    difference.add_(y[name] - x[name], alpha=weight / sum(weights))
+        self.clients.model(x)
+        rate = self.means.server_rate(number)
+        for group in state._central_optimizer.param_groups:
+            group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
+        state.apply_model_update(MappedVectorStatistics(total))
+        line = {"users": len(cohort), **_together(lines, self.means.options.inner_rounds)}
+        return state, {**line, "groups": len(parts), "learning_rate": rate}
+
+    def _inner_rounds(self, x: Weights, users: IntArray, number: int) -> tuple[Weights, list[dict[str, Any]]]:
+        """A group's model after its inner rounds from x, and what is said of each of them."""
+        lines, rounds = [], self.means.options.inner_rounds
+        for inner in range(rounds):
+            update, line = self.clients.mean_update(x, users, number, draws=number * rounds + inner)
+            x = {name: w + update[name] for name, w in x.items()}
+            lines.append(line)
+        return x, lines
+
+    def _weight(self, users: IntArray) -> float:
+        """Of some users of a cohort together, as the run weighs them."""
+        if not self.means.by_images:
+            return float(len(users))
+        with self.means.users.only(users):
+            return float(sum(member.num_images for member in self.means.users.members(len(users))))
+
+    def model(self, state: PyTorchModel) -> PyTorchModel:
+        """The state itself."""
+        return state
+
+    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
+        """Of the model and the server's optimiser."""
+        return checkpoint.model_tensors(state)
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
+        """Put both back."""
+        checkpoint.restore_model(state, tensors)
+        return state
+
+    def bytes(self, state: PyTorchModel) -> Traffic:
+        """Each inner round sends a user of the cohort its group's model and has one back.
+
+        Besides, each group and the server send each other one model in a round.
+        """
+        size = self.means.options.inner_rounds * trained_bytes(self.means.module)
+        return Traffic(size, size)
+
+
+def _together(lines: list[dict[str, Any]], inner_rounds: int) -> dict[str, Any]:
+    """The images of the cohort, each counted once, and their mean loss over all inner rounds."""
+    line: dict[str, Any] = {"images": sum(one["images"] for one in lines) // inner_rounds}
+    losses = [one for one in lines if "train_loss" in one]
+    if losses:
+        total = sum(one["images"] * one["train_loss"] for one in losses)
+        line["train_loss"] = round(total / sum(one["images"] for one in losses), 6)
+    return line

@@ -1,0 +1,79 @@
+"""Push-sum: decentralised SGD over a directed graph, with local training in the place of one step
+(Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Algorithm 1, arXiv 1811.10792;
+Nedic and Olshevsky 2016, "Stochastic Gradient-Push for Strongly Convex Functions on Time-Varying Directed
+Graphs", arXiv 1406.2075).
+
+A user knows to whom it sends, and need not know who sends to it. It divides its model among its receivers and
+itself, so that the columns of A have the sum 1, but its rows need not; the same sums of a number omega, 1 at
+first, say by how much a user has more or less than one model:
+
+    x_i <- sum_j A_ij (x_j + u_j),   omega_i <- sum_j A_ij omega_j,   z_i = x_i / omega_i,
+
+with u_j what local training from z_j changes, ``- eta g_j(z_j)`` where it is a single step. The sum of all x
+changes by local training alone, and the sum of all omega stays n; the mean of x is therefore the mean of z
+with the weights omega. `pfl_ext.algorithms.decentralised` has what is scored.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.algorithms.algorithm import Setup, register
+from pfl_ext.algorithms.decentralised import Decentralised
+from pfl_ext.algorithms.topologies import Directed, FloatArray, directed, renumbered, shares
+from pfl_ext.configs import STRICT
+from pfl_ext.randomness import stream
+
+OUT_DEGREE = 2
+
+
+@dataclass(frozen=True, config=STRICT)
+class PushSumOptions:
+    """The graph over which users send each other their models."""
+
+    graph: Directed = "exponential"
+    """ring, exponential, random or one_peer_exponential, each with directions."""
+    out_degree: PositiveInt | None = None
+    """To how many others each user sends, for random; none: 2."""
+    time_varying: bool = False
+    """A new graph in each round: random is drawn again, in ring and exponential users change their places."""
+
+
+@register("pushsum")
+class PushSum(Decentralised):
+    """Equal parts for the receivers in a directed graph."""
+
+    options: ClassVar[type] = PushSumOptions
+    keeps_omega: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse options that the graph does not read.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        options: PushSumOptions = setup.options
+        if options.out_degree is not None and options.graph != "random":
+            raise ValueError(
+                f"federated.options.out_degree has no effect on the graph {options.graph}: remove it, or set "
+                "federated.options.graph to random"
+            )
+        if options.time_varying and options.graph == "one_peer_exponential":
+            raise ValueError(
+                "one_peer_exponential is another graph in every round by itself: set "
+                "federated.options.time_varying to false"
+            )
+        super().check(setup)
+
+    @classmethod
+    def matrix(cls, options: PushSumOptions, n: int, seed: int, number: int) -> FloatArray:
+        """A of a round; see `Decentralised.matrix`."""
+        rng = stream(seed, "graph of users", number if options.time_varying else 0)
+        graph = directed(options.graph, n, rng, options.out_degree or OUT_DEGREE, number)
+        if options.time_varying and options.graph != "random":
+            graph = renumbered(graph, rng)
+        return shares(graph)
