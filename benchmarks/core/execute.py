@@ -260,6 +260,7 @@ def _write_results(
         "hardware": hardware(),
         "arithmetic": recorder.arithmetic,
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
+        **recorder.findings,
         "commit": commit(),
         "torch": torch.__version__,
         **of_config,

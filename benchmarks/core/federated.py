@@ -212,6 +212,7 @@ def train_federated(
         f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
     )
     recorder.traffic = algorithm.bytes(state)._asdict()
+    recorder.findings = algorithm.findings(state)
     if training.engine is not None:
         training.engine.close()
     if not recorder.ended:

@@ -1,31 +1,32 @@
 """FedNAS: users search together for the architecture of their network
-(He, Annavaram, Avestimehr 2020, "Towards Non-I.I.D. and Invisible Data with FedNAS: Federated Deep Learning via
-Neural Architecture Search", arXiv 2004.08546).
+(He, Annavaram, Avestimehr 2020, "Towards Non-I.I.D. and Invisible Data with FedNAS: Federated Deep Learning
+via Neural Architecture Search", arXiv 2004.08546).
 
-The network is that of DARTS' search (`pfl_ext.models.darts`, arXiv 1806.09055), whose parameters are weights w
-and architecture variables alpha. Every user starts at the server's (w, alpha) and halves its training images.
-With L_train the loss of a batch of the first half and L_val that of one of the second, each batch is two steps
-(MiLeNAS, He et al. 2020, arXiv 2003.12238; first order: w is a constant for alpha)
+The network is that of DARTS' search (`pfl_ext.models.darts`, arXiv 1806.09055), whose parameters are weights
+w and architecture variables alpha. Every user starts at the server's (w, alpha) and halves its training
+images. With L_train the loss of a batch of the first half and L_val that of one of the second, each batch is
+two steps (MiLeNAS, He et al. 2020, arXiv 2003.12238; first order: w is a constant for alpha)
 
     alpha <- Adam step on  grad_alpha (lambda L_train(w, alpha) + L_val(w, alpha))
     w     <- SGD step on   grad_w L_train(w, alpha)
 
-and the server averages both over the cohort, weighted as in FedAvg: ``(w, alpha) <- sum_k p_k (w_k, alpha_k)``.
-After each round the genotype that alpha says stands in the round's line of ``metrics.jsonl`` and in
-``genotype.json`` in the run directory. The second stage trains the derived network: ``model.arch: darts``
-with this file as ``model.genotype``, by FedAvg or any other algorithm.
+and the server averages both over the cohort by FedAvg's weights: ``(w, alpha) <- sum_k p_k (w_k, alpha_k)``.
+After each round the genotype that alpha says stands in the round's line of ``metrics.jsonl``, and the last
+one in ``results.json``. The second stage trains the derived network: ``model.arch: darts`` with this file, or
+the text in it, as ``model.genotype``, by FedAvg or any other algorithm.
 
 What is chosen here:
 
-* The halves are a function of (seed, user), the same in every round; of an odd number of images the first half
-  has one more. A user with one image moves w alone. No test image and no image of the val split is read:
-  those only score the model between rounds.
-* In an epoch each batch of the first half meets one of the second; where that has a batch less, its first comes
-  once more.
+* The halves are a function of (seed, user), the same in every round; of an odd number of images the first
+  half has one more. A user with one image moves w alone. No image of the test or val split is read: these
+  only score the model between rounds.
+* In an epoch each batch of the first half meets one of the second; where that has a batch less, its first
+  comes once more.
 * w's gradient is clipped (`local.max_grad_norm`), and alpha's is not.
-* Both optimisers begin anew with every user in every round: users keep no state between rounds, as there may be
-  any number of them, and sending Adam's moments would be two more copies of alpha. The paper's users, who take
-  part in each round, do the same. Adam's bias correction counts a user's steps of the round.
+* Both optimisers start without state for every user in every round: users keep nothing between rounds, and
+  Adam's moments, two more copies of alpha, are not sent. Adam's bias correction counts a user's steps of the
+  round.
+* The learning rate of w falls over the rounds (`local.schedule`), not within a user's epochs.
 
 The engine does not know these steps: pfl's loop over users trains them.
 """
@@ -48,7 +49,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from dataset.files import write_json
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
@@ -56,7 +56,6 @@ from pfl_ext.data.federated_dataset import Batch, UserImages
 from pfl_ext.models.darts import SearchNetwork
 from pfl_ext.randomness import stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
-from pfl_ext.workers.distributed import is_main
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -118,10 +117,11 @@ class FedNAS(Algorithm[Weights]):
         """The cohort searches, and the server averages."""
         update, line = self.clients.mean_update(state, self.clients.cohort(number), number)
         state = {name: tensor + update[name] for name, tensor in state.items()}
-        text = network_of(self.model(state)).genotype().text
-        if is_main() and self.means.folder is not None:
-            write_json(self.means.folder.parent / "genotype.json", {"genotype": text, "rounds": number + 1})
-        return state, {**line, "genotype": text}
+        return state, {**line, **self.findings(state)}
+
+    def findings(self, state: Weights) -> dict[str, Any]:
+        """The genotype."""
+        return {"genotype": network_of(self.model(state)).genotype().text}
 
     def model(self, state: Weights) -> PyTorchModel:
         """The network of the search."""
@@ -214,7 +214,8 @@ def weight_step(
 ) -> None:
     """A step of w on the loss of a batch, with a gradient of at most this norm."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    _loss(model, train).backward(inputs=weights)
+    for weight, gradient in zip(weights, torch.autograd.grad(_loss(model, train), weights)):
+        weight.grad = gradient
     if max_norm is not None:
         torch.nn.utils.clip_grad_norm_(weights, max_norm)
     optimizer.step()

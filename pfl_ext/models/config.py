@@ -58,7 +58,7 @@ class ModelConfig:
     cell_channels: Annotated[int, Field(ge=2)] = 16
     """Channels of each node in the first cell of a DARTS network."""
     genotype: str | None = None
-    """Edges of a derived DARTS network's cells: the path of a search's genotype.json, or the text in it."""
+    """Edges of a derived DARTS network's cells: the path of a search's results.json, or the text in it."""
     init: Init = "torchvision"
     """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
