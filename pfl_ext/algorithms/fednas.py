@@ -1,31 +1,31 @@
 """FedNAS: users search together for the architecture of their network
-(He, Annavaram, Avestimehr 2020, "Towards Non-I.I.D. and Invisible Data with FedNAS: Federated Deep Learning via
-Neural Architecture Search", arXiv 2004.08546).
+(He, Annavaram, Avestimehr 2020, "Towards Non-I.I.D. and Invisible Data with FedNAS: Federated Deep Learning
+via Neural Architecture Search", arXiv 2004.08546).
 
-The network is that of DARTS' search (`pfl_ext.models.darts`, arXiv 1806.09055), whose parameters are weights w
-and architecture variables alpha. Every user starts at the server's (w, alpha) and halves its training images.
-With L_train the loss of a batch of the first half and L_val that of one of the second, each batch is two steps
-(MiLeNAS, He et al. 2020, arXiv 2003.12238; first order: w is a constant for alpha)
+The network is that of DARTS' search (`pfl_ext.models.darts`, arXiv 1806.09055), whose parameters are weights
+w and architecture variables alpha. Every user starts at the server's (w, alpha) and halves its training
+images. With L_train the loss of a batch of the first half and L_val that of one of the second, each batch is
+two steps (MiLeNAS, He et al. 2020, arXiv 2003.12238; first order: w is a constant for alpha)
 
     alpha <- Adam step on  grad_alpha (lambda L_train(w, alpha) + L_val(w, alpha))
     w     <- SGD step on   grad_w L_train(w, alpha)
 
-and the server averages both over the cohort, weighted as in FedAvg: ``(w, alpha) <- sum_k p_k (w_k, alpha_k)``.
-After each round the genotype that alpha says stands in the round's line of ``metrics.jsonl`` and in
-``genotype.json`` in the run directory. The second stage trains the derived network: ``model.arch: darts``
-with this file as ``model.genotype``, by FedAvg or any other algorithm.
+and the server averages both over the cohort, weighted as in FedAvg:
+``(w, alpha) <- sum_k p_k (w_k, alpha_k)``. After each round the genotype that alpha says stands in the
+round's line of ``metrics.jsonl`` and in ``genotype.json`` in the run directory. The second stage trains the
+derived network: ``model.arch: darts`` with this file as ``model.genotype``, by FedAvg or another algorithm.
 
 What is chosen here:
 
-* The halves are a function of (seed, user), the same in every round; of an odd number of images the first half
-  has one more. A user with one image moves w alone. No test image and no image of the val split is read:
-  those only score the model between rounds.
-* In an epoch each batch of the first half meets one of the second; where that has a batch less, its first comes
-  once more.
+* The halves are a function of (seed, user), the same in every round; of an odd number of images the first
+  half has one more. A user with one image moves w alone. No image of the splits val and test is read: those
+  only score the model between rounds.
+* In an epoch each batch of the first half meets one of the second; where that has a batch less, its first
+  comes once more.
 * w's gradient is clipped (`local.max_grad_norm`), and alpha's is not.
-* Both optimisers begin anew with every user in every round: users keep no state between rounds, as there may be
-  any number of them, and sending Adam's moments would be two more copies of alpha. The paper's users, who take
-  part in each round, do the same. Adam's bias correction counts a user's steps of the round.
+* Both optimisers begin with no state for every user in every round: users keep nothing between rounds, as
+  there may be any number of them, and to send Adam's moments would be two more copies of alpha. Adam's bias
+  correction counts a user's steps of the round.
 
 The engine does not know these steps: pfl's loop over users trains them.
 """

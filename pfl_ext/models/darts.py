@@ -1,18 +1,19 @@
-"""The networks of DARTS: the one in which an architecture is searched for, and the one that is derived from it
+"""The networks of DARTS: one in which an architecture is searched for, and one that is derived from it
 (Liu et al. 2019, "DARTS: Differentiable Architecture Search", arXiv 1806.09055).
 
 A network is a 3 x 3 convolution, cells one after another, the mean over the image, and a linear layer. A cell
-sees the outputs of the two cells before it; its own is all its nodes side by side, of c channels each. The cells
-at one and at two thirds of the depth halve the image and double c.
+sees the outputs of the two cells before it; its own is all its nodes side by side, of c channels each. The
+cells at one and at two thirds of the depth halve the image and double c.
 
 * ``darts_search``: every edge mixes all operations o, ``sum_o softmax(alpha)_o o(x)``. The rows of alpha are
-  parameters of the network, ``alpha_normal`` and ``alpha_reduce`` (``[14, 8]``), which all cells of a kind share.
+  parameters of the network, ``alpha_normal`` and ``alpha_reduce`` (``[14, 8]``), which all cells of a kind
+  share.
 * ``darts``: each node has the two edges of ``model.genotype`` (`pfl_ext.models.genotype`).
 
-As in the paper norms have no scale and shift in the search, and a pooling has a norm there and none afterwards.
-The paper's BatchNorm becomes GroupNorm, as in all networks here that train from scratch. A group must have
-several channels: the last layer takes each channel's mean over the image, which a norm of that channel alone
-would make a constant. The paper's auxiliary head and drop path are left out.
+As in the paper norms have no scale and shift in the search, and a pooling has a norm there and none
+afterwards. The paper's BatchNorm becomes GroupNorm, as in all networks here that train from scratch. A group
+must have several channels: the last layer takes each channel's mean over the image, which a norm of that
+channel alone would make a constant. The paper's auxiliary head and drop path are left out.
 
 Shape letters: B images of a batch, S side of the input, C and c channels, K labels.
 """
@@ -147,9 +148,7 @@ class Cell(nn.Module):
 class SearchCell(Cell):
     """A cell of the search, with all edges."""
 
-    def __init__(
-        self, inputs: tuple[int, int], channels: int, halves: bool, after_halving: bool
-    ) -> None:
+    def __init__(self, inputs: tuple[int, int], channels: int, halves: bool, after_halving: bool) -> None:
         super().__init__(inputs, channels, halves, after_halving, affine=False)
         sources = [source for node in range(NODES) for source in range(2 + node)]
         self.edges = nn.ModuleList(MixedOperation(channels, self.stride(source)) for source in sources)

@@ -91,8 +91,8 @@ def read_genotype(given: str) -> Genotype:
     except (OSError, ValueError, KeyError, TypeError) as fault:
         reason = str(fault).partition("\n")[0] or type(fault).__name__
         raise ValueError(
-            f"model.genotype is {given!r}, from which no genotype can be read ({reason}): give {FORM}, or the "
-            "genotype.json of a search"
+            f"model.genotype is {given!r}, from which no genotype can be read ({reason}): give {FORM}, or "
+            "the genotype.json of a search"
         ) from fault
     return _parsed(str(text))
 
@@ -105,7 +105,9 @@ def _parsed(text: str) -> Genotype:
             raise ValueError(f"there is no kind of cell {next(iter(cells))}")
     except (ValueError, KeyError) as fault:
         reason = f"no cell {fault}" if isinstance(fault, KeyError) else str(fault)
-        raise ValueError(f"model.genotype is {text!r}, which is no genotype ({reason}): give {FORM}") from fault
+        raise ValueError(
+            f"model.genotype is {text!r}, which is no genotype ({reason}): give {FORM}"
+        ) from fault
     return Genotype(normal, reduce)
 
 

@@ -85,7 +85,9 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
     argv = list({word.partition("=")[0]: word for word in argv}.values())
     with sparingly():
         assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
-    run(command("torchrun", 2, "tests.benchmarks.core.test_fednas_runs", *argv, f"--run_dir={tmp_path / '2'}"))
+    run(
+        command("torchrun", 2, "tests.benchmarks.core.test_fednas_runs", *argv, f"--run_dir={tmp_path / '2'}")
+    )
     alone, together = (
         checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
     )
@@ -99,11 +101,17 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
     [
         (["--federated.options.alpha_beta1=1"], "federated.options.alpha_beta1 is '1': "),
         (["--federated.options.alpha_learning_rate=0"], "federated.options.alpha_learning_rate is '0': "),
-        (["--federated.options.lambda=1"], "federated.options.lambda is no option of fednas, which has alpha_"),
+        (
+            ["--federated.options.lambda=1"],
+            "federated.options.lambda is no option of fednas, which has alpha_",
+        ),
         (["--server.learning_rate=2"], "--server.learning_rate has no effect where federated.algorithm is f"),
         (["--local.virtual_size=5"], "--local.virtual_size has no effect where federated.algorithm is fedna"),
         (["--runtime.lanes=2"], "--runtime.lanes has no effect where federated.algorithm is fednas"),
-        (["--model.arch=lenet"], "--model.cells has no effect where model.arch is lenet: remove it, or set mo"),
+        (
+            ["--model.arch=lenet"],
+            "--model.cells has no effect where model.arch is lenet: remove it, or set mo",
+        ),
         (["--model.genotype=x"], "model.genotype is 'x', from which no genotype can be read (["),
         (["--model.arch=darts"], "model.arch is darts, and model.genotype is none: give the genotype.json"),
         (["--model.cells=2"], "model.cells is '2': "),

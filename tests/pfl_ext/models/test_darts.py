@@ -25,9 +25,7 @@ TEXT = (
 
 
 def build(arch: str, **keys: Any) -> Any:
-    config = ModelConfig(
-        arch=arch, **{"input_size": 8, "cells": 3, "cell_channels": 4, "groups": 2, **keys}
-    )
+    config = ModelConfig(arch=arch, **{"input_size": 8, "cells": 3, "cell_channels": 4, "groups": 2, **keys})
     return build_backbone(config, 10, torch.Generator().manual_seed(3))
 
 
@@ -54,7 +52,7 @@ def test_a_genotype_is_read_as_it_is_written_and_from_a_file(tmp_path: Path) -> 
     ],
 )
 def test_what_is_no_genotype_is_one_line(given: str, reason: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^model\.genotype is ") as caught:
         read_genotype(given)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -69,7 +67,8 @@ def test_the_two_strongest_inputs_count_by_their_strongest_operation_but_none() 
     alphas[7, 6], alphas[8, 1] = 1.0, 1.5
     alphas[13, 2], alphas[9, 5] = 1.0, 2.0  # node 5: inputs 0 and 4
     assert strongest(alphas.tolist()) == tuple(
-        Edge(OPERATIONS[o], source) for o, source in ((4, 0), (3, 1), (5, 1), (7, 2), (6, 2), (1, 3), (5, 0), (2, 4))
+        Edge(OPERATIONS[o], source)
+        for o, source in ((4, 0), (3, 1), (5, 1), (7, 2), (6, 2), (1, 3), (5, 0), (2, 4))
     )
 
 
