@@ -214,7 +214,8 @@ def weight_step(
 ) -> None:
     """A step of w on the loss of a batch, with a gradient of at most this norm."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    _loss(model, train).backward(inputs=weights)
+    for weight, gradient in zip(weights, torch.autograd.grad(_loss(model, train), weights)):
+        weight.grad = gradient
     if max_norm is not None:
         torch.nn.utils.clip_grad_norm_(weights, max_norm)
     optimizer.step()

@@ -27,8 +27,12 @@ class Configured:
     reads: tuple[str, ...]
     """Those keys, which have no effect on other networks."""
 
+    def __call__(self, num_labels: int, input_size: int) -> nn.Module:
+        """The network with those keys at their defaults."""
+        return self.build(num_labels, ModelConfig(input_size=input_size))
 
-Network = Callable[[int, int], nn.Module] | Configured
+
+Network = Callable[[int, int], nn.Module]
 """From the number of labels and the side of the input; with random weights of torch's."""
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
 """What ``model.arch`` chooses by name, besides torchvision's classifiers."""

@@ -72,8 +72,8 @@ _MODULES = {
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
-    "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora prefix pretrained "
-    "random_features scatternet segmentation small standardised trained weights",
+    "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora prefix "
+    "pretrained random_features scatternet segmentation small standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
     "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
     "single_label task",

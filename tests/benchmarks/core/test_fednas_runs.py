@@ -32,6 +32,8 @@ SEARCH = (
     "--federated.algorithm=fednas",
     "--federated.options.alpha_learning_rate=0.01",
     "--federated.cohort_size=2",
+    "--local.num_epochs=1",
+    "--local.batch_size=64",
     "--evaluation.every_rounds=10",
 )
 TWO = ("--federated.num_rounds=2",)
@@ -106,7 +108,10 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
             "federated.options.lambda is no option of fednas, which has alpha_",
         ),
         (["--server.learning_rate=2"], "--server.learning_rate has no effect where federated.algorithm is f"),
-        (["--local.virtual_size=5"], "--local.virtual_size has no effect where federated.algorithm is fedna"),
+        (
+            ["--federated.weighting=users", "--local.virtual_size=5"],
+            "--local.virtual_size has no effect where federated.algorithm is fedna",
+        ),
         (["--runtime.lanes=2"], "--runtime.lanes has no effect where federated.algorithm is fednas"),
         (
             ["--model.arch=lenet"],

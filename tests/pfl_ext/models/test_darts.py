@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,11 @@ def test_the_search_network_has_all_operations_and_alpha_of_each_kind_mixes_its_
     with torch.no_grad():  # with one operation an edge: that of the edge alone
         for alpha in network.alphas:
             alpha.fill_(-100.0)[:, 3] = 100.0
-        states = [network.cells[0].before_last(stem := network.stem(images)), network.cells[0].last(stem)]
+        cell: Any = network.cells[0]
+        states = [cell.before_last(stem := network.stem(images)), cell.last(stem)]
         for _ in range(4):
             states.append(torch.stack(states).sum(0))
-        found = network.cells[0](stem, stem, network.alpha_normal.softmax(1))
+        found = cell(stem, stem, network.alpha_normal.softmax(1))
         torch.testing.assert_close(found, torch.cat(states[2:], 1))
     assert network.genotype().normal[:2] == (Edge("skip_connect", 0), Edge("skip_connect", 1))
 
@@ -118,9 +118,8 @@ def test_the_derived_network_has_the_operations_of_its_genotype_and_no_others() 
     genotype = read_genotype(TEXT)
     network = build("darts", genotype=TEXT)
     assert isinstance(network, CellNetwork)
-    found: list[Sequence[Edge]] = [
-        [Edge(_name(m), source) for m, source in zip(cell.edges, cell.sources)] for cell in network.cells
-    ]
+    cells: Any = network.cells
+    found = [[Edge(_name(m), source) for m, source in zip(cell.edges, cell.sources)] for cell in cells]
     assert found == [list(genotype.normal), list(genotype.reduce), list(genotype.reduce)]
     assert network(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
@@ -156,9 +155,9 @@ def test_outputs_depend_on_the_image_and_a_group_of_one_channel_is_refused() -> 
         build("darts")
     with pytest.raises(ValueError, match=r"choose another model\.input_size"):
         build("darts_search", input_size=10)
-    for keys in ({"cells": 2}, {"cell_channels": 1}):
+    for wrong in ({"cells": 2}, {"cell_channels": 1}):
         with pytest.raises(ValueError, match="greater than or equal"):
-            ModelConfig(**keys)  # type: ignore[arg-type]
+            ModelConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_paper_has_eight_cells_of_sixteen_channels_and_halves_at_thirds() -> None:
