@@ -38,7 +38,11 @@ class DataSource:
     """That comes with it, where the benchmark has it."""
 
     def resolve(
-        self, argv: Sequence[str], asked: Path | None, scales: Collection[str] = ("mini",)
+        self,
+        argv: Sequence[str],
+        asked: Path | None,
+        scales: Collection[str] = ("mini",),
+        setting: str = "",
     ) -> tuple[list[str], Path]:
         """The arguments and the data file of a command; the mini data set comes with its scale.
 
@@ -46,6 +50,7 @@ class DataSource:
             argv: the training arguments.
             asked: ``--data_path``, if there is one.
             scales: those that the benchmark has.
+            setting: of the run; ``mini-SETTING`` comes before the scale ``mini`` where there is one.
 
         Raises:
             ValueError: when ``--data_path`` names a file that does not exist.

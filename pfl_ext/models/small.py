@@ -17,6 +17,21 @@ from torch import nn
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.registry import Registry
 
+
+@dataclass(frozen=True)
+class Configured:
+    """A network that reads keys of ``model`` of its own."""
+
+    build: Callable[[int, ModelConfig], nn.Module]
+    """From the number of labels and the section; with random weights of torch's."""
+    reads: tuple[str, ...]
+    """Those keys, which have no effect on other networks."""
+
+    def __call__(self, num_labels: int, input_size: int) -> nn.Module:
+        """The network with those keys at their defaults."""
+        return self.build(num_labels, ModelConfig(input_size=input_size))
+
+
 Network = Callable[[int, int], nn.Module]
 """From the number of labels and the side of the input; with random weights of torch's."""
 
