@@ -34,8 +34,6 @@ class DataSource:
     spec: MiniSpec = MINI
     write: Callable[[Path, MiniSpec], None] | None = None
     """Draws it; None: with labels alone."""
-    scale: str = "mini"
-    """That comes with it, where the benchmark has it."""
 
     def resolve(
         self,
@@ -61,7 +59,8 @@ class DataSource:
                 raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
             return list(argv), path
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-        laid_over = [] if has_scale or self.scale not in scales else ["--scale", self.scale]
+        scale = next((name for name in (f"mini-{setting}", "mini") if name in scales), None)
+        laid_over = [] if has_scale or scale is None else ["--scale", scale]
         return [*argv, *laid_over], self.mini
 
     def ready(self, asked: Path | None, path: Path) -> None:

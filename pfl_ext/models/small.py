@@ -34,22 +34,6 @@ class Configured:
 
 Network = Callable[[int, int], nn.Module]
 """From the number of labels and the side of the input; with random weights of torch's."""
-
-
-@dataclass(frozen=True)
-class Configured:
-    """A network that reads keys of ``model`` of its own; called as a `Network`, it has their defaults."""
-
-    build: Callable[[int, ModelConfig], nn.Module]
-    """From the number of labels and the section; with random weights of torch's."""
-    reads: tuple[str, ...]
-    """Those keys, which have no effect on other networks."""
-
-    def __call__(self, num_labels: int, input_size: int) -> nn.Module:
-        """The network with these keys at their defaults."""
-        return self.build(num_labels, ModelConfig(input_size=input_size))
-
-
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
 """What ``model.arch`` chooses by name, besides torchvision's classifiers."""
 

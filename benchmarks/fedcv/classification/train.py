@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from benchmarks.core.clients import data_source
 from benchmarks.core.config.trees import Tree
@@ -34,9 +33,8 @@ class FederatedClassification(VisualClassification):
 
     @classmethod
     def source(cls, config: Config) -> DataSource:
-        """The file of ``data.dataset``; a search on the mini data set in its place has a scale of its own."""
-        source = data_source(config.data.dataset, "fedcv-data", CLASSES_FILE, CLASSES)
-        return replace(source, scale="mini-search") if config.model.arch == "darts_search" else source
+        """The file of ``data.dataset``."""
+        return data_source(config.data.dataset, "fedcv-data", CLASSES_FILE, CLASSES)
 
     def show(self, results: Tree) -> None:
         """The rows; those of the paper stand in the settings' files."""

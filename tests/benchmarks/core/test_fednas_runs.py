@@ -5,7 +5,6 @@ test_fednas_runs ARGUMENTS...          trains, as one of the workers of a launch
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,15 +65,15 @@ def test_a_search_is_killed_and_goes_on_reads_no_test_image_and_its_genotype_is_
     assert lines(directory) == lines(whole)
     for key in ("model_sha256", "val", "test", "traffic"):
         assert results(directory)[key] == results(whole)[key]
-    last = json.loads((directory / "genotype.json").read_text())
-    assert last == {"genotype": lines(whole)[1]["genotype"], "rounds": 2}
+    last = results(directory)
+    assert last["genotype"] == lines(whole)[1]["genotype"]
     tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
     held = [t for name, t in tensors.items() if not name.startswith("best/")]
     size = 4 * sum(t.numel() for t in held)
     assert results(whole)["traffic"] == {"down": size, "up": size}
     assert {"backbone.alpha_normal", "backbone.alpha_reduce"} <= set(tensors), "alpha goes both ways"
 
-    file = f"--model.genotype={directory / 'genotype.json'}"
+    file = f"--model.genotype={directory / 'results.json'}"
     derived = train(*NETWORK, "--model.arch=darts", file, "--federated.num_rounds=1", name="derived")
     assert read_yaml(derived / "config.yaml")["model"]["genotype"] == last["genotype"]
     assert "pfl's own loop" not in capsys.readouterr().err, "the engine trains it"
@@ -118,7 +117,7 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
             "--model.cells has no effect where model.arch is lenet: remove it, or set mo",
         ),
         (["--model.genotype=x"], "model.genotype is 'x', from which no genotype can be read (["),
-        (["--model.arch=darts"], "model.arch is darts, and model.genotype is none: give the genotype.json"),
+        (["--model.arch=darts"], "model.arch is darts, and model.genotype is none: give the results.json"),
         (["--model.cells=2"], "model.cells is '2': "),
         (["--model.groups=2"], "model.groups is 2, and a norm of 2 channels, model.cell_channels, would"),
         (["--model.trained=head"], "fednas trains all weights with the architecture: set model.trained to a"),

@@ -33,7 +33,7 @@ def test_a_genotype_is_read_as_it_is_written_and_from_a_file(tmp_path: Path) -> 
     assert genotype.text == TEXT
     assert genotype.normal[3] == Edge("dil_conv_5x5", 2)
     assert genotype.reduce[-1] == Edge("sep_conv_5x5", 4)
-    path = tmp_path / "genotype.json"
+    path = tmp_path / "results.json"
     path.write_text(json.dumps({"genotype": TEXT, "rounds": 1}))
     assert ModelConfig(genotype=str(path)) == ModelConfig(genotype=TEXT), "the path is no part of the config"
 
