@@ -200,7 +200,8 @@ def test_w_and_alpha_are_averaged_by_the_users_images(tmp_path: Path) -> None:
     run, store = run_of(sizes, FAST, {"federated": {"num_rounds": 1}}), Photographs(sizes)
     found, start = trained(run, store, tmp_path), first_state(run)
     ends = each_user(run, store, start, 0)
-    mean = {n: sum(size * end[n] for size, end in zip(sizes, ends)) / sum(sizes) for n in start}
+    shares = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    mean = {n: torch.tensordot(shares, torch.stack([end[n] for end in ends]), 1) for n in start}
     close(found.states[-1], mean, start)
     assert moved(found.states[-1], ends[0], "alpha") > 0.1 * moved(mean, start, "alpha")
     assert moved(ends[2], start, "alpha") == 0

@@ -151,7 +151,7 @@ def test_outputs_depend_on_the_image_and_a_group_of_one_channel_is_refused() -> 
         assert (outputs[0] - outputs[1]).abs().max() > 1e-3
         with pytest.raises(ValueError, match=r"set model\.groups to at most 2"):
             build(arch, **keys, groups=4)
-    with pytest.raises(ValueError, match=r"model\.genotype is none: give the genotype\.json of a search"):
+    with pytest.raises(ValueError, match=r"model\.genotype is none: give the results\.json of a search"):
         build("darts")
     with pytest.raises(ValueError, match=r"choose another model\.input_size"):
         build("darts_search", input_size=10)
