@@ -6,6 +6,7 @@ test_fednas_runs ARGUMENTS...          trains, as one of the workers of a launch
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from benchmarks.core.config.trees import read_yaml
+from benchmarks.fedcv.classification.config import CLASSIFICATION
+from benchmarks.fedcv.classification.train import FederatedClassification
 from benchmarks.flair.train import main
 from dataset.cli import run as run_command
 from dataset.store.views import PixelCache
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.fednas import FedNAS
+from pfl_ext.algorithms.fednas import FedNAS, FedNASOptions
 from tests.benchmarks.conftest import Train, killed_at
 from tests.benchmarks.core.worker_runs import SMALL
 from tests.benchmarks.sparing import sparingly
@@ -95,6 +98,18 @@ def test_two_workers_search_as_one(mini_file: Path, tmp_path: Path) -> None:
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-6, atol=1e-7)
     assert len(lines(tmp_path / "2")[0]["worker_seconds"]) == 2
+
+
+def test_the_mini_set_comes_with_a_search_of_its_size_and_the_recipe_is_the_papers() -> None:
+    argv = ["--config=fednas"]
+    words, _ = FederatedClassification.resolve_data([*argv, "--data_path=mini"])
+    words.remove("--data_path=mini")
+    model = CLASSIFICATION.parse(words).config.model
+    assert (model.arch, model.input_size, model.cells, model.groups) == ("darts_search", 16, 3, 2)
+    config = CLASSIFICATION.parse(argv).config
+    assert config.federated.options == asdict(FedNASOptions())
+    assert (config.local_rate(0), config.local_rate(49)) == pytest.approx((0.025, 0.001), rel=0.05)
+    assert (config.local.momentum, config.local.weight_decay, config.local.max_grad_norm) == (0.9, 3e-4, 5)
 
 
 @pytest.mark.parametrize(
