@@ -36,7 +36,9 @@ from pfl.stats import MappedVectorStatistics
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import dealt
+from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
+from pfl_ext.engine_trial import Trial, few_of
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, is_private
 from pfl_ext.randomness import seed32
 from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
@@ -160,6 +162,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         evaluation: scores a model on the central split; needed where pfl's algorithm has a validation cohort.
         accumulate: precision of the sum over users.
         config_hash: compared between workers, with the round and its cohort, before each reduction.
+        check: compares the engine with pfl's loop at the first cohort on a GPU; None: it is relied on.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         engine: CohortEngine | None = None,
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
+        check: SelfCheck | None = None,
     ) -> None:
         private = [p for p in postprocessors if is_private(p)]
         if training_data.noise_seed is None and not all(isinstance(p, NoisyMean) for p in private):
@@ -186,7 +190,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 "mechanism last among the postprocessors"
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
-        self._images, self.engine = training_data, engine
+        self._images, self.engine, self._check = training_data, engine, check
         self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
 
@@ -229,6 +233,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             return self._finish(context, *self._add_cohort(algorithm, context))
         rule = rule_of(algorithm, model, context)
         local = self._local_training(algorithm, rule, model, context)
+        if local is not None and rule is not None and not self._holds(local, rule, model, algorithm, context):
+            local = None
         if isinstance(local, LocalTraining):
             assert self.engine is not None
             assert rule is not None
@@ -278,6 +284,33 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         print(f"engine: pfl's own loop trains the users, because of {local}", file=sys.stderr)
         self.engine = None
         return None
+
+    def _holds(
+        self, local: LocalTraining, rule: Rule, model: PyTorchModel, algorithm: Any, context: CentralContext
+    ) -> bool:
+        """Whether the engine may train; on a GPU it is first compared with pfl's loop."""
+        check, engine = self._check, self.engine
+        assert engine is not None
+        few = few_of(self._images.members(context.cohort_size)) if check is not None else []
+        if check is None or not engine.on_gpu or rule.correction is not None or not few:
+            return True
+        self._check = None
+        together = self._only_norms_matter()
+        trial = Trial(
+            engine=engine,
+            images=self._images,
+            members=few,
+            local=local,
+            rule=rule,
+            model=model,
+            algorithm=algorithm,
+            context=context,
+            postprocessors=self._postprocessors if together else (),
+            weighting=self._weighting() if together else None,
+        )
+        holds = trial.settled(check)
+        self.engine = engine if holds else None
+        return holds
 
     def _only_norms_matter(self) -> bool:
         """Whether all that is done to a user's update is weighting, then scaling by its norms."""

@@ -223,6 +223,7 @@ def card(free: int = 10**9) -> Iterator[Counter[str]]:
     makers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
+        "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_name": lambda *_: "H200 that is not there",
         "max_memory_allocated": lambda *_: 10**9,

@@ -36,7 +36,7 @@ from benchmarks.reporting.plots import bench_bars
 from dataset.cli import OneLineParser, output_file
 from dataset.files import write_json
 from pfl_ext.data.federated_dataset import ImageStore
-from pfl_ext.engine.cohort import Watch
+from pfl_ext.engine.watch import Watch
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean

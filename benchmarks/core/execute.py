@@ -77,6 +77,22 @@ def pfl_device(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Within, a GPU adds up in the same order each time; a CPU always does. torch says what it cannot repeat.
+
+    cuBLAS reads its variable when CUDA wakes up, so that this must come before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
 def started(runtime: Runtime) -> Iterator[None]:
     """Threads, device and the connection to the other workers, if a launcher started some."""
     keep_freed_memory()
@@ -88,7 +104,7 @@ def started(runtime: Runtime) -> Iterator[None]:
         timeout=runtime.worker_timeout_s,
         compress=runtime.reduce == "bf16",
     )
-    with workers as device, pfl_device(device):
+    with workers as device, pfl_device(device), deterministic(runtime.deterministic):
         yield
 
 
@@ -259,6 +275,7 @@ def _write_results(
         "wall_clock_s": round(recorder.progress.wall_clock, 3),
         "hardware": hardware(),
         "arithmetic": recorder.arithmetic,
+        **({} if recorder.engine_check is None else {"engine_check": recorder.engine_check}),
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
         **recorder.findings,
         "commit": commit(),

@@ -25,6 +25,7 @@ from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import refuse
@@ -143,6 +144,9 @@ def means(
         engine=engine,
         accumulate=accumulate,
         config_hash=digest(config)[:16],
+        check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
+        if runtime.check_engine
+        else None,
     )
 
 
@@ -211,6 +215,7 @@ def train_federated(
     recorder.arithmetic = (
         f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
     )
+    recorder.engine_check = None if training.check is None else training.check.outcome
     recorder.traffic = algorithm.bytes(state)._asdict()
     recorder.findings = algorithm.findings(state)
     if training.engine is not None:

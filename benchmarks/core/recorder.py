@@ -135,6 +135,7 @@ class Recorder:
         self.unit, self.num_steps = files.run.config.unit, files.run.config.num_steps
         self.best = Best()
         self.arithmetic: str | None = None
+        self.engine_check: dict[str, Any] | None = None
         """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
         self.traffic: dict[str, int] | None = None
         """Bytes between the server and each user of a round."""

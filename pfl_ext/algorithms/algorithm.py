@@ -24,6 +24,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.registry import Registry
@@ -89,6 +90,8 @@ class Means(Setup):
     accumulate: torch.dtype
     """Of sums over users."""
     config_hash: str
+    check: SelfCheck | None = None
+    """Of the engine, on a GPU."""
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -105,6 +108,7 @@ class Means(Setup):
             engine=self.engine,
             accumulate=self.accumulate,
             config_hash=self.config_hash,
+            check=self.check,
         )
 
 

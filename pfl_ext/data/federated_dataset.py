@@ -252,11 +252,11 @@ class FederatedImageDataset(FederatedDataset):
     @contextlib.contextmanager
     def only(self, users: IntArray) -> Iterator[None]:
         """Within, these users are the cohort."""
-        self._only = users
+        before, self._only = self._only, users
         try:
             yield
         finally:
-            self._only = None
+            self._only = before
 
     @staticmethod
     def _no_sampler() -> int:

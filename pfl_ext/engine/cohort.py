@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +33,14 @@ from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
 from pfl_ext.engine.trim import Trimmed
+from pfl_ext.engine.watch import Watch
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
 from pfl_ext.privacy.central import PrivateMean
 from pfl_ext.rules import Rule
 
-GPU_LANES = 8  # streams; to be measured on a card (benchmarks.flair.bench has cases for it)
+GPU_LANES = 4
+"""Streams: on an H200 (README) rounds with 8 or 16 were no faster, and their start took twice as long."""
 NO_ROOM = "the device has no memory to train on: choose a smaller network, input or batch"
 PLAIN = Rule()
 
@@ -54,21 +55,6 @@ class CohortSum:
     tally: Tensor | None  # [5]
     besides: dict[str, Tensor] = field(default_factory=dict)
     """What users send besides their updates."""
-
-
-Item = TypeVar("Item")
-
-
-class Watch:
-    """Where the lanes' time goes: this one measures nothing. It is called from their threads."""
-
-    def charge(self, part: str) -> AbstractContextManager[None]:
-        """Around work of a kind: ``training``."""
-        return nullcontext()
-
-    def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; waiting for each is of a kind: ``data``."""
-        return items
 
 
 class CohortEngine:
@@ -99,14 +85,14 @@ class CohortEngine:
         rate_varies: bool = False,
     ) -> None:
         self._device = model.mean.device
-        on_cpu, self._on_gpu = (self._device.type == kind for kind in ("cpu", "cuda"))
+        on_cpu, self.on_gpu = (self._device.type == kind for kind in ("cpu", "cuda"))
         if lanes is None:
             lanes = torch.get_num_threads() if on_cpu else GPU_LANES
         self._fuse = on_cpu if fuse is None else fuse
         self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
         self._max_users = MAX_USERS_OF_FEATURES if isinstance(model, FeatureClassifier) else MAX_USERS
         self._prefetch, self._readers, self._rate_varies = prefetch, reader_threads, rate_varies
-        self._pool = LanePool(self._device)
+        self._pool, self._path = LanePool(self._device), 0
         self._kernels = kernels_for(model) if cpu_kernels else None
         self.watch = Watch()
         self._build(False, layers_for(self._kernels, None))
@@ -121,8 +107,9 @@ class CohortEngine:
         net = TapedNetwork(model.backbone)
         with ieee_float32(self._device):
             self._fusable = self._fuse and fusable(model, net)
+        graphs, count = self._path < 1, self._num_lanes if self._path < 2 else 1
         self.lanes = [
-            Lane(model, self._layout, start, self._accumulate, self._fusable) for _ in range(self._num_lanes)
+            Lane(model, self._layout, start, self._accumulate, self._fusable, graphs) for _ in range(count)
         ]
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
@@ -135,7 +122,7 @@ class CohortEngine:
     def _prepare_network(self, precision: torch.dtype | None, whole: bool) -> torch.dtype | None:
         """Returns the type of torch's autocast."""
         layers: CpuLayers | GpuLayers | None = layers_for(self._kernels, precision)
-        if self._on_gpu and precision is not None:
+        if self.on_gpu and precision is not None and self._path < 3:
             layers = GpuLayers(precision)
         if (whole, layers) != self._built:
             self._build(whole, layers)
@@ -145,6 +132,13 @@ class CohortEngine:
         """How training in this type, None being float32, is computed, in one line."""
         autocast = self._prepare_network(precision, self._built[0])
         return described(self._model.trained_part, autocast)
+
+    def take_path(self, number: int) -> None:
+        """On a GPU: go by this one of `selfcheck.PATHS` from here on."""
+        if number != self._path:
+            self.close()
+            self._path = number
+            self._build(self._built[0], None if number == 3 else self._built[1])
 
     def close(self) -> None:
         """Stop the lanes' threads."""
@@ -197,7 +191,7 @@ class CohortEngine:
         members = [member for task in tasks for member in task.members]
         self._trimmed.refresh()
         with ieee_float32(self._device):
-            if self._on_gpu and local.form not in self._rehearsed:
+            if self.on_gpu and local.form not in self._rehearsed:
                 for member in [m for m in members if m.num_images][:1]:
                     sample = next(self._batches(dataset.read(member), local))
                     self._rehearse(sample, local, scaling, self.lanes)
@@ -272,7 +266,7 @@ class CohortEngine:
         """Train all these; whether memory was enough."""
         for lane in self.lanes:
             lane.clear()
-        planned = plan(tasks, len(self.lanes), widen=not self._on_gpu)
+        planned = plan(tasks, len(self.lanes), widen=not self.on_gpu)
         faults = self._pool.run(self.lanes, planned, lambda lane, mine: self._work(lane, mine, *job))
         for fault in faults:
             if not is_out_of_memory(fault):
@@ -299,7 +293,7 @@ class CohortEngine:
             once = self._settled(user.once()) if rule.whole_gradient else ()
             return list(self._batches(user, local)), list(once), []
 
-        begin = partial(begin_thread, self._device) if self._on_gpu else None
+        begin = partial(begin_thread, self._device) if self.on_gpu else None
         read_ahead = prefetched(read, tasks, ahead=self._prefetch, threads=self._readers, begin=begin)
         with lane.working():
             for task, (steps, once, sizes) in zip(tasks, self.watch.iterator("data", read_ahead)):
@@ -388,7 +382,7 @@ class CohortEngine:
         self._trimmed.refresh()
         batches = list(self._batches(dataset, local))
         with ieee_float32(self._device):
-            if self._on_gpu and batches and local.form not in self._rehearsed:
+            if self.on_gpu and batches and local.form not in self._rehearsed:
                 self._rehearse(batches[0], local, None, self.lanes[:1])
             with lane.working():
                 lane.train(batches, local)

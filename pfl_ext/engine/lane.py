@@ -96,6 +96,7 @@ class Lane:
         start: the central weights ``[P]``, of which ``central``'s parameters are views.
         once: whether no layer is used twice: then gradients of uses need not be added up, and a weight may be
             moved as soon as its gradient is known.
+        graphs: whether a GPU's steps are recorded.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Lane:
         start: Tensor,
         accumulate: torch.dtype,
         once: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.layout, self._start, self._once = layout, start, once
         self._local = layout.zeros()  # weights, then the update
@@ -123,7 +125,7 @@ class Lane:
         self.net = TapedNetwork(central.backbone)
         on_gpu = layout.device.type == "cuda"
         self._stream = torch.cuda.Stream(layout.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs = StepGraphs(layout.device, self._written) if on_gpu else None
+        self._graphs = StepGraphs(layout.device, self._written) if on_gpu and graphs else None
         self._rate = torch.ones((), device=layout.device)  # what graphs read where the rate varies
         self._users_done: deque[Any] = deque()
 
@@ -199,7 +201,8 @@ class Lane:
         first = True
         for batch in batches:
             if self._graphs is None:
-                self._step(local, first, batch)
+                there = Batch(*(t.to(self.layout.device, non_blocking=True) for t in batch))
+                self._step(local, first, there)
             else:
                 self._graphs.run(self._step, local.form, first, batch)
             first = False

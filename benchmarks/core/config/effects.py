@@ -158,7 +158,9 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
         keys = "lanes fuse accumulate reduce"
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if runtime.engine == "stock":
-        yield Idle("lanes fuse cpu_kernels", "runtime.engine is stock", "set runtime.engine to fast")
+        yield Idle(
+            "lanes fuse cpu_kernels check_engine", "runtime.engine is stock", "set runtime.engine to fast"
+        )
     if config.model.trained not in (*ON_FEATURES, "last_blocks"):
         because = f"model.trained is {config.model.trained}"
         yield Idle("cache_features", because, "set model.trained to head")

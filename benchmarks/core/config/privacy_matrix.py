@@ -159,7 +159,10 @@ TABLE: Mapping[str, Rule] = {
     "local_privacy": Rule(ONE_KIND, (None,), None),
     **each(ACCOUNTED, "local_privacy", "mechanism clipping_bound epsilon delta"),
     **each(SEEDED, "local_privacy", "noise_seed"),
-    **each(ROUNDING, "runtime", "device engine cpu_kernels lanes fuse threads accumulate"),
+    **each(ROUNDING, "runtime", "device engine cpu_kernels lanes fuse threads accumulate deterministic"),
+    "runtime.check_engine": Rule(
+        "trains users twice and keeps neither; a private run says only that it held"
+    ),
     "runtime.precision": Rule("bf16 computes local training; updates, norms, sums and noise stay in float32"),
     "runtime.reduce": only(
         "bf16 rounds sums after clipping and before noise, which moves them by more than the bound", "exact"

@@ -295,7 +295,11 @@ class Runtime:
     cpu_kernels: bool = True
     """Use convolutions and norms compiled at the first start (fast engine, CPU with a C++ compiler)."""
     lanes: PositiveInt | None = None
-    """Users that the fast engine trains at a time; none: one for each CPU thread, 8 on a GPU."""
+    """Users that the fast engine trains at a time; none: one for each CPU thread, 4 on a GPU."""
+    deterministic: bool = False
+    """On a GPU, take algorithms that repeat a run bit for bit, where torch has them; slower."""
+    check_engine: bool = True
+    """On a GPU, compare the fast engine with pfl's loop on a few users before the first round."""
     fuse: bool | None = None
     """The fast engine trains users with one step in one pass; none: on a CPU, not on a GPU."""
     threads: PositiveInt | None = None

@@ -198,6 +198,8 @@ class Setting:
     scaffold: tuple[Option, Correction] | None = None
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
+    check: Any = None
+    """Of the engine, on a GPU."""
     controls: Controls | None = field(default=None, init=False)
     """SCAFFOLD's, after a run."""
 
@@ -228,6 +230,7 @@ class Setting:
             seed=1,
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
             engine=CohortEngine(module, rate_varies=bool(self.rates), **options) if engine else None,
+            check=self.check,
         )
         algorithm = self.algorithm or (FederatedAveraging() if self.mu is None else FedProx())
         if self.nova:

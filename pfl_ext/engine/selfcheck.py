@@ -1,0 +1,222 @@
+"""Before the first round on a GPU, the engine shows that it trains there as pfl's own loop does.
+
+A few users of the round are trained by both, and what they send is compared: weighted, clipped and added up,
+as one vector. Where the fast path fails, hangs or is off by more than `LIMITS`, the engine takes the next of
+`PATHS` and is compared again; after the last of them pfl's loop trains the users. Private runs clip in both,
+so that a path whose clipping is wrong is not taken.
+
+What came of it is kept in the user's cache folder for the same GPU, versions, code and network. It is noted
+there before each attempt which path is tried: a path that took the process with it is not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dataset.files import write_json
+
+PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
+"""Each with all that those before it have given up."""
+LIMITS: Mapping[torch.dtype | None, float] = {None: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Of the distance between the two sums over the length of pfl's, by the type of torch's autocast."""
+SECONDS = 180.0
+"""For one path, with the compilation of its kernels; beyond that it hangs."""
+AGAIN = 75
+"""Exit code of what goes on when the same command is started again (`dataset.cli`)."""
+Sums = Mapping[str, Tensor]
+
+
+def fingerprint(*words: Any) -> str:
+    """Of the GPU, the versions, the engine's code and these words."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    texts = [path.read_text() for path in sources]
+    versions = torch.__version__, torch.version.cuda, torch.cuda.get_device_name()
+    return hashlib.sha256(repr((texts, versions, words)).encode()).hexdigest()[:16]
+
+
+def distance(ours: Sums, theirs: Sums) -> float:
+    """Of two sums by variable, over the length of the second; not a number where either is not finite."""
+    gap = torch.stack([(ours[n].double() - theirs[n].double()).square().sum() for n in theirs]).sum()
+    size = torch.stack([t.double().square().sum() for t in theirs.values()]).sum()
+    return float((gap / size.clamp(min=1e-60)).sqrt())
+
+
+class SelfCheck:
+    """Finds a path that can be relied on, once in a process.
+
+    Args:
+        folder: of the run, in which ``engine_check.json`` says what failed.
+        private: whether the run is: a deviation is a number made of users' images, and is not told then.
+        kept: where outcomes are kept; None: the user's cache folder.
+        seconds: for one path.
+        end: ends a process that hangs.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        private: bool = False,
+        kept: Path | None = None,
+        seconds: float = SECONDS,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+        self._folder, self._kept, self._seconds, self._end = folder, kept or cache, seconds, end
+        self._private = private
+        self.outcome: dict[str, Any] | None = None
+        """For ``results.json``; None: nothing was checked."""
+
+    def path(
+        self,
+        key: str,
+        precision: torch.dtype | None,
+        ours: Callable[[int], Sums],
+        theirs: Callable[[], Sums],
+        users: int,
+    ) -> int:
+        """The place in `PATHS` of the first that holds; their number if none does.
+
+        Args:
+            key: what the outcome is kept under.
+            ours: the sum by a path, given its place.
+            theirs: the sum by pfl's loop.
+            users: how many are trained, for the line that is printed.
+        """
+        place = self._kept / f"engine-check-{key}-{torch.cuda.current_device()}.json"
+        known = _read(place)
+        if "path" in known:
+            self.outcome = known
+            self._say(known, " before")
+            return int(known["path"])
+        failures = list(known.get("failures", ()))
+        if "trying" in known:
+            failures.append(
+                {"path": known["trying"], "why": "it took the process with it, or was interrupted"}
+            )
+        expected = theirs()
+        for number in range(len(PATHS)):
+            if any(failure["path"] == number for failure in failures):
+                continue
+            _write(place, {"trying": number, "failures": failures})
+            deviation, why = self._tried(number, precision, ours, expected)
+            if why is None:
+                break
+            failures.append({"path": number, "why": why, "deviation": deviation})
+            print(f"engine: {PATHS[number]} cannot be relied on here: {why}", file=sys.stderr)
+            self._report(failures)
+        else:
+            number, deviation = len(PATHS), None
+        gpu = torch.cuda.get_device_name()
+        self.outcome = {
+            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": LIMITS[precision],
+            "failures": failures,
+        }  # fmt: skip
+        _write(place, self.outcome)
+        self._say(self.outcome)
+        return number
+
+    def _tried(
+        self, number: int, precision: torch.dtype | None, ours: Callable[[int], Sums], expected: Sums
+    ) -> tuple[float | None, str | None]:
+        """The deviation of a path, and why it cannot be relied on, if it cannot."""
+        with self._watched(number):
+            try:
+                deviation = distance(ours(number), expected)
+            except Exception as fault:  # whatever a device, a compiler or torch makes of it
+                why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+                self._traceback = traceback.format_exc()
+                _end_if_dead(why)
+                return None, why
+        limit = LIMITS[precision]
+        told = None if self._private or not math.isfinite(deviation) else deviation
+        if not deviation <= limit:
+            far = "" if self._private else f"by {deviation:.1e}, "
+            return told, f"it is off {far}by more than {limit:.0e} of the sum of updates"
+        return told, None
+
+    @contextlib.contextmanager
+    def _watched(self, number: int) -> Iterator[None]:
+        def hung() -> None:
+            print(
+                f"engine: {PATHS[number]} hangs here; start the same command again, which does without",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._end(AGAIN)
+
+        timer = threading.Timer(self._seconds, hung)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    _traceback = ""
+
+    def _report(self, failures: list[dict[str, Any]]) -> None:
+        if self._folder is None or not self._folder.is_dir():
+            return
+        about = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "failures": [{**failure, "path": PATHS[failure["path"]]} for failure in failures],
+            "last_traceback": self._traceback.splitlines(),
+        }
+        write_json(self._folder / "engine_check.json", about)
+
+    @staticmethod
+    def _say(outcome: Mapping[str, Any], when: str = "") -> None:
+        number = outcome["path"]
+        if number == len(PATHS):
+            print("engine: pfl's own loop trains the users, as no faster path holds here", file=sys.stderr)
+            return
+        deviation = outcome["deviation"]
+        off = f"under {outcome['limit']:.0e}" if deviation is None else f"{deviation:.0e}"
+        print(
+            f"engine checked{when} on {outcome['device']}: {outcome['users']} users, deviation {off}, "
+            f"{PATHS[number]}",
+            file=sys.stderr,
+        )
+
+
+def _end_if_dead(why: str) -> None:
+    """A GPU that met an illegal access refuses all further work of its process.
+
+    Raises:
+        SystemExit: code 75: the same command goes on by another path.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as fault:
+        print(f"engine: {why}; start the same command again, which does without", file=sys.stderr)
+        raise SystemExit(AGAIN) from fault
+
+
+def _read(place: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(place.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(place: Path, content: Mapping[str, Any]) -> None:
+    """What cannot be kept is checked again."""
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, content)

@@ -1,0 +1,104 @@
+"""The engine and pfl's loop train the same few users of a cohort, for `pfl_ext.engine.selfcheck`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pfl.context import CentralContext, UserContext
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
+from pfl.model.pytorch import PyTorchModel
+from pfl.postprocessor.base import Postprocessor
+from torch import Tensor
+
+from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
+from pfl_ext.engine.card import ieee_float32
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.selfcheck import PATHS, SelfCheck, fingerprint
+from pfl_ext.engine.training import LocalTraining
+from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.rules import Rule
+
+Sent = dict[str, Tensor]
+"""What users send, by variable."""
+
+
+def few_of(members: Sequence[Member]) -> list[Member]:
+    """The two users with the fewest steps, and another of those with several."""
+    by_steps = sorted((m for m in members if m.num_images), key=lambda m: (m.num_steps, m.num_images))
+    several = [m for m in by_steps[2:] if m.num_steps > 1]
+    return [*by_steps[:2], *several[:1]]
+
+
+def added_up(each: Iterable[Sent]) -> Sent:
+    """The sum of what users send, in memory of its own."""
+    total: Sent = {}
+    for sent in each:
+        total = {name: total[name] + t if total else t.clone() for name, t in sent.items()}
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The users, and how they are trained."""
+
+    engine: CohortEngine
+    images: FederatedImageDataset
+    members: Sequence[Member]
+    local: LocalTraining
+    rule: Rule
+    model: PyTorchModel
+    algorithm: Any
+    context: CentralContext[Any, Any]
+    postprocessors: Sequence[Postprocessor]
+    """What is done to each user's update."""
+    weighting: tuple[bool, PrivateMean | None] | None
+    """Whether users weigh by their images, and the mechanism; None: the engine trains them one by one."""
+
+    def settled(self, check: SelfCheck) -> bool:
+        """Whether there is a path for the engine, which it then takes; the same one on all workers."""
+        private = None if self.weighting is None else self.weighting[1]
+        bound = None if private is None else (type(private).__name__, private.clipping_bound)
+        key = fingerprint(repr(self.model.pytorch_model), self.local.form, bound)
+        number = check.path(key, self.local.amp, self.ours, self.theirs, len(self.members))
+        if get_ops().distributed.world_size > 1:
+            flags = torch.zeros(len(PATHS) + 1)
+            flags[number] = 1
+            get_ops().distributed.all_reduce([flags])
+            number = int(flags.nonzero().max())
+        if number == len(PATHS):
+            return False
+        self.engine.take_path(number)
+        return True
+
+    def ours(self, path: int) -> Sent:
+        """The sum by a path of the engine."""
+        engine, local = self.engine, self.local
+        engine.take_path(path)
+        if self.weighting is None:
+            total = added_up(engine.train_alone(self.images.read(m), local) for m in self.members)
+        else:
+            by_images, private = self.weighting
+            tasks = engine.tasks(self.members, local, private)
+
+            def weight(member: Member) -> float:
+                return float(member.num_images) if by_images else 1.0
+
+            total = added_up([engine.train(self.images, tasks, local, weight, private, self.rule).update])
+        engine.take_losses()
+        return total
+
+    def theirs(self) -> Sent:
+        """The sum by pfl's loop."""
+        with ieee_float32(self.model.pytorch_model.mean.device):
+            return added_up(map(self._sent, self.members))
+
+    def _sent(self, member: Member) -> Sent:
+        user = self.images.read(member)
+        stats, metrics = self.algorithm.simulate_one_user(self.model, user, self.context)
+        about = UserContext(len(user), 0, user.user_id, metrics)
+        for postprocessor in self.postprocessors:
+            stats, _ = postprocessor.postprocess_one_user(stats=stats, user_context=about)
+        return {name: stats[name] for name in self.model.variable_map}
