@@ -112,7 +112,8 @@ def search(net: nn.Module, state: State, epochs: Sequence[Any], rate: float, con
     of_alpha = [name for name in state if name.startswith("alpha")]
     of_w = [name for name in state if name not in of_alpha]
     m = {name: torch.zeros_like(state[name]) for name in of_alpha}
-    v, velocity, t = dict(m), {}, 0
+    v, velocity, t = dict(m), State(), 0
+    beta1, beta2 = options.alpha_beta1, options.alpha_beta2
     for first, second in epochs:
         for place, train in enumerate(first):
             if second:
@@ -122,20 +123,15 @@ def search(net: nn.Module, state: State, epochs: Sequence[Any], rate: float, con
                 for name in of_alpha:
                     g = options.train_loss_weight * ours[name] + theirs[name]
                     g = g + options.alpha_weight_decay * state[name]
-                    m[name] = options.alpha_beta1 * m[name] + (1 - options.alpha_beta1) * g
-                    v[name] = options.alpha_beta2 * v[name] + (1 - options.alpha_beta2) * g**2
-                    mean, square = (
-                        m[name] / (1 - options.alpha_beta1**t),
-                        v[name] / (1 - options.alpha_beta2**t),
-                    )
+                    m[name] = beta1 * m[name] + (1 - beta1) * g
+                    v[name] = beta2 * v[name] + (1 - beta2) * g**2
+                    mean, square = m[name] / (1 - beta1**t), v[name] / (1 - beta2**t)
                     state[name] = state[name] - options.alpha_learning_rate * mean / (square.sqrt() + 1e-8)
             found = gradients(net, state, train, of_w)
-            norm = torch.sqrt(sum((g**2).sum() for g in found.values()))
+            norm = float(torch.cat([g.flatten() for g in found.values()]).norm())
+            factor = min(1.0, (local.max_grad_norm or norm) / norm)
             for name, g in found.items():
-                g = (
-                    g * min(1.0, (local.max_grad_norm or 1e9) / float(norm))
-                    + local.weight_decay * state[name]
-                )
+                g = g * factor + local.weight_decay * state[name]
                 velocity[name] = local.momentum * velocity[name] + g if name in velocity else g
                 state[name] = state[name] - rate * velocity[name]
     return state
