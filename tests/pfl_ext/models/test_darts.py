@@ -92,11 +92,15 @@ def test_the_search_network_has_all_operations_and_alpha_of_each_kind_mixes_its_
     images = torch.randn(2, 3, 8, 8)
     network(images).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.alphas)
+    stem = network.stem(images).detach()
+    out = network.run(network.cells[0], stem, stem).square().sum()
+    normal, reduce = torch.autograd.grad(out, network.alphas, allow_unused=True)
+    assert (normal is None, reduce is None) == (False, True), "the first cell halves nothing"
     with torch.no_grad():  # with one operation an edge: that of the edge alone
         for alpha in network.alphas:
             alpha.fill_(-100.0)[:, 3] = 100.0
         cell: Any = network.cells[0]
-        states = [cell.before_last(stem := network.stem(images)), cell.last(stem)]
+        states = [cell.before_last(stem), cell.last(stem)]
         for _ in range(4):
             states.append(torch.stack(states).sum(0))
         found = cell(stem, stem, network.alpha_normal.softmax(1))
