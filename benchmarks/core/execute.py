@@ -277,6 +277,7 @@ def _write_results(
         "arithmetic": recorder.arithmetic,
         **({} if recorder.engine_check is None else {"engine_check": recorder.engine_check}),
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
+        **recorder.findings,
         "commit": commit(),
         "torch": torch.__version__,
         **of_config,

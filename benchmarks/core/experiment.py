@@ -73,7 +73,8 @@ class Experiment(ABC, Generic[C]):
             ValueError: when a ``--data_path`` is given that does not exist.
         """
         run = cls.benchmark.parse(argv)
-        return cls.source(run.config).resolve(argv, run.data_path, cls.benchmark.scales)
+        config, scales = run.config, cls.benchmark.scales
+        return cls.source(config).resolve(argv, run.data_path, scales, config.setting)
 
     @classmethod
     def ready_data(cls, run: Run[C], path: Path) -> None:

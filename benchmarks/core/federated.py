@@ -217,6 +217,7 @@ def train_federated(
     )
     recorder.engine_check = None if training.check is None else training.check.outcome
     recorder.traffic = algorithm.bytes(state)._asdict()
+    recorder.findings = algorithm.findings(state)
     if training.engine is not None:
         training.engine.close()
     if not recorder.ended:

@@ -36,7 +36,11 @@ class DataSource:
     """Draws it; None: with labels alone."""
 
     def resolve(
-        self, argv: Sequence[str], asked: Path | None, scales: Collection[str] = ("mini",)
+        self,
+        argv: Sequence[str],
+        asked: Path | None,
+        scales: Collection[str] = ("mini",),
+        setting: str = "",
     ) -> tuple[list[str], Path]:
         """The arguments and the data file of a command; the mini data set comes with its scale.
 
@@ -44,6 +48,7 @@ class DataSource:
             argv: the training arguments.
             asked: ``--data_path``, if there is one.
             scales: those that the benchmark has.
+            setting: of the run; ``mini-SETTING`` comes before the scale ``mini`` where there is one.
 
         Raises:
             ValueError: when ``--data_path`` names a file that does not exist.
@@ -54,7 +59,8 @@ class DataSource:
                 raise ValueError(f"--data_path {path}: no such file; make it with {self.maker}")
             return list(argv), path
         has_scale = any(word == "--scale" or word.startswith("--scale=") for word in argv)
-        laid_over = [] if has_scale or "mini" not in scales else ["--scale", "mini"]
+        scale = next((name for name in (f"mini-{setting}", "mini") if name in scales), None)
+        laid_over = [] if has_scale or scale is None else ["--scale", scale]
         return [*argv, *laid_over], self.mini
 
     def ready(self, asked: Path | None, path: Path) -> None:

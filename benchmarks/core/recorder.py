@@ -139,6 +139,8 @@ class Recorder:
         """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
         self.traffic: dict[str, int] | None = None
         """Bytes between the server and each user of a round."""
+        self.findings: Tree = {}
+        """What the algorithm has found besides a model, by its own keys of ``results.json``."""
         self.ledger: Ledger | None = None
         self.tracking: Tracking | None = None
         self.held = Held()

@@ -211,6 +211,10 @@ class Algorithm(Choice, ABC, Generic[State]):
         size = trained_bytes(self.means.module)
         return Traffic(size, size)
 
+    def findings(self, state: State) -> dict[str, Any]:
+        """What the run has found besides a model, for ``results.json``; the keys are the algorithm's own."""
+        return {}
+
     @property
     def engine(self) -> CohortEngine | None:
         """What trains users; None: pfl's own loop."""

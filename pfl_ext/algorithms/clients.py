@@ -8,35 +8,53 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from pfl.context import CentralContext
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
 from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
-from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.data.federated_dataset import IntArray, UserImages
 from pfl_ext.privacy.central import is_private
-from pfl_ext.rules import PRIVACY_NOT_ARGUED, refuse
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 Weights = dict[str, Tensor]
 """The trained variables of a model by name."""
 
 
+class Trainer(Protocol):
+    """What pfl's backend asks of an algorithm whose users do not train as FedAvg's do."""
+
+    refusals: Refusals
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """A user's update by variable, of the model that the server sent, which is left as it was."""
+        ...
+
+
 class Clients:
     """The users of a run.
+
+    Args:
+        means: the run's.
+        trainer: what trains one user, and says its ``refusals``; None: FedAvg's local training.
 
     Raises:
         ValueError: in a private run, whose mechanism bounds one sum of updates in each round and not several.
     """
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: Means, trainer: Trainer | None = None) -> None:
         refuse(PRIVACY_NOT_ARGUED, privacy=any(map(is_private, means.postprocessors)))
-        self._means, self._algorithm = means, FedAvg()
+        self._means, self._algorithm = means, FedAvg() if trainer is None else trainer
         self._backend = means.backend()
 
     def weights(self) -> Weights:

@@ -146,6 +146,19 @@ class UserImages(Dataset):
         for first in range(0, len(self), size):
             yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)
 
+    def part(self, positions: IntArray, number: int) -> UserImages:
+        """Some of the images as a data set of their own.
+
+        Args:
+            positions: of the images, each below ``len(self)``.
+            number: at least 0; parts of different numbers draw their batches independently.
+        """
+        images, targets = self.raw_data
+        rng = np.random.Generator(self._aside.jumped(4 * number + 3))
+        return UserImages(
+            images[positions], targets[positions], self.user_id, self._sampling, rng, self._collate
+        )
+
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, targets = self.raw_data
         sampling = self._sampling

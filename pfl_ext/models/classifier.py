@@ -30,7 +30,7 @@ from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
-from pfl_ext.models.small import NETWORKS
+from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
 from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part
 from pfl_ext.models.weights import load_weights, read_weights
@@ -90,7 +90,7 @@ def build_backbone(
         raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     arch = config.arch
     with DrawFrom(generator):
-        backbone = _untrained(arch, num_labels, config.input_size)
+        backbone = _untrained(config, num_labels)
     if getattr(backbone, "aux_logits", False):
         raise ValueError(f"{arch} has auxiliary outputs, which are not supported; take another arch")
     initialise(backbone, config, generator)
@@ -122,9 +122,13 @@ def build_backbone(
     return backbone
 
 
-def _untrained(arch: str, num_labels: int, input_size: int) -> nn.Module:
+def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
+    arch, input_size = config.arch, config.input_size
     if arch in NETWORKS.names():
-        return NETWORKS[arch](num_labels, input_size)
+        network = NETWORKS[arch]
+        if isinstance(network, Configured):
+            return network.build(num_labels, config)
+        return network(num_labels, input_size)
     known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)

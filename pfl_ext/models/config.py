@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
+from pfl_ext.models.genotype import read_genotype
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
@@ -52,12 +53,20 @@ class ModelConfig:
     """Rank of what LoRA adds to each linear layer and each convolution without groups."""
     lora_alpha: PositiveFloat = 8.0
     """What LoRA adds is multiplied by this and divided by the rank."""
+    cells: Annotated[int, Field(ge=3)] = 8
+    """Cells of a DARTS network one after another, at least 3, of which two halve the image."""
+    cell_channels: Annotated[int, Field(ge=2)] = 16
+    """Channels of each node in the first cell of a DARTS network."""
+    genotype: str | None = None
+    """Edges of a derived DARTS network's cells: the path of a search's results.json, or the text in it."""
     init: Init = "torchvision"
     """Distribution of first weights: torchvision's, Keras', He's normal, or Glorot's uniform (xavier)."""
     dropout: bool = False
     """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 
     def __post_init__(self) -> None:
+        if self.genotype is not None:  # what a file says is part of the config, and where it lies is not
+            object.__setattr__(self, "genotype", read_genotype(self.genotype).text)
         if self.random_features is not None and self.bottleneck is not None:
             raise ValueError(
                 f"model.random_features is {self.random_features} and model.bottleneck is {self.bottleneck}, "

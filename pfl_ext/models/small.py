@@ -9,16 +9,43 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
+from pfl_ext.models.config import ModelConfig
 from pfl_ext.registry import Registry
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A network that reads keys of ``model`` of its own."""
+
+    build: Callable[[int, ModelConfig], nn.Module]
+    """From the number of labels and the section; with random weights of torch's."""
+    reads: tuple[str, ...]
+    """Those keys, which have no effect on other networks."""
+
+    def __call__(self, num_labels: int, input_size: int) -> nn.Module:
+        """The network with those keys at their defaults."""
+        return self.build(num_labels, ModelConfig(input_size=input_size))
+
 
 Network = Callable[[int, int], nn.Module]
 """From the number of labels and the side of the input; with random weights of torch's."""
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
 """What ``model.arch`` chooses by name, besides torchvision's classifiers."""
+
+
+def network_keys() -> dict[str, list[str]]:
+    """Each key of ``model`` that only some networks read, and their names."""
+    found: dict[str, list[str]] = {}
+    for name in NETWORKS.names():
+        network = NETWORKS[name]
+        for key in network.reads if isinstance(network, Configured) else ():
+            found.setdefault(key, []).append(name)
+    return found
 
 
 def _convolutional(channels: Sequence[int], padding: int, flat: int, units: Sequence[int]) -> nn.Sequential:

@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from pfl_ext.models.config import ON_FEATURES
+from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
 from pfl_ext.schedules import READ_BY, ScheduleConfig
 
@@ -78,6 +79,10 @@ def idle_in_training(config: TrainingConfig) -> Iterator[Idle]:
     if not draws_crops(config):
         because = "augment.flip is none and crops are whole images"
         yield Idle("augment.views", because, "choose a flip or a crop")
+    for key, names in network_keys().items():
+        if config.model.arch not in names:
+            because = f"model.arch is {config.model.arch}"
+            yield Idle(f"model.{key}", because, f"set model.arch to {' or '.join(names)}")
     if config.model.random_features is None:
         because = "model.random_features is none"
         yield Idle("model.random_features_width", because, "give model.random_features")

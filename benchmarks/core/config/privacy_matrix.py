@@ -64,12 +64,15 @@ TABLE: Mapping[str, Rule] = {
     "mode": only("centralised training has no user updates to clip", "federated"),
     "seed": Rule("decides initialisation, crops and the order of images; with noise_seed=entropy no noise"),
     **each(OF_THE_DATA, "data", "image_size"),
-    **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck init"),
+    **each(OF_THE_NETWORK, "model", "arch input_size groups bottleneck init cells cell_channels"),
     **each(OF_THE_NETWORK, "model", "trained last_blocks lora_rank lora_alpha"),
     **each(
         "drawn from the seed before training, and looks at no training image",
         "model",
         "random_features random_features_width",
+    ),
+    "model.genotype": only(
+        "an architecture may have been searched for on the same users' images, without any noise", None
     ),
     "model.keep_head": only(
         "a head with these labels may come from the same users, without any noise: take a new one", False

@@ -69,10 +69,22 @@ RECIPES: Mapping[str, Tree] = {
         "federated": {"num_rounds": 50},
         "evaluation": {"every_rounds": 5},
     },
+    "search": {
+        "model": {"arch": "darts_search", "cells": 3, "cell_channels": 4, "groups": 2},
+        "local": {
+            "learning_rate": 0.025,
+            "schedule": "cosine",
+            "final_learning_rate": 0.001,
+            "weight_decay": 3e-4,
+            "max_grad_norm": 5.0,
+        },
+        "federated": {"algorithm": "fednas"},
+    },
     "private": {"federated": {"weighting": "users"}, "privacy": {"epsilon": 2.0}},
 }
 """Data, networks, FedCV's modes (ft: fine-tuned, sfl: from scratch, fz: the head alone), algorithms, and the
-setting in which all algorithms are compared (small: CIFAR-10, 10 clients by LDA(0.5), LeNet)."""
+setting in which all algorithms are compared (small: CIFAR-10, 10 clients by LDA(0.5), LeNet); search: a small
+network of FedNAS' search, with the learning rates of its paper."""
 CLASSIFICATION = Benchmark(
     Config, Path(__file__).parent / "configs", "cifar100-efficientnet-ft-a0.5", RECIPES, PROTOCOL, check
 )

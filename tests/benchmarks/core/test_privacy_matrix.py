@@ -61,6 +61,11 @@ BY_KEY["server.optimizer"] = (Literal[tuple(SERVER_OPTIMIZERS.names())], "sgd")
 BY_KEY["federated.algorithm"] = (Literal[tuple(ALGORITHMS.names())], "fedavg")
 
 
+GENOTYPE = " ".join(
+    f"{kind}=" + ",".join(["skip_connect@0", "skip_connect@1"] * 4) for kind in ("normal", "reduce")
+)
+
+
 def candidates(key: str) -> list[Any]:
     """Every value of a choice; of any other type the default and one more."""
     hint, default = BY_KEY[key]
@@ -68,6 +73,8 @@ def candidates(key: str) -> list[Any]:
         return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection(2.0), "local_privacy": LocalPrivacySection()}[key]]
+    if key == "model.genotype":
+        return [default, GENOTYPE]  # read when the config is built
     kinds = set(get_args(hint) or (hint,))
     for choice in (hint, *get_args(hint)):
         if get_origin(choice) is Literal:

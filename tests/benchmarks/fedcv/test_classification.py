@@ -25,7 +25,7 @@ EPOCH = ("--centralised.num_epochs=1",)
 def test_every_setting_is_whole_alone_and_at_the_mini_scale(name: str) -> None:
     config = parse([f"--config={name}"]).config
     assert config.setting == name
-    assert config.model.pretrained == ("-sfl" not in name and config.model.arch != "lenet")
+    assert config.model.pretrained == ("-" in name and "-sfl" not in name)  # small ones are from scratch
     assert (config.mode == "centralised") == name.endswith("-c")
     assert parse([f"--config={name}", "--scale=mini"]).config.data.partition is None
 
