@@ -29,7 +29,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from pfl.internal.ops import pytorch_ops
-from pfl.internal.ops.distributed import DistributedContext
+from pfl.internal.ops.distributed import DistributedContext, NotDistributedContext
 from pfl.internal.ops.selector import set_framework_module
 from torch import Tensor
 
@@ -177,6 +177,19 @@ def is_main() -> bool:
     """Whether this process is worker 0, the only one that writes files and prints."""
     workers = current()
     return workers is None or workers.global_rank == 0
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Within, this process has no other workers: pfl and the backend reduce what is its own alone.
+
+    Nothing here waits for others, who may work apart for a longer time, or not at all.
+    """
+    joined, pytorch_ops.distributed = pytorch_ops.distributed, NotDistributedContext()
+    try:
+        yield
+    finally:
+        pytorch_ops.distributed = joined
 
 
 def begin_work(**words: Any) -> None:
