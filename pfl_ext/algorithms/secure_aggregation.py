@@ -75,9 +75,9 @@ def public_of(private: bytes) -> bytes:
 
 
 def pair_mask(own: bytes, user: int, other: int, public: bytes, size: int) -> Elements:
-    """What ``user`` adds to its vector because of ``other``; what ``other`` adds is minus that."""
+    """What ``user`` adds to its vector because of ``other``, between -q and q; ``other`` adds minus that."""
     mask = uniform(agreed(own, public, "mask"), size)
-    return mask if user < other else (PRIME - mask) % PRIME
+    return mask if user < other else -mask
 
 
 class User:
@@ -115,13 +115,12 @@ class User:
         self.held[other] = _halves(np.frombuffer(content, "<u4").astype(np.int64))
 
     def masked(self, vector: Elements, public: Sequence[tuple[bytes, bytes]]) -> Elements:
-        """Step 2: y ``[P + 1]`` of this user's vector."""
-        total = (vector + uniform(self.seed, len(vector))) % PRIME
+        """Step 2: y ``[P + 1]`` of this user's vector; U + 1 terms below 2^31 do not overflow."""
+        total = vector + uniform(self.seed, len(vector))
         for other, (mask, _) in enumerate(public):
             if other != self.place:
                 total += pair_mask(self.mask_key, self.place, other, mask, len(vector))
-                total %= PRIME
-        return total
+        return total % PRIME
 
     def _cipher(self, sender: int, receiver: int, public: bytes) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(agreed(self.cipher_key, public, f"shares from {sender} to {receiver}"))
@@ -157,8 +156,8 @@ def unmasked(
     if len(answers) <= degree:
         raise SumLost(f"{len(answers)} of {len(public)} users are left, and {degree + 1} shares are needed")
     total = np.zeros_like(next(iter(masked.values())))
-    for vector in masked.values():
-        total = (total + vector) % PRIME
+    for vector in masked.values():  # all in all U^2 + 2 U terms below 2^31 at most
+        total += vector
     helpers = list(answers)[: degree + 1]
     for user in range(len(public)):
         shares = np.stack([answers[helper][user] for helper in helpers])
@@ -170,9 +169,7 @@ def unmasked(
         else:
             for other in masked:  # what each left user added because of the lost one is minus this
                 total += pair_mask(key, user, other, public[other][0], len(total))
-                total %= PRIME
-        total %= PRIME
-    return total
+    return total % PRIME
 
 
 def pairwise_sum(

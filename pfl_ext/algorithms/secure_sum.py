@@ -132,7 +132,7 @@ class SecureSum(Algorithm[PyTorchModel]):
         with users.only(cohort[left]):
             members = users.members(len(left))
         start = self.clients.weights()
-        updates, line = self._each_update(start, cohort[left], number)
+        updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
         self.clients.model(start)
         clipped, vectors = 0, {}
         for place, member, update in zip(left, members, updates):
@@ -150,19 +150,6 @@ class SecureSum(Algorithm[PyTorchModel]):
             return state, line | {"skipped": 1}
         self._step(state, total, start, number)
         return state, line
-
-    def _each_update(self, start: Weights, users: Any, number: int) -> tuple[list[Weights], dict[str, Any]]:
-        updates, lines = [], []
-        for user in users:
-            update, line = self.clients.mean_update(start, np.array([user]), number)
-            updates.append(update)
-            lines.append(line)
-        images = sum(line["images"] for line in lines)
-        whole = {"users": len(users), "images": images}
-        if images:
-            losses = sum(line.get("train_loss", 0.0) * line["images"] for line in lines)
-            whole["train_loss"] = round(losses / images, 6)
-        return updates, whole
 
     def _step(self, state: PyTorchModel, total: Elements, start: Weights, number: int) -> None:
         """The server's optimiser on the mean."""

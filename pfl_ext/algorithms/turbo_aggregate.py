@@ -87,15 +87,17 @@ def spread(masked: Elements, size: int) -> tuple[Elements, Elements]:
         these 2 N vectors are independent of it and uniform.
     """
     alpha, beta = points_of(size)
-    parts = fresh((size - 1) * len(masked)).reshape(size - 1, len(masked))
-    last = (PRIME - parts.sum(0) % PRIME) % PRIME
-    values = (np.vstack([parts, last[None]]) + masked) % PRIME
+    values = np.empty((size, len(masked)), np.int64)
+    for row in values[:-1]:  # that all but one are uniform and the mean is fixed is the same as a uniform r
+        row[:] = fresh(len(masked))
+    values[-1] = (size * masked - values[:-1].sum(0)) % PRIME
     return values, combine(lagrange(beta, alpha), values)
 
 
 def mean_of(shares: Elements) -> Elements:
     """``[P + 1]``, the mean in the field of a group's shares ``[N, P + 1]``."""
-    return shares.sum(0) % PRIME * inverse(len(shares)) % PRIME
+    mean: Elements = shares.sum(0) % PRIME * inverse(len(shares)) % PRIME
+    return mean
 
 
 def completed(group: Sequence[Place], held: Mapping[Place, tuple[Elements, Elements]]) -> Elements:
@@ -105,7 +107,8 @@ def completed(group: Sequence[Place], held: Mapping[Place, tuple[Elements, Eleme
         SumLost: when more than half of the group is lost.
     """
     alpha, beta = points_of(len(group))
-    known, values = [], []
+    known: list[int] = []
+    values: list[Elements] = []
     for index, place in enumerate(group):
         if place in held:
             known += [alpha[index], beta[index]]
@@ -151,7 +154,7 @@ def circle_sum(
         held = _held(group, before, incoming, vectors, size)
         if not after:
             for place, shares in held.items():
-                sent(place, None, "end", np.stack(shares))
+                sent(place, None, "end", shares)
             total = mean_of(completed(group, held))
             break
         incoming = Incoming(held, {place: [] for place in after})
@@ -160,13 +163,12 @@ def circle_sum(
                 continue
             masked = (vectors[place] + uniform(keys[place], size)) % PRIME
             for receiver, *pair in zip(after, *spread(masked, len(after))):
-                content = np.stack([*pair, *(held[place] if before else ())])
-                sent(place, receiver, "parts", content)
+                sent(place, receiver, "parts", (*pair, *(held[place] if before else ())))
                 incoming.parts[receiver].append((pair[0], pair[1]))
         before = group
     for place in vectors:
-        total = (total - uniform(keys[place], size)) % PRIME
-    return total
+        total -= uniform(keys[place], size)
+    return total % PRIME
 
 
 def _held(
@@ -181,10 +183,11 @@ def _held(
     held = {}
     for place in group:
         if place in vectors:
-            own, coded = so_far, so_far
+            own, coded = so_far.copy(), so_far.copy()
             for part, coded_part in incoming.parts.get(place, ()):
-                own, coded = (own + part) % PRIME, (coded + coded_part) % PRIME
-            held[place] = own, coded
+                own += part
+                coded += coded_part
+            held[place] = own % PRIME, coded % PRIME
     return held
 
 

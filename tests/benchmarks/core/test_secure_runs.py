@@ -56,7 +56,9 @@ def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def expected(tree: dict[str, Any], left: list[list[int]], clip: float = np.inf) -> Any:
     """``[rounds, P]``: FedAvg over those who are left, in float64, each user's update clipped."""
-    federated = {key: value for key, value in tree["federated"].items() if key not in ("algorithm", "options")}
+    federated = {
+        key: value for key, value in tree["federated"].items() if key not in ("algorithm", "options")
+    }
     run = run_of({**tree, "federated": federated})
     data, direct = training_data(run, Users(), quadratics.SquaredError()), Direct(run)
     x = vector(quadratics.module())
@@ -164,7 +166,9 @@ def test_a_round_whose_sum_is_lost_leaves_the_model_as_it_is(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_sent_is_counted(name: str, train: Train) -> None:
-    directory = train(f"--federated.algorithm={name}", "--federated.cohort_size=7", "--federated.num_rounds=1")
+    directory = train(
+        f"--federated.algorithm={name}", "--federated.cohort_size=7", "--federated.num_rounds=1"
+    )
     model = json.loads((directory / "results.json").read_text())["trainable_parameters"]
     post, zeros = Post(), {place: np.zeros(model + 1, np.int64) for place in range(7)}
     if name == "secure_aggregation":
@@ -185,10 +189,16 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
     [
         ([SECURE, "--federated.options.fraction_bits=30"], "could wrap around: set it to at most "),
         ([TURBO, "--federated.options.clip=1e9"], "has no place below 2^31: lower it, or set federated.weig"),
-        ([SECURE, "--federated.options.colluding=4"], "of 4 users 4 are left, and with federated.options.col"),
+        (
+            [SECURE, "--federated.options.colluding=4"],
+            "of 4 users 4 are left, and with federated.options.col",
+        ),
         ([SECURE, "--federated.options.drop_out=0.8"], "of 4 users 1 are left, and with federated.options.c"),
         ([SECURE, "--federated.cohort_size=1"], "hides a user among others: set federated.cohort_size to 2"),
-        ([SECURE, "--federated.options.group_size=3"], "group_size is no option of secure_aggregation, which"),
+        (
+            [SECURE, "--federated.options.group_size=3"],
+            "group_size is no option of secure_aggregation, which",
+        ),
         ([SECURE, "--federated.options.drop_out=1"], "federated.options.drop_out is '1': "),
         ([SECURE, "--federated.options.colluding=0"], "federated.options.colluding is '0': "),
         ([TURBO], "group_size is 5, and a cohort has 4 users: lower it, or raise federated.cohort_size"),
@@ -203,7 +213,10 @@ SECURE, TURBO = (f"--federated.algorithm={name}" for name in NAMES)
         ),
         ([TURBO, *GROUPS["turbo_aggregate"], "--federated.options.drop_out=0.6"], "set it to at most 0.5"),
         ([TURBO, "--federated.options.lost_of=all"], "federated.options.lost_of is 'all': "),
-        ([TURBO, "--federated.replacement=true"], "draw cohorts without replacement, set federated.replacement"),
+        (
+            [TURBO, "--federated.replacement=true"],
+            "draw cohorts without replacement, set federated.replacement",
+        ),
         ([SECURE, "--config=pfl-r-17"], "privacy refuses federated.algorithm = secure_aggregation ("),
         (
             [TURBO, "--federated.weighting=users", "--local_privacy.epsilon=4"],
