@@ -72,7 +72,8 @@ def encode(values: npt.NDArray[np.floating], weight: int, bits: int, clip: float
             "a user's update has numbers that are not finite, which no field holds: lower local.learning_rate"
         )
     scaled: Elements = np.rint(np.clip(wide, -clip, clip) * (float(weight) * 2.0**bits)).astype(np.int64)
-    return np.mod(scaled, PRIME, dtype=np.int64)
+    residues: Elements = scaled % PRIME
+    return residues
 
 
 def decode(total: Elements, bits: int) -> npt.NDArray[np.float64]:
@@ -91,10 +92,10 @@ def uniform(key: bytes, size: int) -> Elements:
         stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(4 * (size + spare)))
         words = np.frombuffer(stream, "<u4") & np.uint32(PRIME)
         if not (words[:size] == PRIME).any():
-            return words[:size].astype(np.int64)
+            return np.array(words[:size], np.int64)
         words = words[words != PRIME]
         if len(words) >= size:
-            return words[:size].astype(np.int64)
+            return np.array(words[:size], np.int64)
         spare *= 2  # the longer stream begins with the shorter one
 
 
@@ -125,9 +126,9 @@ def lagrange(at: Sequence[int], points: Sequence[int]) -> Elements:
 def combine(coefficients: Elements, vectors: Elements) -> Elements:
     """``[a, m]`` times ``[m, P]``.
 
-    In float64, which is exact below 2^53, as it has the fast products of matrices: a vector's numbers are taken
-    apart as ``2^16 h + l``, with h and l below 2^16, so that sums of 64 products with coefficients stay below
-    2^53. What is put together again is below ``2^31 2^16 + 2^53 + 2^31``.
+    In float64, which is exact below 2^53, as it has the fast products of matrices: a vector's numbers are
+    taken apart as ``2^16 h + l``, with h and l below 2^16, so that sums of 64 products with coefficients stay
+    below 2^53. What is put together again is below ``2^31 2^16 + 2^53 + 2^31``.
     """
     total = np.zeros((len(coefficients), vectors.shape[1]), np.int64)
     factors = coefficients.astype(np.float64)

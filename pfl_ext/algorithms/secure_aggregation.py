@@ -13,8 +13,8 @@ seed b_u of its own, all fresh. The steps, with q and its arithmetic in `pfl_ext
    ``y_u = x_u + G(b_u) + sum_{v > u} G(s_uv) - sum_{v < u} G(s_uv)``, where u and v agree on s_uv from their
    mask keys (X25519, then HKDF with SHA-256). Masks are between all users of step 1.
 3. *Unmasking.* The server says whose y arrived. Each user who is left sends, of every such user v, its share
-   of b_v, and of every user who was lost after step 1 its share of the mask key; never both of one. From T + 1
-   shares of each the server takes ``G(b_v)`` out of the sum, and the masks that lost users left in it.
+   of b_v, and of every user who was lost after step 1 its share of the mask key; never both of one. From T +
+   1 shares of each the server takes ``G(b_v)`` out of the sum, and the masks that lost users left in it.
 
 What is left is the sum over those whose y arrived. With fewer than T + 1 users left there is no sum; that
 many lost users are refused before training.
@@ -53,7 +53,7 @@ from pfl_ext.algorithms.finite_field import (
     share,
     uniform,
 )
-from pfl_ext.algorithms.secure_sum import Sent, SecureSum, SumLost, unwatched
+from pfl_ext.algorithms.secure_sum import SecureSum, Sent, SumLost, unwatched
 
 TAG = 16
 """Bytes that the cipher adds to a message."""

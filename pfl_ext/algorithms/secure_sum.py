@@ -11,9 +11,9 @@ Against the mean of the clipped updates in exact arithmetic, each number is wron
 ``sum w C 2^b + U/2 <= (q - 1) / 2`` for the heaviest cohort that could be drawn, or the run is refused before
 it begins.
 
-Masks come from the operating system's generator and not from the run's seed. They cancel exactly in the field,
-so that the model is a function of config and data all the same: killed and resumed, or on several workers, it
-is the same to the bit. Which users are lost is drawn from (seed, round).
+Masks come from the operating system's generator and not from the run's seed. They cancel exactly in the
+field, so that the model is a function of config and data all the same: killed and resumed, or on several
+workers, it is the same to the bit. Which users are lost is drawn from (seed, round).
 
 What is simulated: all parties run in one process and share its memory, one after another, and nothing goes
 over a network. So a run of this protects nobody; it shows what a deployment would compute, send and survive.
@@ -205,8 +205,8 @@ def bits_of(setup: Setup) -> int:
         )
     if options.fraction_bits is not None and options.fraction_bits > most:
         raise ValueError(
-            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of {count:,} users "
-            f"with weights of {weight:,} together and numbers up to {options.clip:g} could wrap around: "
+            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of {count:,} "
+            f"users with weights of {weight:,} together and numbers up to {options.clip:g} could wrap around: "
             f"set it to at most {most}, or lower federated.options.clip"
         )
     return most if options.fraction_bits is None else int(options.fraction_bits)

@@ -1,30 +1,30 @@
-"""Turbo-Aggregate (So, Guler and Avestimehr 2020, "Turbo-Aggregate: Breaking the Quadratic Aggregation Barrier
-in Secure Federated Learning", arXiv 2002.04156, Section IV): FedAvg whose sum goes from group to group.
+"""Turbo-Aggregate (So, Guler and Avestimehr 2020, "Turbo-Aggregate: Breaking the Quadratic Aggregation
+Barrier in Secure Federated Learning", arXiv 2002.04156, Section IV): FedAvg whose sum goes from group to group.
 
 The U users of a round are put into L groups of N at random. Group 1 begins, each hands on to the next, and
 group L to group 1 again, which closes the circle. With q and its arithmetic in
 `pfl_ext.algorithms.finite_field`, user i of group l
 
-* has a mask u_i, which the server gave to it alone, and draws r_ij with ``sum_j r_ij = 0`` over the users j of
-  group l + 1. Each j gets ``x_ij = x_i + u_i + r_ij`` (equation 4);
+* has a mask u_i, which the server gave to it alone, and draws r_ij with ``sum_j r_ij = 0`` over the users j
+  of group l + 1. Each j gets ``x_ij = x_i + u_i + r_ij`` (equation 4);
 * draws the polynomial f_i of degree below N with ``f_i(alpha_j) = x_ij``, and each j gets ``f_i(beta_j)``
   besides, at a point of its own: the redundancy, coded as Lagrange (equations 11 and 12);
-* holds a share s_i of the sum so far, the mean of the shares of group l - 1 plus what group l - 1's users sent
-  to it, ``s_i = mean_j s_j + sum_j x_ji`` (equation 7), and in the same way a coded share t_i at its beta. It
-  sends both to each user of group l + 1.
+* holds a share s_i of the sum so far, the mean of the shares of group l - 1 plus what group l - 1's users
+  sent to it, ``s_i = mean_j s_j + sum_j x_ji`` (equation 7), and in the same way a coded share t_i at its
+  beta. It sends both to each user of group l + 1.
 
 The shares s of a group are values at alpha of one polynomial of degree below N, and the coded shares t its
-values at beta. So group l + 1 finds all of s from any N of these 2 N numbers (Section IV-C): up to half of each
-group may be lost with no loss but their own updates. As the r cancel in the mean over a group,
+values at beta. So group l + 1 finds all of s from any N of these 2 N numbers (Section IV-C): up to half of
+each group may be lost with no loss but their own updates. As the r cancel in the mean over a group,
 ``mean_i s_i = sum x_j + u_j`` over all users who were not lost in the groups before. Group 1 sends the shares
 of the end to the server, which finds those that were lost, and takes away the masks of those who are left.
 
-What a deployment would protect: a user from all other users, by its mask u_i, which they do not know; and from
-the server with T colluding users of one group, by r: they see 2 T values of f_i, and with N > 2 T these fit
-with every x_i (so T is up to half of a group, as in the paper's Theorem 2; the groups are drawn in each round,
-so that colluders do not end up in one of them by their choice). All follow the protocol, and a user's own
-messages go through channels that nobody else reads. The server learns the sum over those left and the sum of
-their weights; what *that* says of one user is differential privacy's part.
+What a deployment would protect: a user from all other users, by its mask u_i, which they do not know; and
+from the server with T colluding users of one group, by r: they see 2 T values of f_i, and with N > 2 T these
+fit with every x_i (so T is up to half of a group, as in the paper's Theorem 2; the groups are drawn in each
+round, so that colluders do not end up in one of them by their choice). All follow the protocol, and a user's
+own messages go through channels that nobody else reads. The server learns the sum over those left and the sum
+of their weights; what *that* says of one user is differential privacy's part.
 
 A round whose sum cannot be found leaves the model as it is.
 
@@ -70,8 +70,8 @@ class TurboOptions(SecureSumOptions):
     group_size: Annotated[int, Field(ge=2)] = 5
     """Least users of a group; there are as many groups as that allows, of sizes that differ by 1 at most."""
     lost_of: Literal["groups", "cohort"] = "groups"
-    """Where drop_out is drawn: the same share of each group, or of the cohort, where a group may lose more than
-    half of its users, and the round with them."""
+    """Where drop_out is drawn: the same share of each group, or of the cohort, where a group may lose more
+    than half of its users, and the round with them."""
 
 
 def points_of(size: int) -> tuple[list[int], list[int]]:
@@ -115,7 +115,8 @@ def completed(group: Sequence[Place], held: Mapping[Place, tuple[Elements, Eleme
             values += held[place]
     if len(known) < len(group):
         raise SumLost(
-            f"of a group of {len(group)} users {len(known) // 2} are left, and {-(-len(group) // 2)} are needed"
+            f"of a group of {len(group)} users {len(known) // 2} are left, and {-(-len(group) // 2)} are "
+            "needed"
         )
     known, values = known[: len(group)], values[: len(group)]
     return combine(lagrange(alpha, known), np.stack(values))
@@ -221,8 +222,8 @@ class TurboAggregate(SecureSum):
             )
         if options.drop_out > 0.5:
             raise ValueError(
-                f"federated.options.drop_out is {options.drop_out:g}, and a group's sum is lost with more than "
-                "half of its users: set it to at most 0.5"
+                f"federated.options.drop_out is {options.drop_out:g}, and a group's sum is lost with more "
+                "than half of its users: set it to at most 0.5"
             )
 
     def groups(self, users: int, number: int) -> list[list[Place]]:

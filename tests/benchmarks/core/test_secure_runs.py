@@ -70,7 +70,7 @@ def expected(tree: dict[str, Any], left: list[list[int]], clip: float = np.inf) 
         sizes = [len(data.user_dataset(user)) for user in users]
         weights = sizes if run.config.federated.weighting == "images" else [1] * len(users)
         updates = [direct.user(x, user, data.user_dataset(user))[0] for user in users]
-        total = sum(w * np.clip(u, -clip, clip) for w, u in zip(weights, updates))
+        total = np.sum([w * np.clip(u, -clip, clip) for w, u in zip(weights, updates)], axis=0)
         x = step(x, total / sum(weights))
         seen.append(x)
     return np.stack(seen)

@@ -35,7 +35,7 @@ few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def unevenness(found: Elements) -> float:
-    """Chi-square of the elements in bins of one width over its 1e-12 quantile: above 1 they are not uniform."""
+    """Chi-square of the elements in bins of one width, over its 1e-12 quantile: at most 1 if uniform."""
     counts = np.bincount(found.ravel() * BINS // PRIME, minlength=BINS)
     expected = found.size / BINS
     return float(((counts - expected) ** 2 / expected).sum() / chi2.isf(1e-12, BINS - 1))
@@ -67,7 +67,7 @@ def test_interpolation_finds_a_polynomial_anywhere(polynomial: list[int], data: 
     at = [0, 17, PRIME - 2]
 
     def value(x: int) -> int:
-        return sum(c * x**k for k, c in enumerate(polynomial)) % PRIME
+        return int(sum(c * x**k for k, c in enumerate(polynomial)) % PRIME)
 
     found = combine(lagrange(at, points), np.array([[value(x)] for x in points], np.int64))
     assert found[:, 0].tolist() == [value(x) for x in at]
@@ -123,7 +123,7 @@ def test_a_keystream_is_a_function_of_its_key_and_uniform() -> None:
 
 
 def test_q_itself_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pattern of 31 bits in 2^31 is no element; here the stream begins with more of them than are spare."""
+    """One pattern of 31 bits is no element; here the stream begins with more of these than are spare."""
     words = np.array([PRIME] * 20 + [5, PRIME, 2**31 + 7, 9] + list(range(100)), "<u4").tobytes()
 
     class Stream:

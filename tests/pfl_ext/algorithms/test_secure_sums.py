@@ -126,7 +126,7 @@ def test_the_server_and_t_users_see_uniform_vectors_whose_sum_alone_is_that_of_t
         if sender in honest:
             assert sender is not None
             y = y - uniform(parties[sender].seed, size)
-            for other in (*colluding, 4):  # the mask key of the one who was lost is found too
+            for other in (*colluding, 4):  # found of the one who was lost
                 mask = uniform(
                     agreed(parties[other].mask_key, public_of(parties[sender].mask_key), "mask"), size
                 )
@@ -237,8 +237,8 @@ def test_the_server_and_t_users_see_uniform_parts(secret: int) -> None:
         first, second = ((content - uniform(keys[sender], size)) % PRIME for content in seen)
         for vector in (*first, *second, first[0] + 5 * second[0], first[1] - second[1], first[0] - first[1]):
             assert unevenness(vector % PRIME) < 1
-    for sender, _, content in post.all("parts"):  # without the server, whatever a user of this circle gets
-        if sender in groups[1]:
+    for user, _, content in post.all("parts"):  # without the server, whatever a user of this circle gets
+        if user in groups[1]:
             assert content.shape == (4, size)
             assert all(unevenness(vector) < 1 for vector in content)
     assert len(keys[0]) == KEY_BYTES
