@@ -1,5 +1,6 @@
 """Turbo-Aggregate (So, Guler and Avestimehr 2020, "Turbo-Aggregate: Breaking the Quadratic Aggregation
-Barrier in Secure Federated Learning", arXiv 2002.04156, Section IV): FedAvg whose sum goes from group to group.
+Barrier in Secure Federated Learning", arXiv 2002.04156, Section IV): FedAvg whose sum goes from group to
+group.
 
 The U users of a round are put into L groups of N at random. Group 1 begins, each hands on to the next, and
 group L to group 1 again, which closes the circle. With q and its arithmetic in

@@ -139,6 +139,19 @@ class CohortEngine:
         autocast = self._prepare_network(precision, self._built[0])
         return described(self._model.trained_part, autocast)
 
+    def like(self, model: ImageClassifier) -> CohortEngine:
+        """An engine of this one's settings for a model, or for other parameters of its own that are trained."""
+        return CohortEngine(
+            model,
+            lanes=self._num_lanes,
+            accumulate=self._accumulate,
+            prefetch=self._prefetch,
+            reader_threads=self._readers,
+            fuse=self._fuse,
+            cpu_kernels=self._kernels is not None,
+            rate_varies=self._rate_varies,
+        )
+
     def close(self) -> None:
         """Stop the lanes' threads."""
         if self._pool is not None:
