@@ -134,7 +134,7 @@ def test_the_option_of_a_new_server_optimizer_is_in_private_configs_and_sweeps(
         (["--config=pfl-r-17", NEW[0]], "privacy refuses federated.algorithm = slowmo ("),
         (["--federated.weighting=users", "--local_privacy.epsilon=4", NEW[0]], "local_privacy refuses fed"),
         ([NEW[0], "--federated.options.beta=2"], "federated.options.beta is '2': "),
-        (["--federated.algorithm=slomo"], "choose one of fed3r, fedavg, fedcof, fedncm, fednova, fedprox, "),
+        (["--federated.algorithm=slomo"], "choose one of fed3r, fedavg, fedcof, fedma, fedncm, fednova, "),
         (["--server.optimizer=amsgrat"], "server.optimizer is 'amsgrat': choose one of adagrad, adam, ams"),
         (["--model.arch=leaf_cmn"], "did you mean leaf_cnn?"),
     ],

@@ -4,29 +4,30 @@
 A pass takes as many rounds as the network has layers. In round n of it
 
 1. every user trains its own network from layer n on; the layers below are the global ones, and frozen;
-2. it sends its layer n. The server matches the users' neurons (`pfl_ext.algorithms.matching`), and the mean of
-   those that are in one place is the global layer, which all get and freeze;
+2. it sends its layer n. The server matches the users' neurons (`pfl_ext.algorithms.matching`), and the mean
+   of those that are in one place is the global layer, which all get and freeze;
 3. each user puts the inputs of its layer n + 1 in the order of the global neurons.
 
 The last layer, whose outputs are classes and need no matching, is averaged class by class: a user's share in
-class k is its share of all images of that class (Section 2.2); a class that nobody has is averaged as the
+class k is its share of all images of that class; a class that nobody has is averaged as the
 other layers are. After the last round of a pass all users have the global network. Further passes are the
 paper's FedMA with communication, so ``federated.num_rounds`` is any multiple of the number of layers.
 
-The matching is the paper's BBP-MAP, that of PFNM (Yurochkin et al. 2019, arXiv 1905.12022, equations 8 and 9),
-with one thing left out: **no new global neuron is opened, and a layer keeps its width**, where the paper lets
-VGG-9 grow by a tenth. Without new neurons each global neuron has one neuron of every user. Then the popularity
-terms of the Beta-Bernoulli process, ``2 log(m_i / (J - m_i))``, are the same in all columns of the cost, and
-what remains of it for global neuron i and a user's neuron v,
+The matching is the paper's BBP-MAP, which is that of PFNM (Yurochkin et al. 2019, "Bayesian Nonparametric
+Federated Learning of Neural Networks", arXiv 1905.12022), with one thing left out: **no new global neuron is
+opened, and a layer keeps its width**, where the paper lets VGG-9 grow by a tenth. So each global neuron has
+one neuron of every user, and of the cost of user neuron v at global neuron i, with S_i the sum of the m
+others there, s^2 and s0^2 the variances of neurons and of their prior with mean 0, and J users,
 
-    -(|mu / s0^2 + v / s^2 + S_i / s^2|^2 / (1 / s0^2 + (m + 1) / s^2) - ...),
+    -|v / s^2 + S_i / s^2|^2 / (1 / s0^2 + (m + 1) / s^2) + |S_i / s^2|^2 / (1 / s0^2 + m / s^2)
+    - 2 log(m / (J - m)),
 
-has with the prior's mean mu = 0 one term that depends on the assignment: a negative factor times ``S_i . v``.
-So the variances s and s0 and the process's gamma decide nothing, and are no options.
+only a negative factor times ``S_i . v`` depends on which v goes where: m is the same for all i. The variances
+and the process's gamma then decide nothing, and are no options.
 
 The users are those of the first cohort, from the first round to the last, as each has a network of its own;
-with ``federated.cohort_size`` the number of users they are all. Between two rounds the model that is scored has
-the mean of the layers that are not matched yet. The paper weighs users alike, which is
+with ``federated.cohort_size`` the number of users they are all. Between two rounds the model that is scored
+has the mean of the layers that are not matched yet. The paper weighs users alike, which is
 ``federated.weighting users``.
 
 Letters: P trained parameters, J users, N layers.
@@ -81,8 +82,8 @@ class FedMA(Algorithm[Networks]):
     options: ClassVar[type] = FedMAOptions
     refusals: ClassVar[Refusals] = {
         **PRIVACY_NOT_ARGUED,
-        "replacement": "fedma's users each have a network of their own: draw cohorts without replacement, set "
-        "federated.replacement to false",
+        "replacement": "fedma's users each have a network of their own: draw cohorts without replacement, "
+        "set federated.replacement to false",
     }
     idle: ClassVar[str] = "server."
     only_last: ClassVar[bool] = True
@@ -111,7 +112,8 @@ class FedMA(Algorithm[Networks]):
         if need > there:
             raise ValueError(
                 f"fedma keeps a network of each of {setup.cohort_size:,} users, which takes "
-                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: lower federated.cohort_size"
+                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: lower "
+                "federated.cohort_size"
             )
 
     def init(self, seed: int) -> Networks:
@@ -135,9 +137,7 @@ class FedMA(Algorithm[Networks]):
             line |= {"layer": place, "moved": 0}
         return Networks([{**own, **{n: t.clone() for n, t in together.items()}} for own in trained]), line
 
-    def _trained(
-        self, users: list[Weights], place: int, number: int
-    ) -> tuple[list[Weights], dict[str, Any]]:
+    def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
         """The users' networks after local training of all layers from this one on."""
         self.clients.model(users[0])  # whose layers below are those of all
         with self._frozen_below(place) as clients:

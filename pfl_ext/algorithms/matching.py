@@ -1,11 +1,11 @@
 """Which neurons of users' layers are the same ones: plain networks as layers of neurons, and their matching.
 
 A neuron of a layer is an output of a linear layer or a channel of a convolution: its incoming weights and its
-bias. Putting the neurons of a layer in another order, and the inputs of the next layer in the same one, leaves
-what the network computes as it is.
+bias. Putting the neurons of a layer in another order, and the inputs of the next layer in the same one,
+leaves what the network computes as it is.
 
-Letters: J users, N neurons of a layer, D numbers of a neuron, C inputs of a layer, A numbers that the next layer
-has for one of them.
+Letters: J users, N neurons of a layer, D numbers of a neuron, C inputs of a layer, A numbers that the next
+layer has for one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
     neurons: int
     """N."""
     per_input: int
-    """A: of a linear layer after a flattened map the pixels of a channel, of a convolution its kernel's taps."""
+    """A: after a flattened map the pixels of a channel, of a convolution its kernel's taps, else 1."""
     variables: tuple[str, ...]
     """Names of its weights and, where it has one, of its bias."""
 
@@ -50,8 +50,8 @@ def layers_of(network: nn.Module, prefix: str) -> list[Layer]:
         ValueError: one line, for any other network.
     """
     refusal = (
-        "fedma matches the neurons of plain networks, without norms, branches or frozen layers, which end in a "
-        "linear layer: set model.arch to lenet, simple_cnn, cifar_cnn or vgg9, and model.trained to all"
+        "fedma matches the neurons of plain networks, without norms, branches or frozen layers, which end in "
+        "a linear layer: set model.arch to lenet, simple_cnn, cifar_cnn or vgg9, and model.trained to all"
     )
     if not isinstance(network, nn.Sequential):
         raise ValueError(refusal)
@@ -79,7 +79,7 @@ def neurons(weights: Weights, layer: Layer) -> npt.NDArray[np.float64]:
 
 
 def reordered(weights: Weights, layer: Layer, following: Layer, places: Places) -> Weights:
-    """The same network with neuron ``places[i]`` of a layer in place i, and the next layer's inputs likewise."""
+    """The same network with neuron ``places[i]`` of a layer, and what the next has for it, in place i."""
     changed = dict(weights)
     for name in layer.variables:
         changed[name] = weights[name][places]
@@ -94,9 +94,9 @@ def matched(users: Sequence[npt.NDArray[np.float64]], passes: int) -> list[Place
     """For each user, which of its neurons is global neuron i.
 
     One user after another is matched to the sum S_i of the neurons that others have in place i, so that the
-    sum over i of ``S_i . v_place(i)`` is largest, by the Hungarian method; the first one's order is where this
-    begins. Then each is taken out and matched again, at most ``passes`` times or until nothing changes; the sum
-    of all squared norms of S never falls.
+    sum over i of ``S_i . v_place(i)`` is largest, by the Hungarian method; the first one's order is where
+    this begins. Then each is taken out and matched again, at most ``passes`` times or until nothing changes;
+    the sum of all squared norms of S never falls.
 
     Args:
         users: ``[N, D]`` each.

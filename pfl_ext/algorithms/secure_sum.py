@@ -205,8 +205,8 @@ def bits_of(setup: Setup) -> int:
         )
     if options.fraction_bits is not None and options.fraction_bits > most:
         raise ValueError(
-            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of {count:,} "
-            f"users with weights of {weight:,} together and numbers up to {options.clip:g} could wrap around: "
-            f"set it to at most {most}, or lower federated.options.clip"
+            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of "
+            f"{count:,} users with weights of {weight:,} together and numbers up to {options.clip:g} could "
+            f"wrap around: set it to at most {most}, or lower federated.options.clip"
         )
     return most if options.fraction_bits is None else int(options.fraction_bits)

@@ -7,24 +7,25 @@ group L to group 1 again, which closes the circle. With q and its arithmetic in
 `pfl_ext.algorithms.finite_field`, user i of group l
 
 * has a mask u_i, which the server gave to it alone, and draws r_ij with ``sum_j r_ij = 0`` over the users j
-  of group l + 1. Each j gets ``x_ij = x_i + u_i + r_ij`` (equation 4);
+  of group l + 1. Each j gets ``x_ij = x_i + u_i + r_ij``;
 * draws the polynomial f_i of degree below N with ``f_i(alpha_j) = x_ij``, and each j gets ``f_i(beta_j)``
-  besides, at a point of its own: the redundancy, coded as Lagrange (equations 11 and 12);
+  besides, at a point of its own: the redundancy, coded as Lagrange;
 * holds a share s_i of the sum so far, the mean of the shares of group l - 1 plus what group l - 1's users
-  sent to it, ``s_i = mean_j s_j + sum_j x_ji`` (equation 7), and in the same way a coded share t_i at its
+  sent to it, ``s_i = mean_j s_j + sum_j x_ji``, and in the same way a coded share t_i at its
   beta. It sends both to each user of group l + 1.
 
 The shares s of a group are values at alpha of one polynomial of degree below N, and the coded shares t its
-values at beta. So group l + 1 finds all of s from any N of these 2 N numbers (Section IV-C): up to half of
+values at beta. So group l + 1 finds all of s from any N of these 2 N numbers: up to half of
 each group may be lost with no loss but their own updates. As the r cancel in the mean over a group,
 ``mean_i s_i = sum x_j + u_j`` over all users who were not lost in the groups before. Group 1 sends the shares
 of the end to the server, which finds those that were lost, and takes away the masks of those who are left.
 
 What a deployment would protect: a user from all other users, by its mask u_i, which they do not know; and
 from the server with T colluding users of one group, by r: they see 2 T values of f_i, and with N > 2 T these
-fit with every x_i (so T is up to half of a group, as in the paper's Theorem 2; the groups are drawn in each
-round, so that colluders do not end up in one of them by their choice). All follow the protocol, and a user's
-own messages go through channels that nobody else reads. The server learns the sum over those left and the sum
+fit with every x_i. So T is up to half of a group, and the groups are drawn in each round, so that colluders do
+not choose to be in one. The server and one user of group l together also learn the sum over all users of the
+groups before l - 1, so a group hides its users among each other. All follow the protocol, and users' messages
+to each other go through channels that nobody else reads. The server learns the sum over those left and the sum
 of their weights; what *that* says of one user is differential privacy's part.
 
 A round whose sum cannot be found leaves the model as it is.
@@ -180,7 +181,7 @@ def _held(
     vectors: Mapping[Place, Elements],
     size: int,
 ) -> dict[Place, tuple[Elements, Elements]]:
-    """s and t ``[P + 1]`` of each user of a group who is left, equation 7; zeros where nobody was before."""
+    """s and t ``[P + 1]`` of each user of a group who is left; zeros where nobody was before."""
     so_far = mean_of(completed(before, incoming.shares)) if before else np.zeros(size, np.int64)
     held = {}
     for place in group:

@@ -140,7 +140,7 @@ class CohortEngine:
         return described(self._model.trained_part, autocast)
 
     def like(self, model: ImageClassifier) -> CohortEngine:
-        """An engine of this one's settings for a model, or for other parameters of its own that are trained."""
+        """An engine of the same settings for a model, or for another choice of what is trained."""
         return CohortEngine(
             model,
             lanes=self._num_lanes,
