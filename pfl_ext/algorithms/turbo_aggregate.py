@@ -22,11 +22,11 @@ of the end to the server, which finds those that were lost, and takes away the m
 
 What a deployment would protect: a user from all other users, by its mask u_i, which they do not know; and
 from the server with T colluding users of one group, by r: they see 2 T values of f_i, and with N > 2 T these
-fit with every x_i. So T is up to half of a group, and the groups are drawn in each round, so that colluders do
-not choose to be in one. The server and one user of group l together also learn the sum over all users of the
-groups before l - 1, so a group hides its users among each other. All follow the protocol, and users' messages
-to each other go through channels that nobody else reads. The server learns the sum over those left and the sum
-of their weights; what *that* says of one user is differential privacy's part.
+fit with every x_i. So T is up to half of a group, and the groups are drawn in each round, so that colluders
+do not choose to be in one. The server and one user of group l together also learn the sum over all users of
+the groups before l - 1, so a group hides its users among each other. All follow the protocol, and users'
+messages to each other go through channels that nobody else reads. The server learns the sum over those left
+and the sum of their weights; what *that* says of one user is differential privacy's part.
 
 A round whose sum cannot be found leaves the model as it is.
 
