@@ -40,7 +40,7 @@ from pfl_ext.auditing.bounds import BoolArray, FloatArray, Trials
 from pfl_ext.backend import CentrallyEvaluatedBackend, training_context
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.data.sampling import LocalSampling
-from pfl_ext.engine.cohort import CohortSum
+from pfl_ext.engine.one_step import CohortSum
 from pfl_ext.engine.plan import Task
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.accounting import Calibration

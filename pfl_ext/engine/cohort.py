@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,9 @@ from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.engine.lane import Lane, Layout
-from pfl_ext.engine.one_step import train_one_step
+from pfl_ext.engine.one_step import CohortSum, train_one_step
 from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Task, grouped, plan
-from pfl_ext.engine.pool import LanePool
+from pfl_ext.engine.pool import LanePool, as_many
 from pfl_ext.engine.probe import fusable, group_size, most_images
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
@@ -43,18 +43,6 @@ GPU_LANES = 4
 """Streams: on an H200 (README) rounds with 8 or 16 were no faster, and their start took twice as long."""
 NO_ROOM = "the device has no memory to train on: choose a smaller network, input or batch"
 PLAIN = Rule()
-
-
-@dataclass(frozen=True)
-class CohortSum:
-    """What a worker's share of a cohort sends, added up."""
-
-    update: dict[str, Tensor]  # by variable; views that the next round overwrites
-    num_users: int
-    num_images: int
-    tally: Tensor | None  # [5]
-    besides: dict[str, Tensor] = field(default_factory=dict)
-    """What users send besides their updates."""
 
 
 class CohortEngine:
@@ -108,13 +96,8 @@ class CohortEngine:
         with ieee_float32(self._device):
             self._fusable = self._fuse and fusable(model, net)
         graphs, count = self._path < 1, self._num_lanes if self._path < 2 else 1
-        self.lanes: list[Lane] = []
-
-        def one_more() -> None:
-            self.lanes.append(Lane(model, self._layout, start, self._accumulate, self._fusable, graphs))
-
-        while len(self.lanes) < count and fits(one_more):
-            pass
+        job = model, self._layout, start, self._accumulate, self._fusable, graphs
+        self.lanes = as_many(partial(Lane, *job), count)
         if len(self.lanes) < count:
             self._keep_lanes(len(self.lanes))
         self._max_images: dict[LocalTraining, int] = {}
@@ -145,6 +128,19 @@ class CohortEngine:
             self.close()
             self._path = number
             self._build(self._built[0], None if number == 3 else self._built[1])
+
+    def like(self, model: ImageClassifier) -> CohortEngine:
+        """An engine of the same settings for a model, or for another choice of what is trained."""
+        return CohortEngine(
+            model,
+            lanes=self._num_lanes,
+            accumulate=self._accumulate,
+            prefetch=self._prefetch,
+            reader_threads=self._readers,
+            fuse=self._fuse,
+            cpu_kernels=self._kernels is not None,
+            rate_varies=self._rate_varies,
+        )
 
     def close(self) -> None:
         """Stop the lanes' threads."""

@@ -36,6 +36,18 @@ class Sums:
     """``[2]``: the sum of the losses of all images, each at the step that it was in, and their number."""
 
 
+@dataclass(frozen=True)
+class CohortSum:
+    """What a worker's share of a cohort sends, added up."""
+
+    update: dict[str, Tensor]  # by variable; views that the next round overwrites
+    num_users: int
+    num_images: int
+    tally: Tensor | None  # [5]
+    besides: dict[str, Tensor] = field(default_factory=dict)
+    """What users send besides their updates."""
+
+
 def train_one_step(
     net: TapedNetwork,
     model: ImageClassifier,

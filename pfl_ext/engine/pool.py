@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
-from pfl_ext.engine.card import begin_thread
+from pfl_ext.engine.card import begin_thread, fits
 from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.plan import Plan, Task
 
 Work = Callable[[Lane, Sequence[Task]], None]
+
+
+def as_many(make: Callable[[], Lane], wanted: int) -> list[Lane]:
+    """So many lanes, or those that a device's memory has room for."""
+    lanes: list[Lane] = []
+    while len(lanes) < wanted and fits(lambda: lanes.append(make())):
+        pass
+    return lanes
 
 
 class LanePool:

@@ -1,0 +1,233 @@
+"""FedMA: networks are averaged layer by layer, after their neurons have been matched
+(Wang et al. 2020, "Federated Learning with Matched Averaging", Algorithm 1, arXiv 2002.06440).
+
+A pass takes as many rounds as the network has layers. In round n of it
+
+1. every user trains its own network from layer n on; the layers below are the global ones, and frozen;
+2. it sends its layer n. The server matches the users' neurons (`pfl_ext.algorithms.matching`), and the mean
+   of those that are in one place is the global layer, which all get and freeze;
+3. each user puts the inputs of its layer n + 1 in the order of the global neurons.
+
+The last layer, whose outputs are classes and need no matching, is averaged class by class: a user's share in
+class k is its share of all images of that class; a class that nobody has is averaged as the
+other layers are. After the last round of a pass all users have the global network. Further passes are the
+paper's FedMA with communication, so ``federated.num_rounds`` is any multiple of the number of layers.
+
+The matching is the paper's BBP-MAP, which is that of PFNM (Yurochkin et al. 2019, "Bayesian Nonparametric
+Federated Learning of Neural Networks", arXiv 1905.12022), with one thing left out: **no new global neuron is
+opened, and a layer keeps its width**, where the paper lets VGG-9 grow by a tenth. So each global neuron has
+one neuron of every user, and of the cost of user neuron v at global neuron i, with S_i the sum of the m
+others there, s^2 and s0^2 the variances of neurons and of their prior with mean 0, and J users,
+
+    -|v / s^2 + S_i / s^2|^2 / (1 / s0^2 + (m + 1) / s^2) + |S_i / s^2|^2 / (1 / s0^2 + m / s^2)
+    - 2 log(m / (J - m)),
+
+only a negative factor times ``S_i . v`` depends on which v goes where: m is the same for all i. The variances
+and the process's gamma then decide nothing, and are no options.
+
+The users are those of the first cohort, from the first round to the last, as each has a network of its own;
+with ``federated.cohort_size`` the number of users they are all. Between two rounds the model that is scored
+has the mean of the layers that are not matched yet. The paper weighs users alike, which is
+``federated.weighting users``.
+
+Letters: P trained parameters, J users, N layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register, trained_bytes
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.matching import Layer, layers_of, matched, mean, neurons, reordered
+from pfl_ext.configs import STRICT
+from pfl_ext.models.memory import physical_memory
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+BACKBONE = "backbone."
+NUMBER = 4
+"""Bytes of a place in a layer, and of a count of a class."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedMAOptions:
+    """Of the matching."""
+
+    passes: Annotated[int, Field(ge=0)] = 5
+    """How often at most all users' neurons are matched again, once each user was matched to those before."""
+
+
+class Networks(NamedTuple):
+    """The state: the users' own networks, by their order in the cohort."""
+
+    users: list[Weights]
+
+
+@register("fedma")
+class FedMA(Algorithm[Networks]):
+    """Matched averaging."""
+
+    options: ClassVar[type] = FedMAOptions
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "replacement": "fedma's users each have a network of their own: draw cohorts without replacement, "
+        "set federated.replacement to false",
+    }
+    idle: ClassVar[str] = "server."
+    only_last: ClassVar[bool] = True
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients = Clients(means)
+        self.layers = layers_of(means.module.backbone, BACKBONE)
+        self.users = self.clients.cohort(0)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse networks with other layers, a pass that is not whole, and too many networks for the memory.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        layers = len(layers_of(setup.module.backbone, BACKBONE))
+        if setup.num_rounds % layers:
+            nearest = max(1, round(setup.num_rounds / layers)) * layers
+            raise ValueError(
+                f"fedma goes through the {layers} layers of this network, one in a round: set "
+                f"federated.num_rounds to a multiple of {layers}, such as {nearest}"
+            )
+        need, there = 3 * setup.cohort_size * trained_bytes(setup.module), physical_memory()
+        if need > there:
+            raise ValueError(
+                f"fedma keeps a network of each of {setup.cohort_size:,} users, which takes "
+                f"{need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: lower "
+                "federated.cohort_size"
+            )
+
+    def init(self, seed: int) -> Networks:
+        """All users have the run's network."""
+        return Networks([self.clients.weights() for _ in self.users])
+
+    def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
+        """All train their layers from one on, and the server puts that one together."""
+        place = number % len(self.layers)
+        trained, line = self._trained(state.users, place, number)
+        layer = self.layers[place]
+        if place + 1 < len(self.layers):
+            found = matched([neurons(own, layer) for own in trained], self.means.options.passes)
+            following = self.layers[place + 1]
+            trained = [reordered(own, layer, following, places) for own, places in zip(trained, found)]
+            moved = sum(int((places != np.arange(layer.neurons)).sum()) for places in found)
+            line |= {"layer": place, "moved": moved}
+            together = {name: self._mean(trained, name) for name in layer.variables}
+        else:
+            together = self._last(trained, layer, number)
+            line |= {"layer": place, "moved": 0}
+        return Networks([{**own, **{n: t.clone() for n, t in together.items()}} for own in trained]), line
+
+    def _trained(self, users: list[Weights], place: int, number: int) -> tuple[list[Weights], dict[str, Any]]:
+        """The users' networks after local training of all layers from this one on."""
+        self.clients.model(users[0])  # whose layers below are those of all
+        with self._frozen_below(place) as clients:
+            names = list(clients.weights())
+            starts = [{name: own[name] for name in names} for own in users]
+            updates, line = clients.each_update(starts, self.users, number)
+        moved = [
+            {name: start[name] + update[name] for name in names} for start, update in zip(starts, updates)
+        ]
+        return [{**own, **changed} for own, changed in zip(users, moved)], line
+
+    @contextmanager
+    def _frozen_below(self, place: int) -> Iterator[Clients]:
+        """Within, the layers below this one are not trained: clients that train the others."""
+        module, engine = self.means.module, self.means.engine
+        if place == 0:
+            yield self.clients
+            return
+        below = {name for layer in self.layers[:place] for name in layer.variables}
+        frozen = [parameter for name, parameter in module.named_parameters() if name in below]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        model = copy.copy(self.means.model)
+        model._variable_map = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        model._model_diff = MappedVectorStatistics()
+        engine = None if engine is None else engine.like(module)
+        try:
+            yield Clients(replace(self.means, model=model, engine=engine))
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            if engine is not None:
+                engine.close()
+
+    def _shares(self) -> list[float]:
+        """Of each user in a mean; they add up to 1."""
+        users, weights = self.means.users, [1.0] * len(self.users)
+        if self.means.by_images:
+            with users.only(self.users):
+                weights = [float(member.num_images) for member in users.members(len(self.users))]
+        total = sum(weights)
+        return [weight / total if total else 1 / len(weights) for weight in weights]
+
+    def _mean(self, users: list[Weights], name: str) -> Tensor:
+        return mean([own[name] for own in users], self._shares())
+
+    def _last(self, users: list[Weights], layer: Layer, number: int) -> Weights:
+        """The last layer, class by class."""
+        counts = np.stack([self._labels(int(user), layer.neurons, number) for user in self.users])
+        total = counts.sum(0)
+        alike = np.array(self._shares())[:, None]
+        shares = torch.from_numpy(np.where(total > 0, counts / np.maximum(total, 1), alike))  # [J, K]
+        together = {}
+        for name in layer.variables:
+            rows = torch.stack([own[name].double().cpu() for own in users])  # [J, K, ...]
+            mixed = (rows * shares.view(*shares.shape, *[1] * (rows.ndim - 2))).sum(0)
+            together[name] = mixed.to(users[0][name])
+        return together
+
+    def _labels(self, user: int, classes: int, number: int) -> np.ndarray[Any, Any]:
+        """How many of a user's images in this round have each class, ``[K]``."""
+        self.means.users.set_round(number)
+        images, counts = self.means.users.user_dataset(user), np.zeros(classes)
+        for _, targets, _ in images.once() if len(images) else ():
+            counts += (targets > 0).double().sum(0).numpy()
+        return counts
+
+    def model(self, state: Networks) -> PyTorchModel:
+        """The global layers, and of those that are not matched yet the mean."""
+        return self.clients.model({name: self._mean(state.users, name) for name in state.users[0]})
+
+    def tensors(self, state: Networks) -> dict[str, Tensor]:
+        """All networks."""
+        return {f"{place}/{name}": t for place, own in enumerate(state.users) for name, t in own.items()}
+
+    def load(self, state: Networks, tensors: Mapping[str, Tensor]) -> Networks:
+        """All networks."""
+        return Networks(
+            [
+                {name: tensors[f"{place}/{name}"].to(t.device) for name, t in own.items()}
+                for place, own in enumerate(state.users)
+            ]
+        )
+
+    def bytes(self, state: Networks) -> Traffic:
+        """The mean over the rounds of a pass: each layer goes up once and comes down once, with the places of
+        its neurons; counts of classes go up with the last one. The first network comes down besides, once in
+        the run.
+        """
+        size, rounds, total = trained_bytes(self.means.module), len(self.layers), self.means.num_rounds
+        places = NUMBER * sum(layer.neurons for layer in self.layers[:-1])
+        down = -(-(size + places) // rounds) + -(-size // total)
+        return Traffic(down, -(-(size + NUMBER * self.layers[-1].neurons) // rounds))

@@ -1,0 +1,172 @@
+"""Arithmetic modulo the prime q = 2^31 - 1: updates as field elements, masks, and shares of secrets.
+
+An element is an int64 in 0..q - 1. Nothing overflows:
+
+* a product of two elements is at most (q - 1)^2 < 2^62, and one more element on top of it stays below 2^63;
+* a sum of k elements is below k 2^31, and so below 2^63 for fewer than 2^32 of them;
+* `combine` says of itself why it is exact.
+
+On the wire an element takes 4 bytes (`BYTES`).
+
+A real number x in fixed point is the integer nearest to ``x 2^b`` (ties to the even one) modulo q, negative
+ones as ``q - |x|``. `decode` finds the sum of such numbers again as long as it is at most ``(q - 1) / 2``
+from 0, which `most_bits` makes sure of.
+
+Masks come from ChaCha20's keystream (RFC 8439) under 32-byte keys of the operating system's generator.
+Secrets are shared as Shamir does (1979, "How to share a secret"), with Lagrange's interpolation.
+
+Letters: P numbers of a vector, n points, m vectors.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+PRIME = 2**31 - 1
+"""q."""
+BYTES, KEY_BYTES = 4, 32
+"""Of an element, and of the key of a keystream."""
+MOST_BITS = 30
+"""Most bits after the binary point: above it not even one number of size 1 has a place."""
+BLOCK = 4096
+"""Numbers of a vector that are worked on at once, so that they stay in the processor's cache."""
+DIGIT = 30
+"""Bits of a secret in one element."""
+Elements = npt.NDArray[np.int64]
+
+
+def most_bits(total_weight: int, users: int, clip: float) -> int:
+    """The most bits b after the binary point with which no sum of users' numbers wraps around.
+
+    A user of weight w sends the integer nearest to ``w x 2^b`` with ``|x| <= clip``, which is at most
+    ``w clip 2^b + 1/2``; the sum over users has to be at most ``(q - 1) / 2``. The weights too are summed.
+
+    Returns:
+        At most `MOST_BITS`, and -1 where 0 bits are too many.
+    """
+    room = (PRIME - 1) // 2
+    if total_weight > room:
+        return -1
+    for bits in range(MOST_BITS, -1, -1):
+        if total_weight * clip * 2**bits + users / 2 <= room:
+            return bits
+    return -1
+
+
+def encode(values: npt.NDArray[np.floating], weight: int, bits: int, clip: float) -> Elements:
+    """``weight`` times the values, each clipped to -clip..clip before, in fixed point ``[P]``.
+
+    Raises:
+        ValueError: for values that are no finite numbers.
+    """
+    wide = values.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise ValueError(
+            "a user's update has numbers that are not finite, which no field holds: lower local.learning_rate"
+        )
+    scaled: Elements = np.rint(np.clip(wide, -clip, clip) * (float(weight) * 2.0**bits)).astype(np.int64)
+    residues: Elements = scaled % PRIME
+    return residues
+
+
+def decode(total: Elements, bits: int) -> npt.NDArray[np.float64]:
+    """The sum of encoded numbers, each at most ``1/2 2^-bits`` away from what was encoded."""
+    signed = np.where(total > PRIME // 2, total - PRIME, total)
+    return signed / 2.0**bits
+
+
+def uniform(key: bytes, size: int) -> Elements:
+    """``[size]`` elements, a function of the key that without it looks like independent uniform ones.
+
+    Each is 31 bits of the keystream; q itself, one pattern in 2^31, is passed over.
+    """
+    spare = 16
+    while True:
+        stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(4 * (size + spare)))
+        words = np.frombuffer(stream, "<u4") & np.uint32(PRIME)
+        if not (words[:size] == PRIME).any():
+            return np.array(words[:size], np.int64)
+        words = words[words != PRIME]
+        if len(words) >= size:
+            return np.array(words[:size], np.int64)
+        spare *= 2  # the longer stream begins with the shorter one
+
+
+def fresh(size: int) -> Elements:
+    """``[size]`` independent uniform elements, which nobody can draw again."""
+    return uniform(secrets.token_bytes(KEY_BYTES), size)
+
+
+def inverse(element: int) -> int:
+    """The element whose product with this one, which is not 0, is 1."""
+    return pow(int(element), -1, PRIME)
+
+
+def lagrange(at: Sequence[int], points: Sequence[int]) -> Elements:
+    """``[len(at), n]``: row a times the values at n distinct points is the value at ``at[a]`` of the
+    polynomial of degree below n through them.
+    """
+    rows = np.empty((len(at), len(points)), np.int64)
+    for column, own in enumerate(points):
+        others = [point for point in points if point != own]
+        below = inverse(math.prod((own - point) % PRIME for point in others) % PRIME)
+        for row, place in enumerate(at):
+            above = math.prod((place - point) % PRIME for point in others)
+            rows[row, column] = above * below % PRIME
+    return rows
+
+
+def combine(coefficients: Elements, vectors: Elements) -> Elements:
+    """``[a, m]`` times ``[m, P]``.
+
+    In float64, which is exact below 2^53, as it has the fast products of matrices: a vector's numbers are
+    taken apart as ``2^16 h + l``, with h and l below 2^16, so that sums of 64 products with coefficients stay
+    below 2^53. What is put together again is below ``2^31 2^16 + 2^53 + 2^31``.
+    """
+    total = np.zeros((len(coefficients), vectors.shape[1]), np.int64)
+    factors = coefficients.astype(np.float64)
+    for begin in range(0, vectors.shape[1], BLOCK):
+        into = total[:, begin : begin + BLOCK]
+        for first in range(0, len(vectors), 64):
+            part, own = vectors[first : first + 64, begin : begin + BLOCK], factors[:, first : first + 64]
+            high = (own @ (part >> 16).astype(np.float64)).astype(np.int64) % PRIME
+            low = (own @ (part & 0xFFFF).astype(np.float64)).astype(np.int64)
+            into += (high << 16) + low
+            into %= PRIME
+    return total
+
+
+def share(secret: Elements, degree: int, points: Sequence[int]) -> Elements:
+    """Shamir's shares ``[n, P]`` of ``secret`` ``[P]`` at points that are not 0.
+
+    Any ``degree`` of them are independent of the secret and uniform; `degree` + 1 give it.
+    """
+    polynomial = np.vstack([secret[None], fresh(degree * len(secret)).reshape(degree, len(secret))])
+    powers = [[pow(point, exponent, PRIME) for exponent in range(degree + 1)] for point in points]
+    return combine(np.array(powers, np.int64), polynomial)
+
+
+def recover(shares: Elements, points: Sequence[int]) -> Elements:
+    """The secret ``[P]`` of shares ``[n, P]``, of which there must be more than their degree."""
+    secret: Elements = combine(lagrange([0], points), shares)[0]
+    return secret
+
+
+def digits(key: bytes) -> Elements:
+    """A key of 32 bytes as 9 elements."""
+    number = int.from_bytes(key, "little")
+    count = -(-8 * KEY_BYTES // DIGIT)
+    return np.array([number >> DIGIT * place & 2**DIGIT - 1 for place in range(count)], np.int64)
+
+
+def from_digits(elements: Elements) -> bytes | None:
+    """The key of `digits`; None where these are no key's, as of shares that were altered."""
+    number = sum(int(element) << DIGIT * place for place, element in enumerate(elements))
+    return None if number >= 2 ** (8 * KEY_BYTES) else number.to_bytes(KEY_BYTES, "little")

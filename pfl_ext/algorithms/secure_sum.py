@@ -1,0 +1,212 @@
+"""FedAvg whose sum over users is formed in a finite field, so that no single update is seen by the server.
+
+A user of weight w (its images, or 1) has an update x ``[P]``. What it brings into the protocol are P + 1
+elements of `pfl_ext.algorithms.finite_field`: ``w x`` in fixed point with b bits after the binary point, each
+number of x clipped to -C..C before, and w itself. So the server learns the sum over those users who were not
+lost, and the sum of their weights, whose quotient is the weighted mean; nobody's weight is known by itself.
+The server's optimiser steps on that mean, as FedAvg's does.
+
+Against the mean of the clipped updates in exact arithmetic, each number is wrong by at most
+``U / (2 2^b sum w)`` for U users, as each rounds to nearest; a test computes it. No sum may wrap around:
+``sum w C 2^b + U/2 <= (q - 1) / 2`` for the heaviest cohort that could be drawn, or the run is refused before
+it begins.
+
+Masks come from the operating system's generator and not from the run's seed. They cancel exactly in the
+field, so that the model is a function of config and data all the same: killed and resumed, or on several
+workers, it is the same to the bit. Which users are lost is drawn from (seed, round).
+
+What is simulated: all parties run in one process and share its memory, one after another, and nothing goes
+over a network. So a run of this protects nobody; it shows what a deployment would compute, send and survive.
+A user who is lost is one that shared what the protocol asks for first, and whose update never arrives; such
+users do not train here, as nothing of theirs is in the sum.
+
+Letters: P trained parameters, U users of a cohort.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
+from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.models.classifier import RATE_FACTOR
+from pfl_ext.randomness import stream
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.workers.distributed import is_main
+
+Sent = Callable[[int | None, int | None, str, Any], None]
+"""Is called with each message: from whom, to whom (None: the server), what, and its content."""
+
+
+def unwatched(sender: int | None, receiver: int | None, what: str, content: Any) -> None:
+    """Nobody looks at a message but its receiver."""
+
+
+class SumLost(Exception):
+    """Too many users were lost, and the sum of the others cannot be found; one line says which."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class SecureSumOptions:
+    """What both protocols share."""
+
+    fraction_bits: Annotated[int, Field(ge=0, le=MOST_BITS)] | None = None
+    """Bits after the binary point of a user's numbers; none: the most with which no sum wraps around."""
+    clip: PositiveFloat = 4.0
+    """Largest size of each number of an update; larger ones are brought to it before the sum."""
+    drop_out: Fraction = 0.0
+    """Share of the users, rounded down, whose update is lost after they have shared their keys."""
+    colluding: Annotated[int, Field(ge=1)] | None = None
+    """Users who together with the server must learn nothing of the others; none: as many as can be."""
+
+
+class SecureSum(Algorithm[PyTorchModel]):
+    """FedAvg over a protocol that adds up vectors of field elements."""
+
+    options: ClassVar[type] = SecureSumOptions
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "replacement": "a secure sum is over different users, who have one key each: draw cohorts without "
+        "replacement, set federated.replacement to false",
+    }
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients, self.bits = Clients(means), bits_of(means)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse numbers that could wrap around.
+
+        Raises:
+            ValueError: one line with the most bits that there may be.
+        """
+        bits_of(setup)
+
+    @abstractmethod
+    def lost(self, users: int, number: int) -> list[int]:
+        """Which of so many users are lost in a round, by their place in the cohort."""
+
+    @abstractmethod
+    def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
+        """The sum by the protocol, in a round.
+
+        Args:
+            vectors: ``[P + 1]`` of each user who is not lost, by its place in the cohort.
+            users: how many the cohort has, lost ones among them.
+            number: of the round.
+
+        Raises:
+            SumLost: when too many were lost.
+        """
+
+    def drawn(self, places: np.ndarray[Any, Any], number: int, *keys: int) -> list[int]:
+        """The share `drop_out` of these places, by the run's seed and the round."""
+        rng = stream(self.means.seed, "users lost in secure sums", number, *keys)
+        count = int(self.means.options.drop_out * len(places))
+        return sorted(int(place) for place in rng.permutation(places)[:count])
+
+    def init(self, seed: int) -> PyTorchModel:
+        """The run's model, whose weights were drawn from the run's seed."""
+        return self.means.model
+
+    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+        """Those who are not lost train, their sum is formed, and the server steps on its mean."""
+        cohort, users = self.clients.cohort(number), self.means.users
+        lost = set(self.lost(len(cohort), number))
+        left = [place for place in range(len(cohort)) if place not in lost]
+        with users.only(cohort[left]):
+            members = users.members(len(left))
+        start = self.clients.weights()
+        updates, line = self.clients.each_update([start] * len(left), cohort[left], number)
+        self.clients.model(start)
+        clipped, vectors = 0, {}
+        for place, member, update in zip(left, members, updates):
+            flat = np.concatenate([tensor.double().cpu().numpy().ravel() for tensor in update.values()])
+            clipped += int((np.abs(flat) > self.means.options.clip).sum())
+            weight = member.num_images if self.means.by_images else 1
+            numbers = encode(flat, weight, self.bits, self.means.options.clip)
+            vectors[place] = np.append(numbers, weight)
+        line |= {"lost": len(lost), "clipped": clipped, "skipped": 0}
+        try:
+            total = self.total(vectors, len(cohort), number)
+        except SumLost as reason:
+            if is_main():
+                print(f"round {number} leaves the model as it is: {reason}", file=sys.stderr)
+            return state, line | {"skipped": 1}
+        self._step(state, total, start, number)
+        return state, line
+
+    def _step(self, state: PyTorchModel, total: Elements, start: Weights, number: int) -> None:
+        """The server's optimiser on the mean."""
+        weight = int(total[-1])
+        mean = decode(total[:-1], self.bits) / max(weight, 1)
+        sizes = [tensor.numel() for tensor in start.values()]
+        parts = np.split(mean, np.cumsum(sizes)[:-1])
+        update = {
+            name: torch.from_numpy(part).to(w.device, w.dtype).view_as(w)
+            for (name, w), part in zip(start.items(), parts)
+        }
+        for group in state._central_optimizer.param_groups:
+            group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
+        state.apply_model_update(MappedVectorStatistics(update))
+
+    def model(self, state: PyTorchModel) -> PyTorchModel:
+        """The state itself."""
+        return state
+
+    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
+        """Of the model and the server's optimiser; keys and masks are those of one round."""
+        return checkpoint.model_tensors(state)
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
+        """Put both back."""
+        checkpoint.restore_model(state, tensors)
+        return state
+
+    @property
+    def elements(self) -> int:
+        """P + 1."""
+        return 1 + sum(p.numel() for p in self.means.module.parameters() if p.requires_grad)
+
+
+def bits_of(setup: Setup) -> int:
+    """Bits after the binary point in a run.
+
+    Raises:
+        ValueError: one line, where the sum of the heaviest cohort could wrap around.
+    """
+    users, options = setup.users, setup.options
+    everybody = np.arange(users.num_users)
+    with users.only(everybody):
+        images = sorted((member.num_images for member in users.members(len(everybody))), reverse=True)
+    count = min(setup.cohort_size, len(images))
+    weight = sum(images[:count]) if setup.by_images else count
+    most = most_bits(weight, count, options.clip)
+    if most < 0:
+        raise ValueError(
+            f"a secure sum of {count:,} users with weights of {weight:,} together and numbers up to "
+            f"federated.options.clip = {options.clip:g} has no place below 2^31: lower it, or set "
+            "federated.weighting to users"
+        )
+    if options.fraction_bits is not None and options.fraction_bits > most:
+        raise ValueError(
+            f"federated.options.fraction_bits is {options.fraction_bits}, with which a sum of "
+            f"{count:,} users with weights of {weight:,} together and numbers up to {options.clip:g} could "
+            f"wrap around: set it to at most {most}, or lower federated.options.clip"
+        )
+    return most if options.fraction_bits is None else int(options.fraction_bits)

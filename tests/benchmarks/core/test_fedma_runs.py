@@ -1,0 +1,195 @@
+"""FedMA as runs: copies averaged to the network, frozen layers, killed and resumed, workers, refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.flair.train import main
+from dataset.cli import run as run_command
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.fedma import FedMA, Networks
+from pfl_ext.algorithms.matching import reordered
+from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.test_train import error_line, lines, results
+from tests.launching import command, run
+
+FEDMA = ("--federated.algorithm=fedma", "--federated.num_rounds=5", "--evaluation.best_by=last")
+
+
+def test_copies_in_another_order_are_averaged_to_the_network(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[Weights] = []
+    begin = FedMA.init
+
+    def shuffled(self: FedMA, seed: int) -> Networks:
+        whole, rng = begin(self, seed).users[0], np.random.default_rng(4)
+        first.append(whole)
+        users = [whole]
+        for _ in self.users[1:]:
+            own = whole
+            for layer, following in pairwise(self.layers):
+                own = reordered(own, layer, following, rng.permutation(layer.neurons))
+            users.append(own)
+        return Networks(users)
+
+    def still(
+        self: Clients, weights: Sequence[Mapping[str, torch.Tensor]], users: Any, number: int
+    ) -> tuple[list[Weights], dict[str, Any]]:
+        return [{n: torch.zeros_like(w) for n, w in own.items()} for own in weights], {"users": len(users)}
+
+    monkeypatch.setattr(FedMA, "init", shuffled)
+    monkeypatch.setattr(Clients, "each_update", still)
+    directory = train(*FEDMA)
+    found = load_file(directory / "model.safetensors")
+    for name, tensor in first[0].items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)
+    assert all(line["moved"] > 0 for line in lines(directory)[:4])
+
+
+@pytest.mark.parametrize("engine", ["stock", "fast"])
+def test_users_train_the_layers_from_one_on(
+    engine: str, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against torch's own SGD on copies of the network, whose lower layers have no gradient."""
+    real, seen = FedMA._trained, []
+
+    def compared(self: FedMA, users: list[Weights], place: int, number: int) -> Any:
+        found, line = real(self, users, place, number)
+        data, local = self.means.users, self.means.local_in(number)
+        data.set_round(number)
+        for user, own, trained in zip(self.users, users, found):
+            module = copy.deepcopy(self.means.module)
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(own[name])
+            opened = {n for layer in self.layers[place:] for n in layer.variables}
+            parameters = [p for n, p in module.named_parameters() if n in opened]
+            optimizer = torch.optim.SGD(parameters, lr=local.local_learning_rate)
+            images = data.user_dataset(int(user))
+            for _ in range(local.local_num_epochs):
+                for batch in images.iter(local.local_batch_size):
+                    optimizer.zero_grad()
+                    torch.autograd.backward(module.loss(*batch))
+                    optimizer.step()
+            for name, parameter in module.named_parameters():
+                assert torch.equal(trained[name], own[name]) == (name not in opened)
+                distance = float((trained[name] - parameter.detach()).norm())
+                assert distance <= 1e-4 * float((parameter.detach() - own[name]).norm())
+        seen.append(place)
+        return found, line
+
+    monkeypatch.setattr(FedMA, "_trained", compared)
+    train(*FEDMA, f"--runtime.engine={engine}", "--local.learning_rate=0.1", "--local.max_grad_norm=none")
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_after_a_pass_all_users_have_one_network_whose_last_layer_is_by_class(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, kept = FedMA._last, {}
+
+    def noted(self: FedMA, users: list[Weights], layer: Any, number: int) -> Weights:
+        self.means.users.set_round(number)
+        counts = []
+        for user in self.users:
+            rows = self.means.users.partition.rows_of(int(user))
+            counts.append((np.asarray(self.means.users._store.targets(rows)) > 0).sum(0))
+        found = real(self, users, layer, number)
+        images = [len(self.means.users.partition.rows_of(int(user))) for user in self.users]
+        for name in layer.variables:
+            for k in range(layer.neurons):
+                weights = [int(c[k]) for c in counts]
+                weights = weights if sum(weights) else images
+                parts = [w * own[name][k].double() / sum(weights) for w, own in zip(weights, users)]
+                expected = torch.stack(parts).sum(0)
+                torch.testing.assert_close(found[name][k], expected.float(), rtol=1e-5, atol=1e-7)
+        kept["classes"] = sum(sum(int(c[k]) for c in counts) > 0 for k in range(layer.neurons))
+        return found
+
+    monkeypatch.setattr(FedMA, "_last", noted)
+    directory = train(*FEDMA, "--runtime.checkpoint_every=5", "--local.max_images=none")
+    assert kept["classes"] > 3
+    tensors, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    for name in [key[2:] for key in tensors if key.startswith("0/")]:
+        assert all(torch.equal(tensors[f"0/{name}"], tensors[f"{place}/{name}"]) for place in (1, 2, 3))
+
+
+def test_it_is_killed_within_a_pass_and_goes_on_bit_for_bit(train: Train) -> None:
+    argv = (FEDMA[0], *FEDMA[2:], "--federated.num_rounds=10", "--local.learning_rate=0.1")
+    whole = train(*argv, name="whole")
+    with killed_at(7):
+        directory = train(*argv, code=130)
+    train(*argv)
+    assert lines(directory) == lines(whole)
+    assert [line["layer"] for line in lines(whole)[:10]] == [0, 1, 2, 3, 4] * 2
+    for key in ("model_sha256", "val", "test", "last"):
+        assert results(directory)[key] == results(whole)[key]
+
+
+def test_two_workers_have_the_model_of_one(mini_file: Path, tmp_path: Path) -> None:
+    argv = [*SMALL, "--config=fl-r-17", *FEDMA, "--runtime.engine=fast", f"--data_path={mini_file}"]
+    with sparingly():
+        assert run_command(main, [*argv, f"--run_dir={tmp_path / '1'}"]) == 0
+    run(command("torchrun", 2, "benchmarks.flair.train", *argv, f"--run_dir={tmp_path / '2'}"))
+    alone, together = (
+        checkpoint.load(tmp_path / str(workers) / "checkpoint" / "last.safetensors")[0] for workers in (1, 2)
+    )
+    for key, tensor in alone.items():
+        torch.testing.assert_close(together[key], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_sent_is_counted(train: Train) -> None:
+    found = results(train(*FEDMA))
+    size = 4 * found["trainable_parameters"]
+    up, down = size + 4 * 17, size + 4 * (6 + 16 + 120 + 84)
+    assert found["traffic"] == {"down": -(-down // 5) + -(-size // 5), "up": -(-up // 5)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--federated.num_rounds=7"], "set federated.num_rounds to a multiple of 5, such as 5"),
+        (["--model.arch=resnet18", "--model.input_size=16"], "plain networks, without norms, branches or fr"),
+        (
+            ["--model.trained=head"],
+            "set model.arch to lenet, simple_cnn, cifar_cnn or vgg9, and model.trained",
+        ),
+        (["--model.bottleneck=8"], "fedma matches the neurons of plain networks"),
+        (["--evaluation.best_by=loss"], "has no model of all users before its last round: set it to last"),
+        (["--server.optimizer=sgd"], "--server.optimizer has no effect where federated.algorithm is fedma"),
+        (["--federated.replacement=true"], "draw cohorts without replacement, set federated.replacement"),
+        (["--federated.options.passes=-1"], "federated.options.passes is '-1': "),
+        (["--federated.options.growth=2"], "growth is no option of fedma, which has passes: remove it"),
+        (["--config=pfl-r-17"], "privacy refuses federated.algorithm = fedma ("),
+        (
+            ["--federated.weighting=users", "--local_privacy.epsilon=4"],
+            "local_privacy refuses federated.algo",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(
+    words: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*FEDMA, *words, code=2)
+    assert message in error_line(capsys)
+
+
+def test_networks_beyond_the_memory_are_refused(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pfl_ext.algorithms.fedma.physical_memory", lambda: 1000)
+    train(*FEDMA, code=2)
+    assert "fedma keeps a network of each of 4 users" in error_line(capsys)
