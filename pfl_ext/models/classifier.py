@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
+from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS
 from pfl_ext.models.standardised import Standardised, standardised_in
@@ -89,6 +91,8 @@ def build_backbone(
     if config.bottleneck is not None and config.keep_head:
         raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     arch = config.arch
+    if config.parties is not None:
+        return _of_parties(config, config.parties, num_labels, generator, weights)
     with DrawFrom(generator):
         backbone = _untrained(arch, num_labels, config.input_size)
     if getattr(backbone, "aux_logits", False):
@@ -120,6 +124,22 @@ def build_backbone(
         _insert_bottleneck(backbone, config, config.bottleneck, generator)
     choose_trained(backbone, config, generator)
     return backbone
+
+
+def _of_parties(
+    config: ModelConfig,
+    parties: int,
+    num_labels: int,
+    generator: torch.Generator,
+    weights: str | Path | None,
+) -> nn.Module:
+    """A network for each party, drawn one after another; ``weights``: a file of all of them."""
+    alone = replace(config, parties=None, input_size=config.input_size // 2)
+    together = PartyNetworks([build_backbone(alone, num_labels, generator) for _ in range(parties)])
+    _check_side(together, f"{config.arch} for {parties} parts", config.input_size)
+    if weights is not None:
+        load_weights(together, None, config.arch, *read_weights(config.arch, weights))
+    return together
 
 
 def _untrained(arch: str, num_labels: int, input_size: int) -> nn.Module:

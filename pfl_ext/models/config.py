@@ -9,6 +9,7 @@ from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
+from pfl_ext.models.parties import Parties
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
@@ -42,6 +43,8 @@ class ModelConfig:
     """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
     random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
+    parties: Parties | None = None
+    """Parties with a network of their own for a part of each image; 2: halves, 4: quadrants; none: no parts."""
     trained: Trained = "all"
     """What learns besides last layer, bottleneck and decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
@@ -58,6 +61,8 @@ class ModelConfig:
     """The network's own dropout and stochastic depth take part in training; false: they are left out."""
 
     def __post_init__(self) -> None:
+        if self.parties is not None:
+            self._check_parties()
         if self.random_features is not None and self.bottleneck is not None:
             raise ValueError(
                 f"model.random_features is {self.random_features} and model.bottleneck is {self.bottleneck}, "
@@ -71,4 +76,18 @@ class ModelConfig:
             raise ValueError(
                 "model.trained is head, and a bottleneck before it would never learn: set model.trained to "
                 "two_layers, or model.bottleneck to none"
+            )
+
+    def _check_parties(self) -> None:
+        if self.input_size % 2:
+            raise ValueError(
+                f"model.parties is {self.parties} and model.input_size {self.input_size}, which has no halves: "
+                "choose an even one"
+            )
+        with_one_head = self.bottleneck or self.random_features or self.dropout or self.trained != "all"
+        if with_one_head or (self.pretrained and not self.keep_head):
+            raise ValueError(
+                f"model.parties is {self.parties}, whose networks each have a last layer: set model.bottleneck "
+                "and model.random_features to none, model.dropout to false, model.trained to all, and "
+                "model.keep_head to true where model.pretrained is"
             )
