@@ -112,7 +112,7 @@ class Vertical(Algorithm[Weights]):
             for batch in images.iter(local.local_batch_size):
                 total += self._step(batch, optimizers) * len(batch[0])
                 passes += len(batch[0])
-        line = {"users": len(users.members(self.means.cohort_size)), "images": len(images)}
+        line: dict[str, Any] = {"users": len(users.members(self.means.cohort_size)), "images": len(images)}
         if passes:
             line["train_loss"] = round(total / passes, 6)
         return self.clients.weights(), line

@@ -9,7 +9,6 @@ from pydantic.dataclasses import dataclass
 
 from pfl_ext.configs import STRICT
 from pfl_ext.data.normalisation import Normalisation
-from pfl_ext.models.parties import Parties
 
 Init = Literal["he", "keras", "torchvision", "xavier"]
 Trained = Literal["all", "head", "two_layers", "last_blocks", "lora", "bias", "norms"]
@@ -43,8 +42,8 @@ class ModelConfig:
     """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
     random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
-    parties: Parties | None = None
-    """Parties with a network of their own for a part of each image; 2: halves, 4: quadrants; none: no parts."""
+    parties: Annotated[int, Field(ge=2, le=4, multiple_of=2)] | None = None
+    """Parties with a network of their own for a part of each image: 2 halves, 4 quadrants; none: no parts."""
     trained: Trained = "all"
     """What learns besides last layer, bottleneck and decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
@@ -81,13 +80,13 @@ class ModelConfig:
     def _check_parties(self) -> None:
         if self.input_size % 2:
             raise ValueError(
-                f"model.parties is {self.parties} and model.input_size {self.input_size}, which has no halves: "
-                "choose an even one"
+                f"model.parties is {self.parties} and model.input_size {self.input_size}, which has no "
+                "halves: choose an even one"
             )
         with_one_head = self.bottleneck or self.random_features or self.dropout or self.trained != "all"
         if with_one_head or (self.pretrained and not self.keep_head):
             raise ValueError(
-                f"model.parties is {self.parties}, whose networks each have a last layer: set model.bottleneck "
-                "and model.random_features to none, model.dropout to false, model.trained to all, and "
-                "model.keep_head to true where model.pretrained is"
+                f"model.parties is {self.parties}, whose networks each have a last layer: set "
+                "model.bottleneck and model.random_features to none, model.dropout to false, "
+                "model.trained to all, and model.keep_head to true where model.pretrained is"
             )
