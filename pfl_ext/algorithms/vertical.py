@@ -12,8 +12,9 @@ passes over the images of all users of the round's cohort together, in batches a
 cohort of all users it is a pass over all images. The order comes from (seed, round), which all
 parties know. Momentum begins at 0 in each round.
 
-Images are not augmented: a flip would give a party pixels of another. What is sent is not protected: outputs
-and ``dL/dU`` tell hosts about labels. Parties are simulated in one process.
+A crop is the same for all parties of an image, so a party holds its part with a margin as wide as crops move.
+Flips and scaled crops, which would give a party pixels from all of another's part, are refused. What is sent
+is not protected: outputs and ``dL/dU`` tell hosts about labels. Parties are simulated in one process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Vertical(Algorithm[Weights]):
         Raises:
             ValueError: in one line.
         """
-        users, side = setup.users, setup.module.input_size
+        users = setup.users
         if not isinstance(setup.module.backbone, PartyNetworks):
             raise ValueError("vertical is for parties with a part of each image: set model.parties to 2 or 4")
         if setup.clips_all:
@@ -71,20 +72,15 @@ class Vertical(Algorithm[Weights]):
                 "variable, or local.max_grad_norm to none"
             )
         sampling = users.sampling
-        if sampling.flip != "none" or sampling.crop != "crop":
+        if sampling.flip != "none" or sampling.crop == "resized":
             raise ValueError(
-                "vertical takes images as they are, as a party has no pixels of another: set augment.flip to "
-                "none and augment.crop to crop"
+                "vertical has no flips and no scaled crops, which would give a party another's pixels: set "
+                "augment.flip to none and augment.crop to crop or padded"
             )
         with users.only(np.arange(users.num_users)):
             largest = max(users.members(users.num_users), key=lambda member: member.num_images)
         height = users.read(largest).raw_data[0].shape[1]
-        if height != side:
-            raise ValueError(
-                f"vertical takes images as they are, and they have {height} pixels where the network takes "
-                f"{side}: set model.input_size to data.image_size"
-            )
-        need, there = 2 * users.total_images * 3 * side**2, physical_memory()
+        need, there = 2 * users.total_images * 3 * height**2, physical_memory()
         if need > there:
             raise ValueError(
                 f"vertical has the images of a round in memory at once, up to {need / 1e9:,.1f} GB of "

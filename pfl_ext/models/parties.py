@@ -28,8 +28,9 @@ class PartyNetworks(nn.Module):
         Two parties have the left and the right half ``[B, 3, S, S / 2]``; four have the quadrants
         ``[B, 3, S / 2, S / 2]``: top left, top right, bottom left, bottom right.
         """
+        # by index: torch.fx, by which the engine joins layers, cannot go through chunks one after another
         rows = images.chunk(len(self.networks) // 2, dim=2)
-        return [part for row in rows for part in row.chunk(2, dim=3)]
+        return [rows[k // 2].chunk(2, dim=3)[k % 2] for k in range(len(self.networks))]
 
     def forward(self, images: Tensor) -> Tensor:
         """``[B, 3, S, S]`` -> ``[B, K]``."""
