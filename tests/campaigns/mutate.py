@@ -67,13 +67,13 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 _MODULES = {
     "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
     "pfl_ext/algorithms": "algorithm by_rows clients closed_form fed3r fedcof fedir fedncm fednova fedprox "
-    "on_pfl optimizers per_user scaffold split user_vectors",
+    "on_pfl optimizers per_user scaffold split user_vectors vertical",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
-    "pfl_ext/models": "classifier decoders detection drawing encoders features lora parts prefix pretrained "
-    "random_features scatternet segmentation small standardised trained weights",
+    "pfl_ext/models": "classifier decoders detection drawing encoders features lora parties parts prefix "
+    "pretrained random_features scatternet segmentation small standardised trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
     "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
     "single_label task",
