@@ -75,7 +75,7 @@ def trajectory(run: AnyRun, directory: Path) -> Any:
 
 def algorithm(run: AnyRun) -> Split:
     data = training_data(run, Users(), SquaredError())
-    return Split(means(run, setup(run.config, module(), data), lambda _: None))  # type: ignore[arg-type,return-value]
+    return Split(means(run, setup(run.config, module(), data), lambda _: None))
 
 
 def in_one_place(run: AnyRun, restart: bool) -> Any:
@@ -97,7 +97,7 @@ def in_one_place(run: AnyRun, restart: bool) -> Any:
             images = data.read(members[place])
             for batch in (b for _ in range(local.num_epochs) for b in images.iter(local.batch_size)):
                 optimizer.zero_grad()
-                model.loss(*batch).backward()
+                torch.autograd.backward(model.loss(*batch))
                 optimizer.step()
         seen.append(vector(model))
     return np.stack(seen)

@@ -100,7 +100,7 @@ def algorithm(tree: Tree, parties: int = 4) -> Vertical:
     data = training_data(run, Users(), SquaredError())
     chosen = setup(run.config, module(parties), data)
     Vertical.check(chosen)
-    return Vertical(means(run, chosen, lambda _: None))  # type: ignore[arg-type,return-value]
+    return Vertical(means(run, chosen, lambda _: None))
 
 
 def test_hosts_send_outputs_and_get_the_gradient_of_their_sum() -> None:
@@ -129,7 +129,7 @@ def test_hosts_send_outputs_and_get_the_gradient_of_their_sum() -> None:
 def test_a_host_learns_from_nothing_but_the_gradient() -> None:
     vertical = algorithm({"local": {"weight_decay": 0.0}})
     before, real = vertical.init(0), Wire.send
-    with mock.patch.object(Wire, "send", lambda *a, up: real(*a, up=up) * up):
+    with mock.patch.object(Wire, "send", lambda wire, tensor, up: real(wire, tensor, up) * up):
         after, _ = vertical.round(before, 0)
     changed = {name.split(".")[2] for name, w in after.items() if not torch.equal(w, before[name])}
     assert changed == {"0"}, "the guest"
@@ -168,7 +168,7 @@ def test_networks_that_cannot_take_halves_are_refused() -> None:
         assert backbone(arch, parties)(torch.zeros(2, 3, 32, 32)).shape == (2, 3)
     with pytest.raises(ValueError, match=r"^lenet for 2 parts cannot take images of 32 x 32 pixels"):
         backbone("lenet", 2)
-    first, second = backbone("lenet", 4).networks[:2]  # type: ignore[union-attr,index]
+    first, second = backbone("lenet", 4).networks[:2]  # type: ignore[index]
     assert not torch.equal(next(first.parameters()), next(second.parameters()))
 
 
