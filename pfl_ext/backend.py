@@ -308,9 +308,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             postprocessors=self._postprocessors if together else (),
             weighting=self._weighting() if together else None,
         )
-        holds = trial.settled(check)
-        self.engine = engine if holds else None
-        return holds
+        self.engine = engine if trial.settled(check) else None
+        return self.engine is not None
 
     def _only_norms_matter(self) -> bool:
         """Whether all that is done to a user's update is weighting, then scaling by its norms."""

@@ -100,6 +100,7 @@ def setup(
         module=module,
         users=users,
         has_head_rate=config.local.head_rate_factor != 1,
+        clips_all=config.local.global_max_grad_norm is not None,
         folder=None if directory is None else directory / "checkpoint",
     )
 

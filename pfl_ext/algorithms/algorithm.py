@@ -65,6 +65,8 @@ class Setup:
     users: FederatedImageDataset
     has_head_rate: bool = False
     """Whether the head's local learning rate is not that of the other layers."""
+    clips_all: bool = False
+    """Whether users clip the gradients of all variables together, by one norm."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 

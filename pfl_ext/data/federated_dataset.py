@@ -335,6 +335,18 @@ class FederatedImageDataset(FederatedDataset):
         """`read` of one after another, ahead of need."""
         return prefetched(self.read, members, ahead=self._prefetch, threads=self._threads)
 
+    @property
+    def sampling(self) -> LocalSampling:
+        """How images become batches."""
+        return self._sampling
+
+    def pooled(self, cohort_size: int) -> UserImages:
+        """All images of the round's cohort as those of one user: one order, and batches across users."""
+        everybody = [images.raw_data for images in self.read_all(self.members(cohort_size))]
+        images, targets = (np.concatenate([data[place] for data in everybody]) for place in (0, 1))
+        rng = stream(self._seed, "pooled training", self._round)
+        return UserImages(images, targets, "pooled", self._sampling, rng, self._collate)
+
     def single_features(self, members: Sequence[Member]) -> Batch | None:
         """Features ``[n, D]``, targets and crops of n users who own one row each, in one reading.
 

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
+from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
@@ -89,6 +91,8 @@ def build_backbone(
     if config.bottleneck is not None and config.keep_head:
         raise ValueError("model.keep_head is true, and model.bottleneck makes a new head: set it to none")
     arch = config.arch
+    if config.parties is not None:
+        return _of_parties(config, num_labels, generator, weights)
     with DrawFrom(generator):
         backbone = _untrained(config, num_labels)
     if getattr(backbone, "aux_logits", False):
@@ -122,13 +126,25 @@ def build_backbone(
     return backbone
 
 
+def _of_parties(
+    config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None
+) -> nn.Module:
+    """A network for each party, drawn one after another; ``weights``: a file of all of them."""
+    parties = config.parties or 0
+    alone = replace(config, parties=None, input_size=config.input_size // 2)
+    together = PartyNetworks([build_backbone(alone, num_labels, generator) for _ in range(parties)])
+    _check_side(together, f"{config.arch} for {parties} parts", config.input_size)
+    if weights is not None:
+        load_weights(together, None, config.arch, *read_weights(config.arch, weights))
+    return together
+
+
 def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
-    arch, input_size = config.arch, config.input_size
+    arch = config.arch
     if arch in NETWORKS.names():
         network = NETWORKS[arch]
-        if isinstance(network, Configured):
-            return network.build(num_labels, config)
-        return network(num_labels, input_size)
+        configured = isinstance(network, Configured)
+        return network.build(num_labels, config) if configured else network(num_labels, config.input_size)
     known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)

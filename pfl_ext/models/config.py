@@ -43,6 +43,8 @@ class ModelConfig:
     """Random features of a Gaussian kernel that the last layer takes, never trained; none: the network's."""
     random_features_width: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Width of that kernel, for features of length 1, of which no two are more than 2 apart."""
+    parties: Annotated[int, Field(ge=2, le=4, multiple_of=2)] | None = None
+    """Parties with a network of their own for a part of each image: 2 halves, 4 quadrants; none: no parts."""
     trained: Trained = "all"
     """What learns besides last layer, bottleneck and decoder; head, two_layers: nothing; lora: adapters."""
     last_blocks: PositiveInt = 1
@@ -67,6 +69,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.genotype is not None:  # what a file says is part of the config, and where it lies is not
             object.__setattr__(self, "genotype", read_genotype(self.genotype).text)
+        if self.parties is not None:
+            self._check_parties()
         if self.random_features is not None and self.bottleneck is not None:
             raise ValueError(
                 f"model.random_features is {self.random_features} and model.bottleneck is {self.bottleneck}, "
@@ -80,4 +84,18 @@ class ModelConfig:
             raise ValueError(
                 "model.trained is head, and a bottleneck before it would never learn: set model.trained to "
                 "two_layers, or model.bottleneck to none"
+            )
+
+    def _check_parties(self) -> None:
+        if self.input_size % 2:
+            raise ValueError(
+                f"model.parties is {self.parties} and model.input_size {self.input_size}, which has no "
+                "halves: choose an even one"
+            )
+        with_one_head = self.bottleneck or self.random_features or self.dropout or self.trained != "all"
+        if with_one_head or (self.pretrained and not self.keep_head):
+            raise ValueError(
+                f"model.parties is {self.parties}, whose networks each have a last layer: set "
+                "model.bottleneck and model.random_features to none, model.dropout to false, "
+                "model.trained to all, and model.keep_head to true where model.pretrained is"
             )

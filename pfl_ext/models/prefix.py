@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -71,8 +71,8 @@ class MapClassifier(ImageClassifier):
         return cast(Tensor, self.backbone(self._laid(images)))
 
 
-class _Reached(Exception):
-    """The end of the frozen blocks, with what they gave."""
+class Reached(Exception):
+    """The end of the blocks that are run, with what they gave."""
 
 
 class _End(nn.Module):
@@ -84,7 +84,7 @@ class _End(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises what the layer gives."""
-        raise _Reached(self.layer(*args, **kwargs))
+        raise Reached(self.layer(*args, **kwargs))
 
 
 class Prefix:
@@ -122,7 +122,7 @@ class Prefix:
         if maps.shape[1] * 4 > LARGEST_MAP * side**2 * 3:
             raise ValueError(f"what {self.last} gives is more than {LARGEST_MAP} times as large as the image")
         passed = frozenset(names[: names.index(self.last) + 1])
-        backbone = _passing(whole.backbone, passed, "")
+        backbone = substituted(whole.backbone, dict.fromkeys(passed, Passed))
         self.classifier = MapClassifier(whole, backbone, self._shape)
         try:
             with torch.no_grad():
@@ -145,7 +145,7 @@ class Prefix:
         x = whole._normalised(whole.task.pixels(images, None, whole.framing))
         try:
             self._network(x.contiguous(memory_format=self._format))
-        except _Reached as end:
+        except Reached as end:
             (maps,) = end.args
             return cast(Tensor, maps.float().contiguous())
         raise ValueError(f"{self.last} is not run")
@@ -162,16 +162,24 @@ def _frozen_first(module: nn.Module, prefix: str) -> Iterator[str]:
         yield name
 
 
-def _passing(module: nn.Module, passed: frozenset[str], prefix: str) -> nn.Module:
-    """A shallow copy in which these modules are `Passed`."""
+def substituted(
+    module: nn.Module, by: Mapping[str, Callable[[nn.Module], nn.Module]], prefix: str = ""
+) -> nn.Module:
+    """A shallow copy with other modules in some places; what stays is shared.
+
+    Args:
+        module: is left as it is.
+        by: makes the other module of the one in a place, by the place's name.
+        prefix: of the module's own name in ``by``.
+    """
     shallow = copy.copy(module)
     shallow._modules = {}
     for child_name, child in module.named_children():
         name = prefix + child_name
-        if name in passed:
-            shallow._modules[child_name] = Passed(child)
-        elif any(other.startswith(f"{name}.") for other in passed):
-            shallow._modules[child_name] = _passing(child, passed, f"{name}.")
+        if name in by:
+            shallow._modules[child_name] = by[name](child)
+        elif any(other.startswith(f"{name}.") for other in by):
+            shallow._modules[child_name] = substituted(child, by, f"{name}.")
         else:
             shallow._modules[child_name] = child
     return shallow

@@ -68,13 +68,15 @@ _MODULES = {
     "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
     "pfl_ext/algorithms": "algorithm by_rows clients closed_form fed3r fedcof fedir fedma fednas fedncm "
     "fednova fedprox finite_field matching on_pfl optimizers per_user scaffold secure_aggregation secure_sum "
-    "turbo_aggregate user_vectors decentralised dsgd hierarchical pushsum topologies",
+    "split turbo_aggregate user_vectors decentralised dsgd hierarchical pushsum topologies vertical",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
-    "pfl_ext/engine": "cohort gradients lane one_step plan tape training trim",
+    "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "
+    "training trim",
     "pfl_ext/engine/cpu": "convolutions crops dense depthwise narrow",
-    "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora prefix "
-    "pretrained random_features scatternet segmentation small standardised trained weights",
+    "pfl_ext/models": "classifier darts decoders detection drawing encoders features genotype lora "
+    "parties parts prefix pretrained random_features scatternet segmentation small standardised "
+    "trained weights",
     "pfl_ext/privacy": "accounting banded central epsilon local mechanisms moments sampling",
     "pfl_ext/tasks": "detection detection_scores multi_label multi_label_scores ranking segmentation "
     "single_label task",

@@ -196,6 +196,12 @@ def check_training(config: TrainingConfig) -> None:
             "view of each image: set augment.views to none, or model.channel_norm to group"
         )
     federated, central = config.federated, config.centralised
+    rates = (config.local, config.server, central)
+    if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
+        raise ValueError(
+            f"model.parties is {config.model.parties}, whose networks each have a last layer, and a "
+            "head_rate_factor is for one: set it to 1"
+        )
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)

@@ -49,6 +49,7 @@ YOUNGER = {
     "model.lora_alpha": 8.0,
     "model.channel_norm": "group",
     "model.feature_format": "float32",
+    "model.parties": None,
     "model.random_features": None,
     "model.cells": 8,
     "model.cell_channels": 16,

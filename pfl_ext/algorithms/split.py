@@ -1,0 +1,300 @@
+"""Split learning: a network is cut in two, and client and server train it together without sharing it.
+
+Gupta and Raskar 2018 (arXiv 1810.06060, Algorithm 1), Vepakomma et al. 2018 (arXiv 1812.00564: u-shaped),
+Thapa et al. 2020 (SplitFed, arXiv 2004.12088, Algorithm 1). For each batch the client computes
+``a = f(x)`` with the first ``cut`` blocks and sends a and the labels; the server computes the loss of
+``g(a)``, makes its step, and sends ``dL/da`` back, from which the client makes its own. Only a, its gradient
+and the labels are at both ends, and each end has an optimiser of its own, by ``local``. Variants:
+
+* ``relay``: the users of a round take turns, each for its local epochs. The next one begins with the lower
+  weights that the one before has left; the server goes on with its own. The order of the turns is drawn
+  from (seed, round). This is SGD on one user's batches after another's.
+* ``u_shaped``: the same with the last layer (and a bottleneck before it) at the client too: the server sends
+  what the last layer takes, and no label leaves the client.
+* ``splitfed``: SplitFedV1. All users of a round begin with the round's weights and train at the same time,
+  each with a copy of its own of the server's part; both parts are averaged by the users' images. This
+  is FedAvg with a learning rate of 1 at the server.
+
+Nothing here keeps secret what is sent: images can be rebuilt from a, above all with few blocks at the client,
+and labels from gradients. Both are simulated in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pfl.internal.ops.selector import get_default_framework_module as get_ops
+from pfl.model.pytorch import PyTorchModel
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.configs import STRICT
+from pfl_ext.data.federated_dataset import Batch, Member, UserImages
+from pfl_ext.models.dropout import dropping
+from pfl_ext.models.parts import Part, parts_of
+from pfl_ext.randomness import stream
+from pfl_ext.workers.distributed import begin_work, current
+
+BUFFER = "momentum_buffer"  # torch's name
+UNREAD = "server. federated.weighting"  # users make their steps themselves, and are averaged by their images
+UNREAD_IN_RUNTIME = "engine lanes fuse cpu_kernels precision"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SplitOptions:
+    """Where the network is cut, and who trains when."""
+
+    cut: PositiveInt = 1
+    """Blocks of the network that a client has; a small network's blocks are its layers."""
+    variant: Literal["relay", "splitfed", "u_shaped"] = "relay"
+    """Users one after another; at the same time, then averaged; as relay, with the last layer at the user."""
+    momentum: Literal["restart", "handover"] = "restart"
+    """At the beginning of a turn momentum is 0; handover: the client's is sent on with its weights, and the
+    server's goes on."""
+
+
+@plain_dataclass
+class Wire:
+    """What crosses between client and server: copies without a tape, and how many bytes of them."""
+
+    up: int = 0
+    down: int = 0
+
+    def send(self, tensor: Tensor, up: bool) -> Tensor:
+        """What arrives; ``up``: at the server."""
+        size = tensor.numel() * tensor.element_size()
+        self.up, self.down = self.up + size * up, self.down + size * (not up)
+        return tensor.detach().clone()
+
+
+@plain_dataclass(frozen=True)
+class SplitState:
+    """The weights of all parts together, and what momentum they have where it is handed over; by name."""
+
+    weights: Weights
+    momentum: Weights = field(default_factory=dict)
+
+
+@register("split")
+class Split(Algorithm[SplitState]):
+    """Split learning."""
+
+    options: ClassVar[type] = SplitOptions
+    idle: ClassVar[str] = UNREAD
+    idle_in_runtime: ClassVar[str] = UNREAD_IN_RUNTIME
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients, self.wire = Clients(means), Wire()
+        module = means.model.pytorch_model
+        self.parts = parts_of(module, means.options.cut, means.options.variant == "u_shaped")
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse networks that cannot be cut, and what would take more than activations and gradients.
+
+        Raises:
+            ValueError: in one line.
+        """
+        options, module = setup.options, setup.module
+        if not all(p.requires_grad for p in module.backbone.parameters()):
+            raise ValueError("split trains all layers: set model.trained to all, and random_features to none")
+        if setup.clips_all:
+            raise ValueError(
+                "split has no norm of all gradients together, as no side has them: set local.clip_by to "
+                "variable, or local.max_grad_norm to none"
+            )
+        if options.variant == "splitfed" and options.momentum == "handover":
+            raise ValueError(
+                "users of splitfed train at the same time and hand nothing over: set federated.options."
+                "momentum to restart, or variant to relay"
+            )
+        if options.variant != "splitfed" and current() is not None:
+            raise ValueError(
+                f"split {options.variant} trains users one after another, in one process: start it without a "
+                "launcher, NP=1, or set federated.options.variant to splitfed"
+            )
+        try:
+            parts_of(module, options.cut, options.variant == "u_shaped")
+        except ValueError as fault:
+            raise ValueError(
+                f"split cannot cut this network after {options.cut} blocks ({fault}): choose another "
+                "federated.options.cut or model.arch"
+            ) from fault
+
+    @property
+    def engine(self) -> None:
+        """Users train through the cut, not by the engine."""
+        return None
+
+    def init(self, seed: int) -> SplitState:
+        """The network's first weights."""
+        return SplitState(self.clients.weights())
+
+    def round(self, state: SplitState, number: int) -> tuple[SplitState, dict[str, Any]]:
+        """Every user of the round trains its part with the server."""
+        begin_work(round=number, config=self.means.config_hash)
+        users = self.means.users
+        users.set_round(number)
+        members = users.members(self.means.cohort_size)
+        if self.means.options.variant == "splitfed":
+            return self._at_once(state, members, number)
+        order = stream(self.means.seed, "order of turns", number).permutation(len(members))
+        self.clients.model(state.weights)  # each turn goes on from what the last has left there
+        momentum, losses = state.momentum, torch.zeros(2, dtype=torch.float64)
+        for images in users.read_all([members[place] for place in order]):
+            kept = momentum if self.means.options.momentum == "handover" else {}
+            momentum, of_user = self._train(images, number, kept)
+            losses += of_user
+        after = SplitState(
+            self.clients.weights(), momentum if self.means.options.momentum == "handover" else {}
+        )
+        return after, _line(members, losses)
+
+    def _at_once(
+        self, state: SplitState, members: Sequence[Member], number: int
+    ) -> tuple[SplitState, dict[str, Any]]:
+        workers, users = get_ops().distributed, self.means.users
+        shares = users.assign(np.array([m.user for m in members], np.int64), workers.world_size)
+        mine = [members[place] for place in shares[workers.global_rank]]
+        wide = self.means.accumulate
+        sums = {name: torch.zeros_like(w, dtype=wide) for name, w in state.weights.items()}
+        device = next(iter(sums.values())).device
+        tally = torch.zeros(3, dtype=wide, device=device)  # images, losses, passes
+        for images in users.read_all(mine):
+            self.clients.model(state.weights)
+            _, losses = self._train(images, number, {})
+            for name, after in self.clients.weights().items():
+                sums[name].add_((after - state.weights[name]).to(wide), alpha=len(images))
+            tally += torch.tensor([len(images), *losses.tolist()], dtype=wide, device=device)
+        if workers.world_size > 1:
+            *reduced, tally = workers.all_reduce([*sums.values(), tally])
+            sums = dict(zip(sums, reduced))
+        images_in_all = max(float(tally[0]), 1.0)
+        weights = {n: w + (sums[n] / images_in_all).to(w.dtype) for n, w in state.weights.items()}
+        return SplitState(weights), _line(members, tally[1:])
+
+    def _train(self, images: UserImages, number: int, momentum: Weights) -> tuple[Weights, Tensor]:
+        """A user's turn, from the weights in the model and this momentum.
+
+        Returns:
+            The momentum after it, and the sum of its batches' losses times their images with the number
+            of these, ``[2]``.
+        """
+        local = self.means.local_in(number)
+        ends = [self._optimizer(part, local.local_learning_rate, momentum) for part in self.parts]
+        losses = torch.zeros(2, dtype=torch.float64)
+        for _ in range(local.local_num_epochs):
+            for batch in images.iter(local.local_batch_size):
+                losses += torch.tensor([self._step(batch, ends) * len(batch[0]), len(batch[0])])
+        return dict(_momentum_of(self.parts, ends)), losses
+
+    def _optimizer(self, part: Part, rate: float, momentum: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        """A new one for the variables of a part."""
+        optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
+        own = {id(p) for p in part.parameters.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+        for name, parameter in part.parameters.items():
+            if name in momentum:
+                optimizer.state[parameter][BUFFER] = momentum[name].clone()
+        return optimizer
+
+    def _step(self, batch: Batch, ends: Sequence[torch.optim.Optimizer]) -> float:
+        """Forward and back through all parts, of which the first is a client's, the next the server's, and
+        a third a client's; the batch's mean loss.
+        """
+        module = self.means.model.pytorch_model
+        x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
+        if len(self.parts) == 2:  # else the loss is computed where the labels are
+            targets = self.wire.send(targets, up=True)
+        entering, leaving = [x], list[Tensor]()
+        with dropping(batch[2].to(module.mean.device)):
+            for place, part in enumerate(self.parts):
+                leaving.append(part(entering[-1]))
+                if place + 1 < len(self.parts):
+                    entering.append(self.wire.send(leaving[-1], up=place == 0).requires_grad_())
+        loss = module.task.loss(leaving[-1], targets)
+        torch.autograd.backward(loss)
+        for place in range(len(self.parts) - 1, 0, -1):
+            gradient = entering[place].grad
+            assert gradient is not None
+            torch.autograd.backward(leaving[place - 1], self.wire.send(gradient, up=place == 2))
+        for optimizer in ends:
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss.detach())
+
+    def model(self, state: SplitState) -> PyTorchModel:
+        """All parts together."""
+        return self.clients.model(state.weights)
+
+    def tensors(self, state: SplitState) -> dict[str, Tensor]:
+        """Weights and momentum."""
+        both = (("weights", state.weights), ("momentum", state.momentum))
+        return {f"{kind}/{name}": tensor for kind, part in both for name, tensor in part.items()}
+
+    def load(self, state: SplitState, tensors: Mapping[str, Tensor]) -> SplitState:
+        """Weights and momentum."""
+        device = next(iter(state.weights.values())).device
+
+        def of(kind: str) -> Weights:
+            return {
+                name.removeprefix(kind): tensor.to(device)
+                for name, tensor in tensors.items()
+                if name.startswith(kind)
+            }
+
+        return SplitState(of("weights/"), of("momentum/"))
+
+    def bytes(self, state: SplitState) -> Traffic:
+        """Means over all users: of each image that is trained on, what crosses at every cut and the labels;
+        and once the client's weights (with their momentum, where it is handed over) down and up.
+        """
+        users, wire = self.means.users, Wire()
+        with users.only(np.arange(users.num_users)):
+            members = users.members(users.num_users)
+        passes = sum(member.num_passes for member in members) / len(members)
+        largest = max(members, key=lambda member: member.num_images)
+        images, targets, _ = next(users.read(largest).iter(self.means.local.local_batch_size))
+        module = self.means.model.pytorch_model
+        with torch.no_grad():
+            x, targets = module.prepare(images[:1].to(module.mean.device), targets[:1])
+            if len(self.parts) == 2:
+                wire.send(targets, up=True)
+            for place, part in enumerate(self.parts[:-1]):
+                x = part(x)
+                wire.send(x, up=place == 0)
+                wire.send(x, up=place == 1)  # its gradient, which is of the same size
+        handed = sum(_size(p) for part in self.parts[::2] for p in part.parameters.values())
+        handed *= 2 if state.momentum else 1
+        return Traffic(*(round(passes * each) + handed for each in (wire.down, wire.up)))
+
+
+def _momentum_of(
+    parts: Iterable[Part], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[str, Tensor]]:
+    for part, optimizer in zip(parts, optimizers):
+        for name, parameter in part.parameters.items():
+            buffer = optimizer.state[parameter].get(BUFFER)
+            if buffer is not None:
+                yield name, buffer
+
+
+def _line(members: Sequence[Member], losses: Tensor) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says of a round, from the sum of losses and the number of images trained on."""
+    line = {"users": len(members), "images": sum(member.num_images for member in members)}
+    total, passes = losses.tolist()
+    return {**line, "train_loss": round(total / passes, 6)} if passes else line
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

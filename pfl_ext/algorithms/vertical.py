@@ -1,0 +1,169 @@
+"""Vertical federated learning: parties hold different parts of the same images, and one has the labels.
+
+As in FedML's classical vertical learning (He et al. 2020, arXiv 2007.13518; section 2.4 of Yang et al. 2019,
+arXiv 1902.04885, for the setting). Party k has a network f_k for its part x_k of each image, and
+``U = sum_k f_k(x_k)`` are the outputs. For each batch every host sends its f_k(x_k) to the guest, who is the
+first party and has the labels; the guest computes the loss of U and sends ``dL/dU`` to every host; each party
+goes back through its own network and makes its own step, by ``local``. No image, label or weight is sent.
+
+The parties are those of the network (``model.parties``: 2 halves or 4 quadrants). The users of the partition
+are no parties: they are groups of images that all parties know by number. A round is ``local.num_epochs``
+passes over the images of all users of the round's cohort together, in batches across users, so that with a
+cohort of all users it is a pass over all images. The order comes from (seed, round), which all
+parties know. Momentum begins at 0 in each round.
+
+A crop is the same for all parties of an image, so a party holds its part with a margin as wide as crops move.
+Flips and scaled crops, which would give a party pixels from all of another's part, are refused. What is sent
+is not protected: outputs and ``dL/dU`` tell hosts about labels. Parties are simulated in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.split import UNREAD, UNREAD_IN_RUNTIME, Wire
+from pfl_ext.data.federated_dataset import Batch
+from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.parties import PartyNetworks, total_of
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+FLOAT = 4
+
+
+@register("vertical")
+class Vertical(Algorithm[Weights]):
+    """Vertical federated learning; the state is all parties' weights."""
+
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "workers": "vertical has one batch of all parties at a time: start it without a launcher, NP=1",
+    }
+    idle: ClassVar[str] = UNREAD
+    idle_in_runtime: ClassVar[str] = f"{UNREAD_IN_RUNTIME} accumulate reduce"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients, self.wire = Clients(means), Wire()
+        backbone = means.model.pytorch_model.backbone
+        assert isinstance(backbone, PartyNetworks)
+        self.parties = backbone
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse networks without parties, and images of which a party would see another's pixels.
+
+        Raises:
+            ValueError: in one line.
+        """
+        users = setup.users
+        if not isinstance(setup.module.backbone, PartyNetworks):
+            raise ValueError("vertical is for parties with a part of each image: set model.parties to 2 or 4")
+        if setup.clips_all:
+            raise ValueError(
+                "vertical has no norm of all gradients together, as no party has them: set local.clip_by to "
+                "variable, or local.max_grad_norm to none"
+            )
+        sampling = users.sampling
+        if sampling.flip != "none" or sampling.crop == "resized":
+            raise ValueError(
+                "vertical has no flips and no scaled crops, which would give a party another's pixels: set "
+                "augment.flip to none and augment.crop to crop or padded"
+            )
+        with users.only(np.arange(users.num_users)):
+            largest = max(users.members(users.num_users), key=lambda member: member.num_images)
+        height = users.read(largest).raw_data[0].shape[1]
+        need, there = 2 * users.total_images * 3 * height**2, physical_memory()
+        if need > there:
+            raise ValueError(
+                f"vertical has the images of a round in memory at once, up to {need / 1e9:,.1f} GB of "
+                f"{there / 1e9:,.1f}: choose a smaller data.image_size"
+            )
+
+    @property
+    def engine(self) -> None:
+        """Parties train by themselves, not by the engine."""
+        return None
+
+    def init(self, seed: int) -> Weights:
+        """The first weights of all parties."""
+        return self.clients.weights()
+
+    def round(self, state: Weights, number: int) -> tuple[Weights, dict[str, Any]]:
+        """All parties train on the images of the cohort."""
+        local, users = self.means.local_in(number), self.means.users
+        self.clients.model(state)
+        users.set_round(number)
+        images = users.pooled(self.means.cohort_size)
+        optimizers = [self._optimizer(place, local.local_learning_rate) for place in self.places]
+        total, passes = 0.0, 0
+        for _ in range(local.local_num_epochs):
+            for batch in images.iter(local.local_batch_size):
+                total += self._step(batch, optimizers) * len(batch[0])
+                passes += len(batch[0])
+        line: dict[str, Any] = {"users": len(users.members(self.means.cohort_size)), "images": len(images)}
+        if passes:
+            line["train_loss"] = round(total / passes, 6)
+        return self.clients.weights(), line
+
+    @property
+    def places(self) -> range:
+        """Numbers of the parties; the guest has 0."""
+        return range(len(self.parties.networks))
+
+    def _optimizer(self, place: int, rate: float) -> torch.optim.Optimizer:
+        """A new one for the network of a party."""
+        optimizer: torch.optim.Optimizer = self.means.model.new_local_optimizer(learning_rate=rate)
+        own = {id(p) for p in self.parties.networks[place].parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+        return optimizer
+
+    def _step(self, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> float:
+        """Forward at each party, the loss at the guest, and back at each party; the batch's mean loss."""
+        module = self.means.model.pytorch_model
+        x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
+        outputs = [network(part) for network, part in zip(self.parties.networks, self.parties.parts(x))]
+        arrived = [outputs[0].detach(), *(self.wire.send(output, up=True) for output in outputs[1:])]
+        total = total_of(arrived).requires_grad_()
+        loss = module.task.loss(total, targets)
+        torch.autograd.backward(loss)
+        gradient = total.grad
+        assert gradient is not None
+        for place, output in enumerate(outputs):
+            own = gradient if place == 0 else self.wire.send(gradient, up=False)
+            torch.autograd.backward(output, own)
+            optimizers[place].step()
+            optimizers[place].zero_grad()
+        return float(loss.detach())
+
+    def model(self, state: Weights) -> PyTorchModel:
+        """All parties together."""
+        return self.clients.model(state)
+
+    def tensors(self, state: Weights) -> dict[str, Tensor]:
+        """The weights."""
+        return dict(state)
+
+    def load(self, state: Weights, tensors: Mapping[str, Tensor]) -> Weights:
+        """The weights."""
+        return {name: tensors[name].to(weight.device) for name, weight in state.items()}
+
+    def bytes(self, state: Weights) -> Traffic:
+        """Of a host and a round (its mean over users): K numbers of each image and pass, up and down."""
+        users = self.means.users
+        with users.only(np.arange(users.num_users)):
+            members = users.members(users.num_users)
+        passes = self.means.cohort_size * sum(m.num_passes for m in members) / len(members)
+        module = self.means.model.pytorch_model
+        with torch.no_grad():
+            blank = torch.zeros(1, *module.input_shape, device=module.mean.device)
+            size = round(passes * module.backbone(blank).numel() * FLOAT)
+        return Traffic(size, size)

@@ -1,0 +1,124 @@
+"""A network cut into parts, each of which is run by itself.
+
+A part has the parameters of its own modules and no others, so that parts may lie on different machines:
+what crosses is what the first module of the next part is given. Parameters and modules are those of the
+network, which stays whole as well.
+
+Shape letters: B images of a batch, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.prefix import Reached, substituted
+from pfl_ext.models.trained import blocks_of, new_part
+
+
+class _Stop(nn.Module):
+    """Stands where the next part begins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raises what the next part is given."""
+        raise Reached(x)
+
+
+class Part:
+    """Some modules of a network that are run one after another.
+
+    Attributes:
+        parameters: its own, by their names in the whole network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self.parameters = dict(network.named_parameters())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the next part is given; of the last part, the outputs ``[B, K]``."""
+        try:
+            return cast(Tensor, self._network(x))
+        except Reached as end:
+            return cast(Tensor, end.args[0])
+
+
+def parts_of(module: ImageClassifier, cut: int, keep_head: bool = False) -> list[Part]:
+    """The part up to a block and the part after it.
+
+    Args:
+        module: a classifier.
+        cut: how many blocks (`pfl_ext.models.trained.blocks_of`) the first part has, at least 1.
+        keep_head: what comes from the last layer on (from a bottleneck on, if there is one) is a third part.
+
+    Raises:
+        ValueError: in a clause, when there are not as many blocks, or parts by themselves do not give what
+            the network gives.
+    """
+    backbone = module.backbone
+    head = new_part(backbone)
+    blocks = blocks_of(backbone, head)
+    if cut > len(blocks) - keep_head:
+        raise ValueError(
+            f"it has {len(blocks)} blocks before its last layer, of which {len(blocks) - keep_head} "
+            "at most can stay with the client"
+        )
+    starts = [*[block[0] for block in blocks], head]
+    begins = [starts[cut], *([head] if keep_head else [])]
+    memory = module.memory_format
+    images = torch.randn(2, *module.input_shape, generator=torch.Generator().manual_seed(0))
+    images = images.to(module.mean.device).contiguous(memory_format=memory)
+    with torch.no_grad():
+        entered, expected = _run_in_order(backbone, images)
+        if not set(begins) <= set(entered):
+            raise ValueError("its blocks are not all run as modules")
+        parts = [_part(backbone, entered, *ends) for ends in pairwise((None, *begins, None))]
+        names = [name for part in parts for name in part.parameters]
+        try:
+            found = images
+            for part in parts:
+                found = part(found)
+        except (RuntimeError, TypeError, AttributeError, ValueError) as fault:
+            raise ValueError("its parts cannot be run by themselves") from fault
+    whole = sorted(name for name, _ in backbone.named_parameters())
+    close = found.shape == expected.shape and torch.allclose(
+        found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+    )
+    if sorted(names) != whole or not close:
+        raise ValueError("its parts one after another are not the network")
+    return parts
+
+
+def _run_in_order(backbone: nn.Module, images: Tensor) -> tuple[list[str], Tensor]:
+    """The names of the modules in the order in which they are first run, and the outputs."""
+    entered: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: None if name in entered else entered.append(name)
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in backbone.named_modules() if name]
+    outputs: Any = backbone(images)
+    for hook in hooks:
+        hook.remove()
+    return entered, outputs
+
+
+def _part(backbone: nn.Module, entered: Sequence[str], begin: str | None, end: str | None) -> Part:
+    """From the module ``begin`` (None: the first) to before the module ``end`` (None: the last)."""
+
+    def outside(names: Sequence[str], edge: str) -> list[str]:
+        return [name for name in names if not edge.startswith(f"{name}.")]
+
+    by: dict[str, Callable[[nn.Module], nn.Module]] = {}
+    if begin is not None:
+        by |= dict.fromkeys(outside(entered[: entered.index(begin)], begin), lambda _: nn.Identity())
+    if end is not None:
+        later = outside(entered[entered.index(end) + 1 :], end)
+        by |= dict.fromkeys([n for n in later if not n.startswith(f"{end}.")], lambda _: nn.Identity())
+        by[end] = lambda _: _Stop()
+    return Part(substituted(backbone, by))
