@@ -130,10 +130,9 @@ def _of_parties(
     config: ModelConfig, num_labels: int, generator: torch.Generator, weights: str | Path | None
 ) -> nn.Module:
     """A network for each party, drawn one after another; ``weights``: a file of all of them."""
-    parties = config.parties or 0
     alone = replace(config, parties=None, input_size=config.input_size // 2)
-    together = PartyNetworks([build_backbone(alone, num_labels, generator) for _ in range(parties)])
-    _check_side(together, f"{config.arch} for {parties} parts", config.input_size)
+    each = [build_backbone(alone, num_labels, generator) for _ in range(config.parties or 0)]
+    _check_side(together := PartyNetworks(each), f"{config.arch} for {len(each)} parts", config.input_size)
     if weights is not None:
         load_weights(together, None, config.arch, *read_weights(config.arch, weights))
     return together
@@ -143,18 +142,19 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     arch = config.arch
     if arch in NETWORKS.names():
         network = NETWORKS[arch]
-        configured = isinstance(network, Configured)
-        return network.build(num_labels, config) if configured else network(num_labels, config.input_size)
+        if isinstance(network, Configured):
+            return network.build(num_labels, config)
+        return network(num_labels, config.input_size)
     known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
     if arch not in known:
         near = difflib.get_close_matches(arch, known, 1)
         hint = f"did you mean {near[0]}?" if near else "resnet18 is one of its names"
         raise ValueError(f"torchvision has no classifier {arch!r}; {hint}")
-    shape = {"image_size": input_size} if arch.startswith("vit_") else {}
+    shape = {"image_size": config.input_size} if arch.startswith("vit_") else {}
     try:
         return cast(nn.Module, zoo.get_model(arch, weights=None, num_classes=num_labels, **shape))
     except AssertionError as fault:  # a side that is no multiple of the patches
-        raise _wrong_side(arch, input_size, fault) from fault
+        raise _wrong_side(arch, config.input_size, fault) from fault
 
 
 @torch.no_grad()
