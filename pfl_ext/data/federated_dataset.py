@@ -135,9 +135,13 @@ class UserImages(Dataset):
 
     def iter(self, batch_size: int | None) -> Iterator[Batch]:
         """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
+        return (batch for _, batch in self.iter_with_places(batch_size))
+
+    def iter_with_places(self, batch_size: int | None) -> Iterator[tuple[IntArray, Batch]]:
+        """The batches of `iter`, each with the places ``[B]`` of its images among all of this data set."""
         assert batch_size == self._sampling.batch_size
         for positions in next(self._epochs):
-            yield self._batch(positions, self._rng, self._keys)
+            yield positions, self._batch(positions, self._rng, self._keys)
 
     def once(self) -> Iterator[Batch]:
         """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""

@@ -1,0 +1,405 @@
+"""FedGKT: small networks at the clients and a large one at the server teach each other by their logits
+(He, Annavaram, Avestimehr 2020, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
+arXiv 2007.14513, Algorithm 1).
+
+The run's network is cut after ``cut`` blocks. Client k has an extractor f_k, which are these blocks, and a
+small classifier c_k on its features: their mean over positions (``[B, C, H, W]``; other features are
+flattened), then one linear layer. The server has g, all blocks after the cut. No weight leaves its owner,
+and no model is averaged. In a round, with z_s the server's logits and z_c the client's,
+
+1. each client makes ``local.num_epochs`` passes of SGD as ``local`` says, on
+   ``CE(z_c, y) + alpha T^2 KL(softmax(z_s / T) || softmax(z_c / T))``, in the first round on CE alone;
+2. each client sends, for each of its images once, ``H = f_k(x)``, ``z_c = c_k(H)`` and the label y;
+3. the server makes ``server_epochs`` passes of Adam over all clients' batches, on
+   ``CE(z_s, y) + alpha T^2 KL(softmax(z_c / T) || softmax(z_s / T))`` with ``z_s = g(H)``;
+4. it sends ``z_s = g(H)`` of each image back, computed after the last of these steps.
+
+What is chosen here:
+
+* The logits that teach belong to an image, the row of the store: a client finds them by the image, in
+  whatever batch and order it trains. H is that of the whole image, as in scoring, so that every image has
+  one z_s, which also teaches on the crops that a client trains on.
+* Clients are the users of one cohort, drawn once from the seed, and take part in every round with all of
+  their images. All begin with the run's first weights and with the same classifier.
+* A batch of the server is of one client. Which images it has and the order of all clients' batches are drawn
+  from (seed, round, pass). Adam goes on over the rounds, while SGD begins without momentum in each.
+* ``server_epochs`` is 2 and not the paper's 20, which take too long for a CPU.
+* Clients infer by ``g(f_k(x))``, and there are as many such networks as clients. Scored, and kept in
+  ``model.safetensors``, is the one of the client with most images (of several, the first), whom
+  ``extractor_of`` names in the lines of ``metrics.jsonl`` and in ``results.json``. The others are in the
+  checkpoint.
+
+With FedIR's weights, CE has them and KL has not. Nothing here keeps secret what is sent: images can be
+rebuilt from H, and labels are sent as they are.
+
+Letters: n clients, N images of all clients, B of a batch, K classes, F numbers of an image's features.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pfl.model.pytorch import PyTorchModel
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
+from pfl_ext.algorithms.clients import Weights
+from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
+from pfl_ext.configs import STRICT
+from pfl_ext.data.federated_dataset import IntArray, UserImages
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.dropout import dropping
+from pfl_ext.models.memory import physical_memory
+from pfl_ext.models.parts import Part, parts_of
+from pfl_ext.randomness import stream, torch_stream
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+FLOAT = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of what Adam keeps of a variable."""
+CLASSIFIER = ("classifier.weight", "classifier.bias")
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedGKTOptions:
+    """Where the network is cut, and how both sides teach each other."""
+
+    cut: PositiveInt = 1
+    """Blocks of the network that a client has; a small network's blocks are its layers."""
+    temperature: PositiveFloat = 3.0
+    """T, by which logits are divided before their softmax is taken."""
+    alpha: NonNegativeFloat = 1.0
+    """Weight of the divergence from the other side's logits; 0: neither side teaches the other."""
+    server_epochs: PositiveInt = 2
+    """The server's passes over all clients' images in a round; the paper's is 20."""
+    server_learning_rate: PositiveFloat = 1e-3
+    """Factor of the server's Adam step."""
+
+
+@plain_dataclass(frozen=True)
+class GKTState:
+    """What a round begins with."""
+
+    clients: Weights
+    """Extractors and classifiers of all clients, by variable: ``[n, ...]``."""
+    server: Weights
+    """g, by variable."""
+    adam: Weights
+    """`MOMENTS` of each variable of g, as ``variable/moment``."""
+    steps: Tensor
+    """How many the server has made, ``[]`` float32."""
+    teacher: Tensor
+    """z_s of all images ``[N, K]``, one client's after another's in the order of their rows."""
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over images, of ``[B, K]`` logits."""
+    p, q = (F.log_softmax(logits.float() / temperature, 1) for logits in (teacher, student))
+    return temperature**2 * F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+
+def pooled(features: Tensor) -> Tensor:
+    """What a client's classifier takes: means over positions ``[B, C]``, or the features as ``[B, F]``."""
+    return features.mean((2, 3)) if features.ndim == 4 else features.flatten(1)
+
+
+@register("fedgkt")
+class FedGKT(Algorithm[GKTState]):
+    """Group knowledge transfer."""
+
+    options: ClassVar[type] = FedGKTOptions
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "workers": "fedgkt has one server, which trains in one process: start it without a launcher, NP=1",
+    }
+    idle: ClassVar[str] = (
+        "server. federated.weighting federated.sampling federated.replacement local.virtual_size"
+    )
+    idle_in_runtime: ClassVar[str] = f"{UNREAD_IN_RUNTIME} accumulate reduce"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.wire, self.n = Wire(), means.cohort_size
+        self.module: ImageClassifier = means.model.pytorch_model
+        extractor, self.server = parts_of(self.module, means.options.cut)
+        self.extractor, self.shapes = extractor, shapes_of(self.module, extractor, self.server)
+        population = means.users.num_users
+        drawn = stream(means.seed, "clients of fedgkt").choice(population, self.n, replace=False)
+        self.users: IntArray = np.sort(drawn)
+        sizes = means.users.partition.sizes[self.users]
+        self.offsets: IntArray = np.concatenate([[0], np.cumsum(sizes)])
+        self.shown = int(sizes.argmax())
+        self.classifier = {
+            name: torch.zeros(shape, device=self.module.mean.device).requires_grad_()
+            for name, shape in zip(CLASSIFIER, (self.shapes.classifier, self.shapes.classifier[:1]))
+        }
+        if self.n < population:
+            others = population - self.n
+            print(f"FedGKT: {self.n} users are the clients; {others} others take no part", file=sys.stderr)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse networks that cannot be cut, what one side alone cannot know, and what has no room.
+
+        Raises:
+            ValueError: in one line.
+        """
+        module, users, n = setup.module, setup.users, setup.cohort_size
+        if not all(p.requires_grad for p in module.backbone.parameters()):
+            raise ValueError(
+                "fedgkt trains all layers: set model.trained to all, and random_features to none"
+            )
+        if not module.task.exclusive:
+            raise ValueError(
+                "fedgkt compares softmaxes of one label for each image: choose another algorithm"
+            )
+        if users.sampling.keys:
+            raise ValueError("fedgkt drops no units, as the server has no keys: set model.dropout to false")
+        if setup.has_head_rate:
+            raise ValueError(
+                "fedgkt has the head of the network at the server, whose rate is federated.options."
+                "server_learning_rate: set local.head_rate_factor to 1"
+            )
+        if users.total_images != users.partition.sizes.sum():
+            raise ValueError("fedgkt trains on all images of a client: set local.max_images to none")
+        cut = setup.options.cut
+        try:
+            parts = parts_of(module, cut)
+        except ValueError as fault:
+            raise ValueError(
+                f"fedgkt cannot cut this network after {cut} blocks ({fault}): choose another "
+                "federated.options.cut or model.arch"
+            ) from fault
+        shapes = shapes_of(module, *parts)
+        of_client, of_server = (sum(p.numel() for p in part.parameters.values()) for part in parts)
+        images = int(np.sort(users.partition.sizes)[-n:].sum())
+        numbers = images * (math.prod(shapes.features) + 4 * shapes.outputs)
+        numbers += 2 * n * (of_client + math.prod(shapes.classifier) + shapes.outputs) + 8 * of_server
+        need, there = FLOAT * numbers, physical_memory()
+        if need > there:
+            raise ValueError(
+                f"fedgkt keeps {n:,} clients' networks and the features of {images:,} images, which take up "
+                f"to {need / 1e9:,.1f} GB of memory, where there are {there / 1e9:,.1f}: choose a later "
+                "federated.options.cut, a smaller network, or lower federated.cohort_size"
+            )
+
+    @property
+    def engine(self) -> None:
+        """Clients train by the loss above, which the engine does not know."""
+        return None
+
+    def init(self, seed: int) -> GKTState:
+        """All clients have the run's first layers and one classifier, which the seed draws."""
+        generator = torch_stream(seed, "classifier of fedgkt's clients")
+        bound = self.shapes.classifier[1] ** -0.5
+        with torch.no_grad():
+            weight, bias = self.classifier.values()
+            weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+            bias.zero_()
+        clients = {name: torch.stack([p.detach()] * self.n) for name, p in self._of_client().items()}
+        server = _copies(self.server.parameters)
+        adam = {f"{name}/{moment}": torch.zeros_like(w) for name, w in server.items() for moment in MOMENTS}
+        shape = (int(self.offsets[-1]), self.shapes.outputs)
+        return GKTState(clients, server, adam, torch.zeros(()), torch.zeros(shape, device=weight.device))
+
+    def round(self, state: GKTState, number: int) -> tuple[GKTState, dict[str, Any]]:
+        """All clients train and send; then the server does."""
+        users, device = self.means.users, self.module.mean.device
+        users.set_round(number)
+        with users.only(self.users):
+            members = users.members(self.n)
+        clients = {name: torch.empty_like(stacked) for name, stacked in state.clients.items()}
+        features = torch.empty((len(state.teacher), *self.shapes.features), device=device)
+        logits, labels = torch.empty_like(state.teacher), list[Tensor]()
+        losses = torch.zeros(2, dtype=torch.float64)
+        for client, images in enumerate(users.read_all(members)):
+            own = slice(*self.offsets[client : client + 2])
+            _set(self._of_client(), {name: stacked[client] for name, stacked in state.clients.items()})
+            losses += self._train(images, state.teacher[own] if number else None, number)
+            row = own.start
+            for h, z, y in self._sent(images):
+                features[row : row + len(h)], logits[row : row + len(h)] = h, z
+                row += len(h)
+                labels.append(y)
+            for name, weight in self._of_client().items():
+                clients[name][client] = weight.detach()
+        trained, of_server = self._serve(state, features, logits, torch.cat(labels), number)
+        line = {"users": self.n, "images": len(features), **self.findings(state)}
+        for key, (total, passes) in (("train_loss", losses.tolist()), ("server_loss", of_server.tolist())):
+            line[key] = round(total / passes, 6)
+        return replace(trained, clients=clients), line
+
+    def _of_client(self) -> dict[str, Tensor]:
+        """The variables of the client whose turn it is."""
+        return {**self.extractor.parameters, **self.classifier}
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """z_c, ``[B, K]``."""
+        return F.linear(pooled(features), *self.classifier.values())
+
+    def _train(self, images: UserImages, teacher: Tensor | None, number: int) -> Tensor:
+        """A client's passes with z_s of its images; the sum of its losses over images, and their number."""
+        local, options, module = self.means.local_in(number), self.means.options, self.module
+        variables = list(self._of_client().values())
+        optimizer = self.means.model.new_local_optimizer(learning_rate=local.local_learning_rate)
+        optimizer.param_groups[0]["params"] = variables
+        losses = torch.zeros(2, dtype=torch.float64)
+        for _ in range(local.local_num_epochs):
+            for places, batch in images.iter_with_places(local.local_batch_size):
+                x, targets = module.prepare(*(tensor.to(module.mean.device) for tensor in batch))
+                z = self._logits(self.extractor(x))
+                loss = module.task.loss(z, targets)
+                if teacher is not None:
+                    loss = loss + options.alpha * divergence(z, teacher[places], options.temperature)
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                if local.local_max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(variables, local.local_max_grad_norm)
+                optimizer.step()
+                losses += torch.tensor([float(loss.detach()) * len(places), len(places)])
+        return losses
+
+    @torch.no_grad()
+    def _sent(self, images: UserImages) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Batches of features, logits and labels of a client's images, in the order of their rows."""
+        for batch in images.once():
+            x, targets = self.module.prepare(*(tensor.to(self.module.mean.device) for tensor in batch[:2]))
+            features = self.extractor(x)
+            yield (
+                self.wire.send(features, up=True),
+                self.wire.send(self._logits(features), up=True),
+                self.wire.send(targets, up=True),
+            )
+
+    def _batches(self, number: int, epoch: int) -> list[IntArray]:
+        """The images of each batch in a pass of the server: all clients', each batch of one of them."""
+        rng, size = (
+            stream(self.means.seed, "server of fedgkt", number, epoch),
+            self.means.local.local_batch_size,
+        )
+        batches = []
+        for start, end in zip(self.offsets, self.offsets[1:]):
+            rows = rng.permutation(np.arange(start, end))
+            batches += [rows[first : first + size] for first in range(0, len(rows), size)]
+        return [batches[place] for place in rng.permutation(len(batches))]
+
+    def _serve(
+        self, state: GKTState, features: Tensor, logits: Tensor, labels: Tensor, number: int
+    ) -> tuple[GKTState, Tensor]:
+        """The server's passes, and its logits after them; with the sum of its losses, and their number."""
+        options, variables = self.means.options, self.server.parameters
+        _set(variables, state.server)
+        optimizer = torch.optim.Adam(variables.values(), options.server_learning_rate)
+        for name, variable in variables.items():
+            moments = {moment: state.adam[f"{name}/{moment}"].clone() for moment in MOMENTS}
+            optimizer.state[variable] = {"step": state.steps.clone(), **moments}
+        losses, steps = torch.zeros(2, dtype=torch.float64), 0
+        for epoch in range(options.server_epochs):
+            for batch in self._batches(number, epoch):
+                rows = torch.from_numpy(batch).to(features.device)
+                z = self._served(features[rows])
+                loss = self.module.task.loss(z, labels[rows])
+                loss = loss + options.alpha * divergence(z, logits[rows], options.temperature)
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                losses += torch.tensor([float(loss.detach()) * len(batch), len(batch)])
+                steps += 1
+        optimizer.zero_grad()
+        teacher, size = torch.empty_like(state.teacher), self.means.local.local_batch_size
+        with torch.no_grad():
+            for first in range(0, len(features), size):
+                some = features[first : first + size].clone()  # the server's first layer may work in place
+                teacher[first : first + size] = self.wire.send(self._served(some), up=False)
+        adam = {
+            f"{name}/{moment}": optimizer.state[variable][moment]
+            for name, variable in variables.items()
+            for moment in MOMENTS
+        }
+        return GKTState(state.clients, _copies(variables), adam, state.steps + steps, teacher), losses
+
+    def _served(self, features: Tensor) -> Tensor:
+        """``g(H)``, ``[B, K]``."""
+        if features.ndim == 4:
+            features = features.contiguous(memory_format=self.module.memory_format)
+        return self.server(features)
+
+    def findings(self, state: GKTState) -> dict[str, Any]:
+        """Whose extractor the scored model has."""
+        return {"extractor_of": str(self.means.users.partition.user_ids[self.users[self.shown]])}
+
+    def model(self, state: GKTState) -> PyTorchModel:
+        """The server's part on the extractor of the client with most images."""
+        _set(self.extractor.parameters, {name: w[self.shown] for name, w in state.clients.items()})
+        _set(self.server.parameters, state.server)
+        return self.means.model
+
+    def tensors(self, state: GKTState) -> dict[str, Tensor]:
+        """All of it."""
+        parts = {"clients": state.clients, "server": state.server, "adam": state.adam}
+        named = {f"{kind}/{name}": w for kind, part in parts.items() for name, w in part.items()}
+        return {**named, "steps": state.steps, "teacher": state.teacher}
+
+    def load(self, state: GKTState, tensors: Mapping[str, Tensor]) -> GKTState:
+        """All of it."""
+
+        def of(kind: str, part: Weights) -> Weights:
+            return {name: tensors[f"{kind}/{name}"].to(w.device) for name, w in part.items()}
+
+        return GKTState(
+            of("clients", state.clients),
+            of("server", state.server),
+            of("adam", state.adam),
+            tensors["steps"].cpu(),
+            tensors["teacher"].to(state.teacher.device),
+        )
+
+    def bytes(self, state: GKTState) -> Traffic:
+        """Means over the clients: of each image features, logits and label up, and logits down."""
+        users = self.means.users
+        images, targets, _ = next(users.user_dataset(int(self.users[self.shown])).once())
+        _, targets = self.module.prepare(images[:1].to(self.module.mean.device), targets[:1])
+        logits = FLOAT * self.shapes.outputs
+        up = FLOAT * math.prod(self.shapes.features) + logits + targets.numel() * targets.element_size()
+        each = int(self.offsets[-1]) / self.n
+        return Traffic(round(each * logits), round(each * up))
+
+
+@plain_dataclass(frozen=True)
+class Shapes:
+    """Of one image's features, of a client's classifier ``[K, C]``, and K."""
+
+    features: tuple[int, ...]
+    classifier: tuple[int, int]
+    outputs: int
+
+
+@torch.no_grad()
+def shapes_of(module: ImageClassifier, extractor: Part, server: Part) -> Shapes:
+    """What the parts of a cut network give for one image."""
+    blank = torch.zeros(1, *module.input_shape, device=module.mean.device)
+    features = extractor(blank.contiguous(memory_format=module.memory_format))
+    shape, inputs = tuple(features.shape[1:]), pooled(features).shape[1]
+    outputs = server(features).shape[1]
+    return Shapes(shape, (outputs, inputs), outputs)
+
+
+def _copies(variables: Mapping[str, Tensor]) -> Weights:
+    return {name: variable.detach().clone() for name, variable in variables.items()}
+
+
+@torch.no_grad()
+def _set(variables: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Give each variable its weight; weights of other names are left."""
+    for name, variable in variables.items():
+        variable.copy_(weights[name])
