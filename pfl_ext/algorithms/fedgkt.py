@@ -54,13 +54,13 @@ from torch import Tensor
 
 from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register
 from pfl_ext.algorithms.clients import Weights
+from pfl_ext.algorithms.distillation import divergence, pooled, shapes_of
 from pfl_ext.algorithms.split import UNREAD_IN_RUNTIME, Wire
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import IntArray, UserImages
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.models.dropout import dropping
 from pfl_ext.models.memory import physical_memory
-from pfl_ext.models.parts import Part, parts_of
+from pfl_ext.models.parts import parts_of
 from pfl_ext.randomness import stream, torch_stream
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 
@@ -100,17 +100,6 @@ class GKTState:
     """How many the server has made, ``[]`` float32."""
     teacher: Tensor
     """z_s of all images ``[N, K]``, one client's after another's in the order of their rows."""
-
-
-def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """``T^2 KL(softmax(teacher / T) || softmax(student / T))``, the mean over images, of ``[B, K]`` logits."""
-    p, q = (F.log_softmax(logits.float() / temperature, 1) for logits in (teacher, student))
-    return temperature**2 * F.kl_div(q, p, reduction="batchmean", log_target=True)
-
-
-def pooled(features: Tensor) -> Tensor:
-    """What a client's classifier takes: means over positions ``[B, C]``, or the features as ``[B, F]``."""
-    return features.mean((2, 3)) if features.ndim == 4 else features.flatten(1)
 
 
 @register("fedgkt")
@@ -373,25 +362,6 @@ class FedGKT(Algorithm[GKTState]):
         up = FLOAT * math.prod(self.shapes.features) + logits + targets.numel() * targets.element_size()
         each = int(self.offsets[-1]) / self.n
         return Traffic(round(each * logits), round(each * up))
-
-
-@plain_dataclass(frozen=True)
-class Shapes:
-    """Of one image's features, of a client's classifier ``[K, C]``, and K."""
-
-    features: tuple[int, ...]
-    classifier: tuple[int, int]
-    outputs: int
-
-
-@torch.no_grad()
-def shapes_of(module: ImageClassifier, extractor: Part, server: Part) -> Shapes:
-    """What the parts of a cut network give for one image."""
-    blank = torch.zeros(1, *module.input_shape, device=module.mean.device)
-    features = extractor(blank.contiguous(memory_format=module.memory_format))
-    shape, inputs = tuple(features.shape[1:]), pooled(features).shape[1]
-    outputs = server(features).shape[1]
-    return Shapes(shape, (outputs, inputs), outputs)
 
 
 def _copies(variables: Mapping[str, Tensor]) -> Weights:
