@@ -66,9 +66,10 @@ OURS = ("tests", "benchmarks", "dataset", "pfl_ext")
 
 _MODULES = {
     "pfl_ext": "backend checkpoint evaluation randomness rules schedules",
-    "pfl_ext/algorithms": "algorithm by_rows clients closed_form distillation fed3r fedcof fedgkt fedir fedma fednas "
-    "fedncm fednova fedprox finite_field matching on_pfl optimizers per_user scaffold secure_aggregation secure_sum "
-    "split turbo_aggregate user_vectors decentralised dsgd hierarchical pushsum topologies vertical",
+    "pfl_ext/algorithms": "algorithm by_rows clients closed_form distillation fed3r fedcof fedgkt fedir "
+    "fedma fednas fedncm fednova fedprox finite_field matching on_pfl optimizers "
+    "per_user scaffold secure_aggregation secure_sum split turbo_aggregate "
+    "user_vectors decentralised dsgd hierarchical pushsum topologies vertical",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -41,7 +40,7 @@ TREE: Tree = {
     "local": {"momentum": 0.5, "weight_decay": 0.01, "straddle": False},
 }
 CLIENT = ("1.weight", "1.bias", "classifier.weight", "classifier.bias")
-SERVER = ("4.weight", "4.bias", "6.weight", "6.bias")
+SERVER = ("3.weight", "3.bias", "6.weight", "6.bias")
 
 
 def module(flat: bool = True) -> ImageClassifier:
@@ -49,14 +48,9 @@ def module(flat: bool = True) -> ImageClassifier:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         first = [nn.Flatten(), nn.Linear(12, 8)] if flat else [nn.Identity(), nn.Conv2d(3, 8, 1)]
-        backbone = nn.Sequential(
-            *first,
-            nn.Tanh(),
-            nn.Identity() if flat else nn.Flatten(),
-            nn.Linear(8 if flat else 32, 6),
-            nn.ReLU(inplace=True),
-            nn.Linear(6, CLASSES),
-        )
+        second = nn.Linear(8, 6) if flat else nn.Conv2d(8, 6, 1)
+        last = nn.Linear(6 if flat else 6 * SIDE * SIDE, CLASSES)
+        backbone = nn.Sequential(*first, nn.Tanh(), second, nn.ReLU(inplace=True), nn.Flatten(), last)
     return ImageClassifier(
         backbone, task=SingleLabel(), input_size=SIDE, mean=(0, 0, 0), std=(1, 1, 1), exact_crops=True
     )
@@ -84,7 +78,7 @@ def test_each_side_learns_from_the_others_softened_logits() -> None:
         expected = T * T * (p * (np.log(p) - np.log(q))).sum(1).mean()
         learner = torch.from_numpy(student).requires_grad_()
         found = divergence(learner, torch.from_numpy(teacher), T)
-        assert float(found) == pytest.approx(expected, rel=1e-6)
+        assert found.item() == pytest.approx(expected, rel=1e-6)
         torch.autograd.backward(found)
         np.testing.assert_allclose(learner.grad, T * (q - p) / len(p), rtol=1e-5, atol=1e-7)
     assert float(divergence(*[torch.from_numpy(client)] * 2, T)) == pytest.approx(0, abs=1e-7)
@@ -110,18 +104,20 @@ class Direct:
         self.v, self.t = dict(self.m), 0
         self.teacher: dict[bytes, Tensor] = {}
 
-    def features(self, x: Tensor, w: Any) -> Tensor:
+    def layer(self, x: Tensor, w: Any, name: str) -> Tensor:
+        matrix, bias = w[f"{name}.weight"], w[f"{name}.bias"]
         if self.flat:
-            return torch.tanh(x.flatten(1) @ w["1.weight"].T + w["1.bias"])
-        return torch.tanh(
-            torch.einsum("bchw,dc->bdhw", x, w["1.weight"][..., 0, 0]) + w["1.bias"].view(-1, 1, 1)
-        )
+            return x.flatten(1) @ matrix.T + bias
+        return torch.einsum("bchw,dc->bdhw", x, matrix[..., 0, 0]) + bias.view(-1, 1, 1)
+
+    def features(self, x: Tensor, w: Any) -> Tensor:
+        return torch.tanh(self.layer(x, w, "1"))
 
     def client(self, h: Tensor, w: Any) -> Tensor:
         return (h if self.flat else h.mean((2, 3))) @ w["classifier.weight"].T + w["classifier.bias"]
 
     def server(self, h: Tensor, w: Any) -> Tensor:
-        hidden = (h.flatten(1) @ w["4.weight"].T + w["4.bias"]).clamp(min=0)
+        hidden = self.layer(h, w, "3").clamp(min=0).flatten(1)
         return hidden @ w["6.weight"].T + w["6.bias"]
 
     def loss(self, z: Tensor, y: Tensor, teacher: Tensor | None) -> Tensor:
@@ -285,7 +281,12 @@ def test_only_the_clients_images_are_read_and_all_that_crosses_is_counted() -> N
     assert line["extractor_of"] == f"user-{largest}"
 
 
-KEYS = ("--federated.algorithm=fedgkt", "--local.momentum=0.9", "--federated.options.temperature=2")
+KEYS = (
+    "--federated.algorithm=fedgkt",
+    "--federated.options.temperature=2",
+    "--local.momentum=0.9",
+    "--federated.num_rounds=3",
+)
 
 
 def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
@@ -327,7 +328,7 @@ def test_it_is_killed_and_goes_on_and_its_file_gives_the_same_scores(
         (["--model.trained=bias"], "fedgkt trains all layers: set model.trained to all"),
         (["--local.max_images=2"], "fedgkt trains on all images of a client: set local.max_images to none"),
         (["--local.head_rate_factor=2"], "set local.head_rate_factor to 1"),
-        (["--server.learning_rate=1"], "has no effect where federated.algorithm is fedgkt"),
+        (["--server.learning_rate=2"], "has no effect where federated.algorithm is fedgkt"),
         (["--federated.weighting=users"], "has no effect where federated.algorithm is fedgkt"),
         (["--runtime.lanes=2"], "has no effect where federated.algorithm is fedgkt"),
     ],
@@ -350,7 +351,7 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
     run = run_of(TREE)
     chosen = setup(run.config, module(), training_data(run, Users(), SingleLabel()))
     with (
-        mock.patch("pfl_ext.algorithms.fedgkt.physical_memory", lambda: 1000),
+        mock.patch("pfl_ext.algorithms.fedgkt.physical_memory", return_value=1000),
         pytest.raises(ValueError, match=r"fedgkt keeps 4 clients' networks and the features of 25 images, "),
     ):
         FedGKT.check(chosen)
