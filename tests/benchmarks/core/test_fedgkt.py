@@ -60,7 +60,7 @@ def algorithm(run: AnyRun, flat: bool = True, store: Any = None) -> FedGKT:
     data = training_data(run, store or Users(), SingleLabel())
     chosen = setup(run.config, module(flat), data)
     FedGKT.check(chosen)
-    return FedGKT(means(run, chosen, lambda _: None))  # type: ignore[arg-type]
+    return FedGKT(means(run, chosen, lambda _: None))
 
 
 def softmax(logits: Any) -> Any:
@@ -295,6 +295,7 @@ KEYS = (
     "--local.momentum=0.9",
     "--federated.num_rounds=3",
     "--runtime.keep_checkpoints=true",
+    "--runtime.checkpoint_every=1",
 )
 
 
