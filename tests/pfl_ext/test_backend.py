@@ -333,6 +333,7 @@ def clients(store: NumberedStore) -> Clients:
         seed=1,
         postprocessors=[WeightByDatapoints()],
         engine=None,
+        check=None,
         accumulate=torch.float32,
         config_hash="",
     )

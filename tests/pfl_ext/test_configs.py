@@ -90,6 +90,7 @@ MODEL = {
     "cells": 8,
     "cell_channels": 16,
     "genotype": None,
+    "parties": None,
     "random_features_width": 1.0,
     "trained": "all",
     "last_blocks": 1,
