@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -245,10 +246,26 @@ def card(free: int = 10**9) -> Iterator[Counter[str]]:
             stack.enter_context(mock.patch.object(torch.cuda, name, maker))
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays the same object
+        stack.enter_context(mock.patch.object(nn.Module, "load_state_dict", _loaded))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
-        stack.enter_context(mock.patch.dict(os.environ, PFL_PYTORCH_DEVICE=str(DEVICE)))
+        own = {"PFL_PYTORCH_DEVICE": str(DEVICE), "XDG_CACHE_HOME": _CACHE.name}
+        stack.enter_context(mock.patch.dict(os.environ, own))
         stack.enter_context(_Calls())
         yield _STATE.waits
+
+
+_CACHE = tempfile.TemporaryDirectory()
+"""A cache folder for this process, so that no card is found that was checked by another."""
+_LOAD = nn.Module.load_state_dict
+
+
+def _loaded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Values are copied, as on a card; to swap parameters a module must be the only one that has them."""
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        return _LOAD(self, *args, **kwargs)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 @contextlib.contextmanager
