@@ -39,7 +39,7 @@ HEADS = (
     "of the paper",
     "MB down",
     "MB up",
-    "hours",
+    "minutes",
 )
 
 
