@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers bench-growth opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -90,6 +90,9 @@ $(OPACUS): | $(READY)
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$(.venv-opacus/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
 	@touch $@
+
+bench-growth: $(READY) ## start, rounds and memory with up to 4 million users: ARGS="--times 1,10,100 --val 10,100"
+	$(PY) -m benchmarks.bench.growth $(ARGS)
 
 opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
 	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
