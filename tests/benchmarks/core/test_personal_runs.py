@@ -26,7 +26,7 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.own_images import OwnImages
 from pfl_ext.algorithms.personal_parts import FILE
 from pfl_ext.workers.distributed import connected
-from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.conftest import RESNET18, Train, killed_at
 from tests.benchmarks.core import quadratics
 from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
 from tests.benchmarks.core.worker_runs import SMALL
@@ -157,6 +157,20 @@ def test_what_cannot_be_done_is_refused_in_one_line(
 ) -> None:
     train(f"--federated.algorithm={argv[0]}", *argv[1:], code=2)
     assert message in error_line(capsys)
+
+
+def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
+    directory = train("--federated.algorithm=fedbn", *RESNET18, "--federated.num_rounds=1")
+    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    assert (kept["model/backbone.layer2.0.downsample.1.weight"] == 1).all(), "as before training"
+    assert (kept["model/backbone.bn1.bias"] == 0).all()
+    content = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, 9600)
+    assert (np.abs(content - np.median(content, axis=0)).max(1) > 0).all(), "each user's own"
+    size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())
+    assert results(directory)["traffic"]["up"] == size - 4 * 9600
+    words = ("--federated.algorithm=fedper", f"{OPTION}personal=norms", "--federated.num_rounds=1")
+    same = train(*words, *RESNET18, name="same")
+    assert results(same)["clients"] == results(directory)["clients"]
 
 
 def test_another_file_of_users_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
