@@ -218,3 +218,32 @@ def test_pfedmes_own_models_are_near_the_proximal_point(tmp_path: Path) -> None:
         batch = Batch.of(*next(iter(data.user_dataset(user).iter(64))))
         gradient = batch.gradient(theta[0, user]) + 2.0 * (theta[0, user] - x)
         assert np.linalg.norm(gradient) < 1e-4 * np.linalg.norm(batch.gradient(x))
+
+
+@pytest.mark.parametrize("personal", [None, "1.bias"])
+def test_a_user_is_tuned_before_it_is_scored_and_that_is_undone(personal: str | None, tmp_path: Path) -> None:
+    """All variables where none is personal: fine-tuned FedAvg."""
+    tree = merge(
+        tree_of("fedper", personal=personal, tune_epochs=3), {"local": {"schedule": "poly", "momentum": 0.5}}
+    )
+    run = run_of(tree)
+    files = RunDirectory(run, tmp_path)
+    files.begin()
+    trace = Kept(files)
+    train_federated(run, quadratics.Users(), quadratics.Users(), quadratics.module(), trace)
+    algorithm: Any = trace.checkpoints.algorithm
+    equations, x, number = Equations(tree), trace.seen[-1], quadratics.ROUNDS
+    equations.data.set_round(number)
+    rate = run.config.local_rate(number - 1)
+    assert rate < run.config.local.learning_rate
+    weights, kept = algorithm.clients.weights(), algorithm.parts.read(np.arange(U), algorithm.first)
+    for user in range(U):
+        images = equations.data.user_dataset(user)
+        start = x if personal is None else np.concatenate([x[:-CLASSES], trace.kept[-1][user]])
+        part = images.part(np.arange(len(images)), 0, 3)
+        expected = equations.epochs(start, part, 3, None if personal is None else BIAS, rate=rate)
+        found = algorithm.own_model(weights, kept[user], user, number)
+        found = np.concatenate([w.double().numpy().ravel() for w in found.values()])
+        assert np.linalg.norm(found - expected) < TOLERANCE * np.linalg.norm(expected)
+        assert np.linalg.norm(found - start) > 1e-3
+    assert (algorithm.parts.read(np.arange(U), algorithm.first) == kept).all()

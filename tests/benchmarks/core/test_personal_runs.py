@@ -91,16 +91,18 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
     x, found = trace.seen[-1], algorithm.scores(1)
     images: OwnImages = algorithm.images
     for user, size in enumerate(SIZES):
+        rows = range(store.user_offsets[user], store.user_offsets[user + 1])
         kept, scored = images.users.partition.rows_of(user), images.held_out[user]
         assert len(scored) == (0 if size == 1 else min(max(size - round(0.6 * size), 1), size - 1))
-        assert sorted([*kept, *scored]) == list(range(store.user_offsets[user], store.user_offsets[user + 1]))
+        assert sorted([*kept, *scored]) == list(rows)
+    assert (quadratics.vector(algorithm.means.module) == x).all(), "the server's model is back"
     own = algorithm.parts.read(np.arange(5), algorithm.first).double().numpy()
     trained = algorithm.seen.numpy()
     assert trained.sum() == 2
     for group, members in (("seen", np.flatnonzero(trained)), ("new", np.flatnonzero(~trained))):
         for kind in ("personal", "server") if group == "seen" else ("server",):
             right, losses = [], []
-            for user in members:
+            for user in members.tolist():
                 if not len(images.held_out[user]):
                     continue
                 w = np.concatenate([x[:-CLASSES], own[user]]) if kind == "personal" else x
@@ -207,9 +209,9 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
         for key, tensor in first.items():
             if key.startswith(("model/", "seen")):
                 torch.testing.assert_close(second[key], tensor, rtol=1e-5, atol=1e-6)
-        content = [np.fromfile(path / "checkpoint" / FILE, "<f4") for path in (alone, together)]
+        ours_kept, theirs_kept = (np.fromfile(d / "checkpoint" / FILE, "<f4") for d in (alone, together))
         assert torch.equal(first["users/rows"], second["users/rows"])
-        np.testing.assert_allclose(*content, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(theirs_kept, ours_kept, rtol=1e-4, atol=1e-5)
         ours, theirs = (results(path)["clients"] for path in (alone, together))
         for group in ours:
             for kind in ("personal", "server"):
