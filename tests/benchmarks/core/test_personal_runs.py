@@ -6,6 +6,7 @@ test_personal_runs DATA DIRECTORY          trains them, as one of the workers of
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
         kept, scored = images.users.partition.rows_of(user), images.held_out[user]
         assert len(scored) == (0 if size == 1 else min(max(size - round(0.6 * size), 1), size - 1))
         assert sorted([*kept, *scored]) == list(rows)
-    assert (quadratics.vector(algorithm.means.module) == x).all(), "the server's model is back"
     own = algorithm.parts.read(np.arange(5), algorithm.first).double().numpy()
     trained = algorithm.seen.numpy()
     assert trained.sum() == 2
@@ -122,6 +122,9 @@ def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) ->
             assert pooled["accuracy"] == pytest.approx(100 * np.concatenate(right).mean(), abs=1e-3)
             assert pooled["loss"] == pytest.approx(np.concatenate(losses).mean(), abs=1e-3)
     assert found["seen"]["personal"]["pooled"]["loss"] != found["seen"]["server"]["pooled"]["loss"]
+    algorithm.seen[:] = True
+    assert list(algorithm.scores(1)) == ["seen"]
+    assert (quadratics.vector(algorithm.means.module) == x).all(), "the server's model is back"
 
 
 @pytest.mark.parametrize(
@@ -186,16 +189,19 @@ def test_another_file_of_users_is_refused(train: Train, capsys: pytest.CaptureFi
     assert f"{FILE} is not the one that the checkpoint was written with" in error_line(capsys)
 
 
-def trained(data: Path, directory: Path) -> None:
+def trained(data: Path, directory: Path, names: Sequence[str] = tuple(WORDS)) -> None:
     """A run of each."""
-    for name in WORDS:
+    for name in names:
         argv = [*SMALL, "--config=fl-r-17", "--runtime.engine=fast", *words(name)]
         with sparingly():
             execute(parse([*argv, f"--run_dir={directory / name}"]), data, Flair)
 
 
 def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None:
+    """One of the runs was begun by one worker."""
     trained(mini_file, tmp_path / "1")
+    with killed_at(2), pytest.raises(KeyboardInterrupt):
+        trained(mini_file, tmp_path / "2", ["fedrep"])
     run(
         command(
             "torchrun", 2, "tests.benchmarks.core.test_personal_runs", str(mini_file), str(tmp_path / "2")
@@ -221,7 +227,8 @@ def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None
                     )
                     for column, spread in ours[group][kind]["users"].items():
                         assert theirs[group][kind]["users"][column] == pytest.approx(spread, abs=1e-2)
-        assert len(lines(together)[0]["worker_seconds"]) == 2
+        assert len(lines(together)[2]["worker_seconds"]) == 2
+        assert ("worker_seconds" in lines(together)[0]) == (name != "fedrep")
 
 
 if __name__ == "__main__":
