@@ -56,7 +56,7 @@ class PFedMeOptions(KeptOptions):
     personal_steps: PositiveInt = 5
     """K: steps of the user's own model on each minibatch."""
     personal_learning_rate: PositiveFloat = 0.09
-    """Factor of these steps, in every round."""
+    """Factor of these steps; they diverge unless it times (lambda + the loss's curvature) is below 2."""
 
 
 @register("pfedme")
