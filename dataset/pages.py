@@ -108,17 +108,16 @@ def picture(content: bytes, kind: str, alt: str, width: int, height: int) -> Htm
         height: in pixels.
     """
     data = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    given = {"src": data, "alt": alt, "width": width, "height": height, "loading": "lazy"}
+    given = {"src": data, "alt": alt, "width": width, "height": height}
     return Html("<img" + "".join(f' {key}="{text(clean(value))}"' for key, value in given.items()) + ">")
 
 
-def bars(title: str, counts: Mapping[str, int], unit: str, colour: int = 0) -> Html:
+def bars(title: str, counts: Mapping[str, int], colour: int = 0) -> Html:
     """Horizontal bars with their names and numbers, which are text: an HTML list, no picture.
 
     Args:
         title: of the chart.
         counts: of each bar, by its name.
-        unit: of the numbers, in the plural.
         colour: number of the colour of the bars.
     """
     most = max([*counts.values(), 1])
@@ -126,12 +125,12 @@ def bars(title: str, counts: Mapping[str, int], unit: str, colour: int = 0) -> H
         tag(
             "li",
             tag("span", name, class_="name"),
-            tag("span", tag("i", style=f"width:{100 * count / most:.1f}%"), class_="bar"),
+            tag("span", tag("i", style=f"width:{100 * count / most:.4g}%"), class_="bar"),
             tag("span", f"{count:,}", class_="count"),
         )
         for name, count in counts.items()
     ]
-    caption = tag("figcaption", f"{title} ({unit})")
+    caption = tag("figcaption", title)
     listed = tag("ul", *rows, class_="bars", style=f"--bar:var(--s{colour})")
     return tag("figure", caption, listed)
 
@@ -226,12 +225,13 @@ img{max-width:100%;height:auto}
 .key svg{flex:none;width:2rem;height:.8rem;margin-top:.3em}
 .key span{overflow-wrap:anywhere}
 th code{display:block;width:max-content;max-width:min(20rem,42vw)}
+figure:has(>.bars){max-width:46rem}
 .bars{list-style:none;padding:0;margin:0;max-width:none;display:grid;gap:.2rem;font-size:.88rem;
   font-variant-numeric:tabular-nums}
 .bars li{display:grid;grid-template-columns:minmax(4.5rem,34%) 1fr 4rem;gap:.6rem;align-items:center}
 .bars .name{text-align:right;overflow-wrap:anywhere;line-height:1.25}
 .bars .bar{display:block;background:var(--raised)}
-.bars .bar i{display:block;height:.85rem;background:var(--bar);min-width:1px}
+.bars .bar i{display:block;height:.85rem;background:var(--bar)}
 .bars .count{color:var(--muted)}
 @media(max-width:40rem){
   table .key svg{width:1.4rem}

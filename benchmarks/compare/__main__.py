@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output_dir", type=Path, default=Path("compare"))
     parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
-    options = parser.read(argv or ["--help"])
+    options = parser.read(argv)
     if options.target is not None and not 0 <= options.target <= 100:
         raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
     folder = output_folder("--output_dir", options.output_dir)
