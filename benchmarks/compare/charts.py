@@ -89,7 +89,7 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
     ends = [line.x[-1] for line in over_bytes]
     log_x = bool(ends) and max(ends) >= SPREAD_OF_BYTES * min(ends) > 0
     made = [Chart(title, _units(groups), label, over_steps)]
-    if any(line.x[-1] > 0 for line in over_time):
+    if over_time:
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
     if over_bytes:
         made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, log_x))

@@ -41,7 +41,7 @@ class Curve(NamedTuple):
 
     steps: FloatArray  # [n] updates of the model
     values: FloatArray  # [n]
-    seconds: FloatArray  # [n] of training before each
+    seconds: FloatArray | None  # [n] of training before each; None: not known
     bytes: FloatArray | None  # [n] between server and users before each; None: not known
 
 
@@ -186,11 +186,11 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     steps, values = run.series(*keys)
     known = np.isfinite(values)
     places = np.array(steps)[known]
-    seconds = _before([line.get("seconds", 0.0) for line in _history(run)], places)
+    timed = [float(line["seconds"]) for line in _history(run) if "seconds" in line]
+    seconds = _before(timed, places) if timed else None
     sent = _bytes_by_step(run)
-    return Curve(
-        places.astype(float), values[known], seconds, None if sent is None else _before(sent, places)
-    )
+    traffic = None if sent is None else _before(sent, places)
+    return Curve(places.astype(float), values[known], seconds, traffic)
 
 
 def _before(of_steps: Sequence[float], places: npt.NDArray[np.int64]) -> FloatArray:

@@ -30,4 +30,4 @@ def privacy_of(group: Group) -> list[str] | None:
         epsilon = f"{total:.3g}" + (f" simulated, {executed:.3g} as executed" if simulated else "")
         system = known[0].get("simulated_system") or known[0]["as_executed"]
         noise = system.get("noise_multiplier")
-    return [kind, epsilon, f"{delta:.3g}", "–" if noise is None else f"{noise:.4g}", bound]
+    return [kind, epsilon, f"{delta:.3g}", f"{noise:.4g}" if isinstance(noise, (int, float)) else "–", bound]

@@ -37,9 +37,9 @@ def by_steps(found: Curve) -> FloatArray:
     return found.steps
 
 
-def by_minutes(found: Curve) -> FloatArray:
-    """Minutes of training."""
-    return found.seconds / 60
+def by_minutes(found: Curve) -> FloatArray | None:
+    """Minutes of training; None where they are not known."""
+    return None if found.seconds is None else found.seconds / 60
 
 
 def by_megabytes(found: Curve) -> FloatArray | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +44,9 @@ def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float
     sizes, difference = (len(ours), len(theirs)), statistics.fmean(ours) - statistics.fmean(theirs)
     if len(set(ours)) == len(set(theirs)) == 1:
         return Difference(first, second, sizes, difference, *[math.nan] * 5)
-    found = stats.ttest_ind(ours, theirs, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where the seeds of one group are all equal
+        found = stats.ttest_ind(ours, theirs, equal_var=False)
     interval = found.confidence_interval(CONFIDENCE)
     numbers = (interval.low, interval.high, found.statistic, found.df, found.pvalue)
     return Difference(first, second, sizes, difference, *map(float, numbers))

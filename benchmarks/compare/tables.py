@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from benchmarks.compare.charts import key
 from benchmarks.compare.groups import Comparison, Group
-from benchmarks.compare.measures import Unit, in_words
+from benchmarks.compare.measures import SPLITS, Unit, in_words
 from benchmarks.compare.privacy import privacy_of
 from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
@@ -21,7 +21,7 @@ from pfl_ext.tasks.multi_label_scores import shown
 CSV_HEAD = ("group", "run", "seed", "state", "section", "measure", "unit", "value")
 FACTS = ("dataset", "data_sha256", "commit", "torch", "hardware", "arithmetic")
 """What results.json says of where and with what a run was made."""
-NONE = "–"
+NONE, TEST = "–", SPLITS["test"]
 AXES = {by_steps: "rounds or epochs", by_minutes: "minutes", by_megabytes: "MB"}
 
 
@@ -47,23 +47,20 @@ def unfinished(comparison: Comparison) -> Html:
 
 def overview(comparison: Comparison) -> Html:
     """What is compared: a row for each group, with its first scores, time, bytes and epsilon."""
-    columns: list[tuple[str, str, str, Unit]] = [
-        (f"{shown(score)}, test (%)", "test, best model", shown(score), "percent")
-        for score in comparison.headline
-    ]
-    columns += [
-        ("wall clock", "time", "wall clock", "seconds"),
-        ("bytes, whole run", "bytes", "the whole run", "bytes"),
-    ]
-    kept = [c for c in columns if any(comparison.values(group, c[1], c[2]) for group in comparison.groups)]
+    one_kind = len({group.headline for group in comparison.groups}) == 1
+    scores = comparison.headline if one_kind else ()
     rows = []
     for group in comparison.groups:
-        cells = [in_words(comparison.values(group, *column[1:3]), column[3]) for column in kept]
-        private = privacy_of(group)
         seeds = ", ".join(f"{run.seed}{'' if run.finished else ' (not finished)'}" for run in group.runs)
-        epsilon = "none" if private is None else private[1]
-        rows.append([name_of(comparison, group), seeds, *cells, epsilon])
-    heads = ["group", "seeds", *(column[0] for column in kept), "epsilon"]
+        found = [comparison.values(group, TEST, shown(score)) for score in scores or group.headline[:1]]
+        named = "" if one_kind else f"{shown(group.headline[0])} "
+        cells = [named + in_words(values, "percent") if values else NONE for values in found]
+        cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
+        cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
+        private = privacy_of(group)
+        rows.append([name_of(comparison, group), seeds, *cells, "none" if private is None else private[1]])
+    heads = [f"{shown(score)} on test (%)" for score in scores] or ["first score on test (%)"]
+    heads = ["group", "seeds", *heads, "wall clock", "bytes, whole run", "epsilon"]
     return table("Groups: runs that differ by their seed alone", heads, rows)
 
 
@@ -115,7 +112,7 @@ def measured(comparison: Comparison, sections: Sequence[str]) -> Html:
     return join(_measured(comparison, section, kinds) for section in sections)
 
 
-def _measured(comparison: Comparison, section: str, kinds: Iterable[tuple[str, ...]]) -> Html:
+def _measured(comparison: Comparison, section: str, kinds: Collection[tuple[str, ...]]) -> Html:
     of_all = section in ("time", "bytes", "cost")
     parts = []
     for headline in [None] if of_all else kinds:
@@ -127,7 +124,13 @@ def _measured(comparison: Comparison, section: str, kinds: Iterable[tuple[str, .
             if any(values):
                 n = str(max(map(len, values)))
                 rows.append([name_of(comparison, group), n, *map(in_words, values, names.values())])
-        parts += [table(section[0].upper() + section[1:], ["group", "n", *names], rows)] if rows else []
+        by = (
+            f", judged by {shown(headline[0])}"
+            if headline and len(kinds) > 1 and section in SPLITS.values()
+            else ""
+        )
+        caption = f"{section[0].upper()}{section[1:]}{by}"
+        parts += [table(caption, ["group", "n", *names], rows)] if rows else []
     return join(parts)
 
 
@@ -265,7 +268,7 @@ def significance(comparison: Comparison) -> Html:
 
 
 def _tests(comparison: Comparison, score: str) -> Html:
-    section, name = "test, best model", shown(score)
+    section, name = TEST, shown(score)
     by_data: dict[str, dict[str, list[float]]] = {}
     for group in comparison.groups:
         if group.finished:
