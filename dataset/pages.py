@@ -222,6 +222,7 @@ img{max-width:100%;height:auto}
   margin:.75rem 0;max-width:none}
 .key{display:flex;gap:.5rem;width:max-content;max-width:min(18rem,42vw);text-align:left}
 .legend .key{max-width:100%}
+thead .key{max-width:min(9.5rem,42vw)}
 .key svg{flex:none;width:2rem;height:.8rem;margin-top:.3em}
 .key span{overflow-wrap:anywhere}
 th code{display:block;width:max-content;max-width:min(20rem,42vw)}

@@ -87,6 +87,8 @@ def check_seen(path: Path, width: int, scheme: str) -> None:
         small = "[...document.querySelectorAll('figure svg, img')].filter(e => !e.closest('details'))"
         sizes = seen.ask(f"{small}.map(e => e.getBoundingClientRect().width)")
         assert all(1 < size <= width for size in sizes)
+        cells = "[...document.querySelectorAll('th, td')].filter(c => c.scrollWidth > c.clientWidth + 1)"
+        assert seen.ask(f"{cells}.map(c => c.textContent)") == []
         paper, *letters = seen.ask(f"({COLOURS})({LUMINANCE})")
         assert (paper < 0.1) == (scheme == "dark")
         for ink in letters:
