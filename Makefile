@@ -68,7 +68,7 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
+bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 
 # torch is that of .venv: what is found in .venv-peers itself comes first.
