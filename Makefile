@@ -72,7 +72,7 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
+bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 
 # torch is that of .venv: what is found in .venv-peers itself comes first.
@@ -130,7 +130,7 @@ dataset-given:
 	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks|cifar10_pfl) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist, landmarks or cifar10_pfl" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
-FEDCV    = camvid street voc sbd coco cifar10 cifar100 landmarks
+FEDCV    = camvid street cityscapes voc sbd coco cifar10 cifar100 landmarks
 fedcv-dataset-given:
 	@case ' $(FEDCV) ' in *' $(DATASET) '*) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
@@ -155,7 +155,7 @@ vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and m
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
 
-fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street with ARGS="--source DIR"
+fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 TASK       ?= $(if $(ALGORITHM),classification,segmentation)

@@ -35,6 +35,13 @@ def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
     return layers[-1]
 
 
+def part_of_classes(backbone: nn.Module) -> str:
+    """Name of the module whose weights depend on the classes: the last layer, or more of a detector."""
+    if isinstance(backbone, EncoderDecoder) and backbone.decoder.by_class:
+        return f"decoder.{backbone.decoder.by_class}"
+    return head_of(backbone)[0]
+
+
 def new_part(backbone: nn.Module) -> str:
     """Name of the module that pretrained weights leave new: decoder, bottleneck or last layer."""
     if isinstance(backbone, EncoderDecoder):
