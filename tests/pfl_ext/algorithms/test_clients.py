@@ -48,7 +48,6 @@ def clients(fast: bool) -> Clients:
         check=None,
         accumulate=torch.float32,
         config_hash="",
-        check=None,
     )
     means.backend, means.local_in = partial(Means.backend, means), partial(Means.local_in, means)
     return Clients(means)
