@@ -111,11 +111,11 @@ def build_backbone(
             f"model.channel_norm is data, and {arch} has no norm that it could be: set it to group"
         )
     _check_side(backbone, arch, config.input_size)
-    place = head_of(backbone)[0]
+    place, of_classes = head_of(backbone)[0], part_of_classes(backbone)
     if config.random_features is not None:
         _insert_random_features(backbone, config, config.random_features, generator)
     if weights is not None:
-        head = None if config.keep_head else part_of_classes(backbone)
+        head = None if config.keep_head else of_classes
         load_weights(backbone, head, arch, *read_weights(arch, weights))
         last = backbone.get_submodule(place)
         if isinstance(last, OnRandomFeatures):

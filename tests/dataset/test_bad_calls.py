@@ -146,7 +146,7 @@ BAD = [
     ("voc", f"{OUT} --source=folder --users_csv=folder", "--users_csv folder is a folder; give a file"),
     ("voc", f"{OUT} --source=folder --users_csv=cut.hdf5", "cut.hdf5 is not UTF-8 text"),
     ("coco", f"{OUT} --source=folder", "folder holds no annotations/instances_train*.json"),
-    ("coco", f"{OUT} --source=folder --annotation=boxes", "unrecognized arguments: --annotation=boxes"),
+    ("coco", f"{OUT} --source=folder --annotation=pixels", "--annotation: invalid choice: 'pixels'"),
     ("coco", f"{OUT} --source=folder --bad_boxes=keep", "--bad_boxes: invalid choice: 'keep'"),
     ("street", OUT, "required: --source"),
     ("street", f"{OUT} --source=http://127.0.0.1:9/", "is an address; give a folder: there is no archive"),
