@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
+.PHONY: help doctor workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
   vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
 
 help: ## this list
@@ -67,6 +67,10 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Where .venv is there but damaged, nothing is installed first: to find that out is what this is for.
+doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is computed on it, and a self-test of a minute: ARGS="--report F"
+	@$(PY) -m benchmarks.doctor $(ARGS)
 
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
