@@ -24,8 +24,12 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help doctor workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
-  vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
+.PHONY: help setup test lint horovod weights doctor compare published published-verify
+.PHONY: bench bench-growth bench-peers opacus-peer
+.PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
+.PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
+.PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
+.PHONY: workers-given dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -68,11 +72,7 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# Where .venv is there but damaged, nothing is installed first: to find that out is what this is for.
-doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is computed on it, and a self-test of a minute: ARGS="--report F"
-	@$(PY) -m benchmarks.doctor $(ARGS)
-
-bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all"
+bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 
 # torch is that of .venv: what is found in .venv-peers itself comes first.
@@ -94,6 +94,9 @@ $(OPACUS): | $(READY)
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$(.venv-opacus/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
 	@touch $@
+
+bench-growth: $(READY) ## start, rounds and memory with up to 4 million users: ARGS="--times 1,10,100 --val 10,100"
+	$(PY) -m benchmarks.bench.growth $(ARGS)
 
 opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
 	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
@@ -127,7 +130,7 @@ dataset-given:
 	@case '$(DATASET)' in cifar10|cifar100|inaturalist|landmarks|cifar10_pfl) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose cifar10, cifar100, inaturalist, landmarks or cifar10_pfl" >&2; exit 2;; esac
 VISION   = benchmarks.visual_classification
-FEDCV    = camvid street voc sbd coco cifar10 cifar100 landmarks
+FEDCV    = camvid street cityscapes voc sbd coco cifar10 cifar100 landmarks
 fedcv-dataset-given:
 	@case ' $(FEDCV) ' in *' $(DATASET) '*) ;; \
 	  *) echo "error: DATASET is '$(DATASET)': choose any of $(FEDCV)" >&2; exit 2;; esac
@@ -152,7 +155,7 @@ vision-sweep: workers-given $(READY) ## the paper's grid of effective rate and m
 vision-bench: $(READY) ## a round by pfl's loop and by the fast engine on CIFAR's network and users
 	$(PY) -m $(VISION).bench $(ARGS)
 
-fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street with ARGS="--source DIR"
+fedcv-data: fedcv-dataset-given $(READY) ## FedCV's data: DATASET=voc | sbd | coco, or camvid | street | cityscapes with ARGS="--source DIR"
 	$(PY) -m dataset.$(DATASET).download_preprocess --output_file data/$(DATASET).hdf5 $(ARGS)
 
 TASK       ?= $(if $(ALGORITHM),classification,segmentation)
@@ -172,6 +175,9 @@ fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation
 
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
+
+compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG and CSV: RUNS="a b", OUT=compare
+	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
 ROW  ?=
 SEED ?= 0

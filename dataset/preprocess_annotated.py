@@ -44,6 +44,9 @@ class AnnotatedSet:
         images: the archives that hold images; the same ones, it may be.
         mean_image_bytes: for the disk.
         bad_boxes: what is done with boxes that reach beyond their image, or are empty: ``fail`` or ``cut``.
+        in_archives: the suffixes of images in archives, which may hold masks of the same name, too.
+        by_hand: why there is no ``base`` though there are archives.
+        val_as: the split that val becomes, ``val`` or ``test``.
     """
 
     name: str
@@ -55,6 +58,9 @@ class AnnotatedSet:
     images: tuple[Archive, ...] = ()
     mean_image_bytes: int = 120_000
     bad_boxes: str = "fail"
+    in_archives: tuple[str, ...] = JPEG_SUFFIXES
+    by_hand: str = "there is no archive of it"
+    val_as: str = "val"
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -78,7 +84,7 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     if "boxes" in spec.layout.forms:
         cut = "cut: boxes that reach beyond their image are cut off, and left out if they are empty then"
         add("--bad_boxes", choices=("fail", "cut"), default=spec.bad_boxes, help=cut)
-    if "boxes" in spec.layout.forms and len(spec.layout.forms) > 1:
+    if spec.layout.open_first_pixel:
         pixel = (
             "number of the first pixel in boxes: 1 as VOC counts, whose boxes include their last pixel, or 0"
         )
@@ -86,14 +92,17 @@ def _arguments(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> argpar
     add("--users_csv", type=Path, help=f"image_id, user_...: whose each image is (--source's {USERS_CSV})")
     add(
         "--users",
-        help="the column of --users_csv with the file's users; others become partitions (the first)",
+        help="the column of --users_csv with the file's users; others become partitions (the first)"
+        + (f"; without a CSV {' or '.join(spec.layout.ways)}" if spec.layout.ways else ""),
     )
+    without_test = "test: the published val is the file's test, for a set whose test has no annotations"
+    add("--val_as", choices=("val", "test"), default=spec.val_as, help=without_test)
     bad = "leave out and list images that are missing; these and damaged ones; or none"
     add("--on_bad_image", choices=("fail", "skip-missing", "skip"), default="fail", help=bad)
     arguments = parser.read(argv)
     if getattr(arguments, "annotation", "boxes") != "boxes":
         for name in ("bad_boxes", "first_pixel"):
-            if getattr(arguments, name) != parser.get_default(name):
+            if getattr(arguments, name, None) != parser.get_default(name):
                 raise ValueError(f"--{name} is for --annotation boxes: leave it out")
     if arguments.download_folder is not None and not is_address(arguments.source):
         raise ValueError("--download_folder is for a --source that is an address: leave it out")
@@ -108,7 +117,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     place = _Place.of(spec, arguments.source, folder)
     form = getattr(arguments, "annotation", spec.layout.forms[0])
     files = collected(place.fetched(), lambda path: spec.layout.wanted(path, form))
-    users = _users(arguments, files)
+    users = _users(arguments, files, spec.layout.ways)
     reading = Reading(
         form,
         getattr(arguments, "bad_boxes", None) == "cut",
@@ -117,6 +126,8 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
     )
     annotated = spec.layout.read(files, arguments.source, reading)
     owners, others, said = _owners(annotated, users, arguments.users)
+    if arguments.val_as == "test":
+        annotated = annotated.with_val_as_test()
     table = annotated.table(owners)
     print(f"{len(table):,} images; {said}", file=sys.stderr)
     for key, count in annotated.repaired.items():
@@ -141,7 +152,7 @@ def main(specs: Mapping[str, AnnotatedSet], argv: Sequence[str]) -> None:
         print(finish.warning, file=sys.stderr)
 
 
-def _users(arguments: argparse.Namespace, files: Mapping[str, bytes]) -> Users | None:
+def _users(arguments: argparse.Namespace, files: Mapping[str, bytes], ways: Sequence[str]) -> Users | None:
     """What the CSV says, if there is one."""
     if arguments.users_csv is not None:
         path = input_file("--users_csv", arguments.users_csv)
@@ -150,7 +161,9 @@ def _users(arguments: argparse.Namespace, files: Mapping[str, bytes]) -> Users |
     if USERS_CSV in files or beside.is_file():
         content = files[USERS_CSV] if USERS_CSV in files else beside.read_bytes()
         return read_users(content, f"{arguments.source}: {USERS_CSV}")
-    if arguments.users is not None:
+    if ways and arguments.users not in (None, *ways):
+        raise ValueError(f"--users is {arguments.users!r}; the images are dealt by {' or '.join(ways)}")
+    if arguments.users is not None and not ways:
         raise ValueError(f"--users is for a {USERS_CSV}, and there is none: give --users_csv")
     return None
 
@@ -159,6 +172,11 @@ def _owners(
     annotated: Annotated, users: Users | None, chosen: str | None
 ) -> tuple[Mapping[str, str], Mapping[str, Mapping[str, str]], str]:
     """Who owns which image, the columns that become partitions, and where that is from."""
+    if users is None and annotated.ways:
+        ways = dict(annotated.ways)
+        name = chosen or next(iter(ways))
+        owners = ways.pop(name)
+        return owners, ways, f"{len(set(owners.values())):,} users by {name}"
     if users is None:
         count = len(set(annotated.owners.values()))
         said = f"{count:,} photographers by the annotations" if count else NOBODY_KNOWN
@@ -200,7 +218,7 @@ class _Place:
             shards = {a: Shard.on_disk(path, path.name) for a, path in here.items() if path.is_file()}
         else:
             if not spec.base:
-                raise ValueError(f"--source {source} is an address; give a folder: there is no archive of it")
+                raise ValueError(f"--source {source} is an address; give a folder: {spec.by_hand}")
             root, shards = None, {archive: _remote(archive, source, downloads) for archive in spec.archives}
         listing, images = ([shards[a] for a in group if a in shards] for group in (spec.listing, spec.images))
         need = bytes_to_download([*shards.values()], downloads) if root is None else 0
@@ -233,6 +251,7 @@ class _Place:
             self.images,
             self.root,
             paths=paths,
+            suffixes=self.spec.in_archives,
             schema=table.schema,
             num_images=len(ids),
             image_bytes=size,

@@ -5,7 +5,7 @@
 Folders are searched for runs. Written into D (default: report): report.md and report.csv. Scores are of test,
 in percent, mean and standard deviation over seeds. Runs are put into one row only where nothing but the seed
 differs. The paper's number stands beside a run of its setting where no key was changed; of any other row, the
-keys in which it differs from the setting of its name.
+keys in which it differs from the setting of its name. Megabytes are those of one client in one round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from dataset.cli import run as run_command
 from dataset.files import write_bytes
 
 TASKS: Sequence[type[Experiment[Any]]] = (FederatedClassification, FederatedSegmentation, FederatedDetection)
-HEADS = ("setting", "seeds", "score", "test", "mean of test users", "of the paper", "hours")
+HEADS = (
+    "setting",
+    "seeds",
+    "score",
+    "test",
+    "mean of test users",
+    "of the paper",
+    "MB down",
+    "MB up",
+    "minutes",
+)
 
 
 def task_of(directory: Path) -> tuple[type[Experiment[Any]], RunRecord]:
@@ -78,13 +88,19 @@ def cells(task: type[Experiment[Any]], runs: Sequence[RunRecord]) -> tuple[str, 
         spread([run.outcome["test"][score] for run in runs]),
         spread(users),
         "-" if changes(task, runs[0]) else of_the_paper(runs[0]),
-        spread([run.outcome["wall_clock_s"] / 3600 for run in runs]),
+        *(_megabytes(runs[0], way) for way in ("down", "up")),
+        spread([run.outcome["wall_clock_s"] / 60 for run in runs]),
     )
 
 
 def _mean_of_users(run: RunRecord, score: str) -> float | None:
     found = run.outcome.get("per_user", {}).get("quantiles", {}).get(score, {})
     return float(found["mean"]) if "mean" in found else None
+
+
+def _megabytes(run: RunRecord, way: str) -> str:
+    traffic = run.outcome.get("traffic")
+    return "-" if traffic is None else f"{traffic[way] / 1e6:.3g}"
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
-"""How fast a round of FLAIR is, by pfl's own loop and by the fast engine. See `benchmarks.bench.rounds`.
+"""How fast a round is, FLAIR's above all, by pfl's loop and the fast engine. See `benchmarks.bench.rounds`.
 
     python -m benchmarks.flair.bench [--output F] [--cases cpu|curves|gpu|all] [--rounds 3] [--only CASE]
 
 Users have FLAIR's own histogram of sizes (the mini set at FLAIR's shape), two local epochs, batches of 16 and
-the cap of 512 images, as in the paper.
+the cap of 512 images, as in the paper. The cases of segmentation and detection are those of
+`benchmarks.fedcv.bench`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from benchmarks.bench.rounds import STOCK, Sides, measure, report_cases
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.features import Inputs, inputs_of
+from benchmarks.fedcv import bench as fedcv
 from benchmarks.flair.config import Run, parse
 from benchmarks.flair.train import Flair
 from dataset.cli import run as run_command
@@ -53,7 +55,7 @@ HEAD = (
     "--model.arch efficientnet_lite0 --model.normalisation efficientnet_lite --model.pretrained true "
     "--model.trained head --augment.flip none"
 )
-CPU = [
+CPU: list[Case | fedcv.Case] = [
     Case("32 px, 17 labels", 32, cohort=100),
     Case("32 px, 1,628 labels, with evaluation", 32, labels=1628, cohort=100, val_users=100),
     Case("32 px, private", 32, cohort=100, private=True),
@@ -62,6 +64,7 @@ CPU = [
     Case("224 px", 224, cohort=10, users=300),
     Case("224 px, bf16", 224, cohort=10, users=300, precision="bf16"),
     Case("128 px, head alone, cohort of 200", 128, cohort=200, users=1000, network=HEAD),
+    *fedcv.CPU,
 ]
 CURVES = [
     *(Case(f"cohort of {n}", 32, cohort=n) for n in (10, 100, 1000)),
@@ -79,7 +82,12 @@ GPU = [
     on_card("224 px, bf16, users of one step together", runtime=FUSED),
     *(on_card(f"224 px, bf16, {n} lanes", runtime=("--runtime.lanes", str(n))) for n in (1, 4, 16, 32)),
 ]
-SETS = {"cpu": CPU, "curves": CURVES, "gpu": GPU, "all": CPU + CURVES + GPU}
+SETS: dict[str, Sequence[Case | fedcv.Case]] = {
+    "cpu": CPU,
+    "curves": CURVES,
+    "gpu": GPU,
+    "all": [*CPU, *CURVES, *GPU],
+}
 
 
 def _stored(case: Case) -> int:
@@ -124,8 +132,10 @@ def compared(case: Case, folder: Path) -> Iterator[Sides]:
         )
 
 
-def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
+def measured(case: Case | fedcv.Case, rounds: int, options: argparse.Namespace) -> Tree:
     """Both engines on one case."""
+    if isinstance(case, fedcv.Case):
+        return fedcv.measured(case, rounds, options)
     with compared(case, options.data_dir) as sides:
         return {"case": asdict(case), **measure(sides, rounds)}
 

@@ -1,10 +1,10 @@
-"""Download COCO 2017, or take a local copy, and make one HDF5 file of its boxes.
+"""Download COCO 2017, or take a local copy, and make one HDF5 file of its boxes, or of masks of its outlines.
 
-    python -m dataset.coco.download_preprocess --output_file F [--source DIR]
+    python -m dataset.coco.download_preprocess --output_file F [--source DIR] [--annotation boxes|mask]
 
 Nobody is known who took the images: draw clients with ``python -m dataset.partitions``, or give
 ``--users_csv``. ``--source DIR`` takes the archives, or any folder in their layout (`dataset.fetch.coco`).
-The test images have no published boxes and are left out.
+The test images have no published annotations and are left out; ``--val_as test`` makes val the file's test.
 """
 
 from __future__ import annotations

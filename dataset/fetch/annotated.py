@@ -38,6 +38,7 @@ class Annotated:
         classes: the names of the K classes, in the order of their numbers.
         folders: names of the folders in which the images lie.
         owners: users that the annotations know, by image.
+        ways: users by image for each of the layout's ways to deal them, in the place of ``owners``.
         ids: another id of an image, under which ``users.csv`` may list it -> its id.
         sizes: width and height of an image as the annotations have them.
         repaired: how many boxes were cut off or left out.
@@ -49,10 +50,23 @@ class Annotated:
     classes: Sequence[str]
     folders: frozenset[str]
     owners: Mapping[str, str] = field(default_factory=dict)
+    ways: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     repaired: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_val_as_test(self) -> Annotated:
+        """With the images of ``val`` as ``test``.
+
+        Raises:
+            ValueError: when there are images of test.
+        """
+        if any(record["partition"] == "test" for record in self.records):
+            raise ValueError("--val_as is test, and there are images of test: set it to val")
+        moved = {"partition": "test"}
+        records = [{**r, **(moved if r["partition"] == "val" else {})} for r in self.records]
+        return replace(self, records=records)
 
     def table(self, owners: Mapping[str, str]) -> pa.Table:
         """A source's records.
@@ -103,11 +117,15 @@ class Layout:
         wanted: as `dataset.fetch.members.Wanted`, for one kind of annotation.
         read: what the wanted files say, from their contents by name and from where they are, for errors. A
             ValueError names the file and what is wrong in it.
+        open_first_pixel: whether it may be 1 or 0 (`Reading.first_pixel`).
+        ways: names of several ways to deal the images that its own files say, the usual one first.
     """
 
     forms: tuple[Form, ...]
     wanted: Callable[[PurePosixPath, Form], tuple[str, int] | None]
     read: Callable[[Mapping[str, bytes], str, Reading], Annotated]
+    open_first_pixel: bool = False
+    ways: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class ArchiveSource(Source):
     files: Path | None
     paths: Mapping[str, Path] | None = None
     """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
+    suffixes: Sequence[str] = JPEG_SUFFIXES
+    """Of images in the archives, in small letters."""
 
     @cached_property
     def listed(self) -> tuple[pa.Table, dict[str, int]]:
@@ -124,7 +126,8 @@ class ArchiveSource(Source):
         """The listed images of a part, each with how to read it; None if it is nowhere."""
         _, row_of = self.listed
         if part < len(self.archives):
-            yield from (found for found in archive_images(self.archives[part].fetch()) if found[0] in row_of)
+            images = archive_images(self.archives[part].fetch(), self.suffixes)
+            yield from (found for found in images if found[0] in row_of)
         elif self.files is not None and part == len(self.archives):
             for image_id, path in self._found():
                 if self._claimed[row_of[image_id]] in (0, part + 1):
@@ -169,16 +172,22 @@ class BoundedHeader(tarfile.TarInfo):
         return found
 
 
-def archive_images(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The JPEGs of a tar or zip archive, in its order: the name without suffix, and how to read it.
+def archive_images(
+    path: Path, suffixes: Sequence[str] = JPEG_SUFFIXES
+) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """The images of a tar or zip archive, in its order: the name without suffix, and how to read it.
 
     Each must be read before the next is asked for.
+
+    Args:
+        path: of the archive.
+        suffixes: of images, in small letters.
 
     Raises:
         ValueError: when the archive is damaged, or an image has more bytes than any photograph.
     """
     for name, size, read in archive_members(path):
-        if name.suffix.lower() in JPEG_SUFFIXES:
+        if name.suffix.lower() in suffixes:
             _bounded(f"{path}: {str(name)!r}", size)
             yield name.stem, read
 

@@ -1,11 +1,12 @@
-"""Folders and archives in COCO's layout: images, and their objects' boxes in ``instances_*.json``.
+"""Folders and archives in COCO's layout: images, objects' boxes or outlines in ``instances_*.json``.
 
     annotations/instances_train2017.json     images, annotations and categories
     train2017/000000000009.jpg, ...          or below images/
 
 A file's name says its split: what stands behind ``instances_`` begins with train, val or test, and is the
 name of the folder of its images (or they all lie in ``images``). Boxes are left, top, width and height in
-pixels.
+pixels. Outlines become a mask of classes for each image (`dataset.fetch.outlines`): 0 where there is no
+object, else the place of the object's category among all of them, from 1 on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from dataset.fetch.annotated import (
     Reading,
     fitted,
 )
-from dataset.store.annotations import CROWD
+from dataset.fetch.outlines import CROWD_CLASS, LEAST_NUMBERS, MAX_PIXELS, Outline, checked, mask_png, packed
+from dataset.store.annotations import BACKGROUND, CROWD, VOID
 
 MAX_JSON_BYTES = 1 << 30
 """COCO's largest has 448 MB."""
@@ -38,7 +40,9 @@ _KEPT = {
     "images", "annotations", "categories", "id", "name", "file_name", "width", "height", "image_id",
     "category_id", "bbox", "iscrowd",
 }  # fmt: skip
-"""The keys that are looked at; outlines, most of the bytes, are dropped while the JSON is read."""
+"""The keys that are looked at."""
+_OF_OUTLINES = {"segmentation", "size", "counts"}
+"""And for masks; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
 
 Json = dict[str, Any]
 
@@ -52,20 +56,21 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
     """As `dataset.fetch.annotated.Layout.read`."""
-    reader = _Reader(reading.cut)
+    reader = _Reader(reading.cut, reading.form)
     for name in sorted(files):
         if found := _NAME.fullmatch(name):
-            reader.read(parse_json(files[name], f"{origin}: {name}"), f"{origin}: {name}", found[1], found[2])
+            content = parse_json(files[name], f"{origin}: {name}", reading.form)
+            reader.read(content, f"{origin}: {name}", found[1], found[2])
     if not reader.records:
         raise ValueError(f"{origin} holds no annotations/instances_train*.json, _val*.json or _test*.json")
     return reader.annotated()
 
 
-COCO = Layout(("boxes",), wanted, read)
+COCO = Layout(("boxes", "mask"), wanted, read)
 
 
-def parse_json(content: bytes, origin: str) -> Json:
-    """The object in a JSON text, without the keys that nobody asks for.
+def parse_json(content: bytes, origin: str, form: Form = "boxes") -> Json:
+    """The object in a JSON text, without the keys that nobody asks for, and with polygons as arrays.
 
     Raises:
         ValueError: when it is no JSON, or no object.
@@ -74,8 +79,11 @@ def parse_json(content: bytes, origin: str) -> Json:
     def refuse(constant: str) -> None:
         raise ValueError(f"it holds {constant}, which is no number of JSON")
 
+    wanted = _KEPT | _OF_OUTLINES if form == "mask" else _KEPT
+
     def kept(entry: Json) -> Json:
-        return {key: entry[key] for key in entry if key in _KEPT}
+        found = {key: entry[key] for key in entry if key in wanted}
+        return {**found, "segmentation": packed(found["segmentation"])} if "segmentation" in found else found
 
     try:
         found = json.loads(content, object_hook=kept, parse_constant=refuse)
@@ -91,6 +99,7 @@ class _Reader:
     """The images of one file after another."""
 
     cut: bool
+    form: Form
     records: list[Json] = field(default_factory=list)
     categories: dict[int, str] = field(default_factory=dict)
     folders: set[str] = field(default_factory=lambda: {"images"})
@@ -101,6 +110,10 @@ class _Reader:
 
     def read(self, content: Json, origin: str, folder: str, split: str) -> None:
         categories = _categories(_list(content, "categories", origin), origin)
+        if self.form == "mask" and (BACKGROUND in categories.values() or len(categories) >= VOID):
+            raise ValueError(
+                f"{origin}: masks have at most {VOID - 1} categories, none of which is called {BACKGROUND}"
+            )
         if self.categories and categories != self.categories:
             raise ValueError(f"{origin} has other categories than the files before it")
         self.categories = categories
@@ -115,9 +128,11 @@ class _Reader:
                 raise ValueError(f"{where} has the file_name {name[:200]!r}; give a name without folders")
             size = (_whole(entry, "width", where), _whole(entry, "height", where))
             self.sizes[Path(name).stem] = size
+            if self.form == "mask" and size[0] * size[1] > MAX_PIXELS:
+                raise ValueError(f"{where} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS:,}")
             images[number] = {
                 "size": size,
-                "record": {"image_id": Path(name).stem, "partition": split, COLUMNS["boxes"]: []},
+                "record": {"image_id": Path(name).stem, "partition": split, COLUMNS[self.form]: []},
             }
             self._also_called(str(number), Path(name).stem)
         for entry in _list(content, "annotations", origin):
@@ -125,8 +140,13 @@ class _Reader:
             number = _whole(entry, "image_id", where)
             if number not in images:
                 raise ValueError(f"{where} is of image {number}, which the file does not list")
-            if (box := self._box(entry, images[number]["size"], where)) is not None:
-                images[number]["record"][COLUMNS["boxes"]].append(box)
+            objects, size = images[number]["record"][COLUMNS[self.form]], images[number]["size"]
+            if self.form == "mask":
+                objects.append(self._outlined(entry, size, where))
+            elif (box := self._box(entry, size, where)) is not None:
+                objects.append(box)
+        for image in images.values() if self.form == "mask" else ():
+            image["record"][COLUMNS["mask"]] = mask_png(image["record"][COLUMNS["mask"]], image["size"])
         self.records += [image["record"] for image in images.values()]
 
     def _also_called(self, number: str, image: str) -> None:
@@ -134,12 +154,24 @@ class _Reader:
             self.twice.add(number)
         self.ids[number] = image
 
-    def _box(self, entry: Json, size: tuple[int, int], where: str) -> Json | None:
+    def _kind(self, entry: Json, where: str) -> tuple[int, bool]:
+        """Category, and whether it is a group."""
         category, crowd = _whole(entry, "category_id", where), entry.get("iscrowd", 0)
         if category not in self.categories:
             raise ValueError(f"{where} has the category {category}, which the file does not name")
         if crowd not in (0, 1):
             raise ValueError(f"{where} has iscrowd {str(crowd)[:40]!r}; it is 0 or 1")
+        return category, bool(crowd)
+
+    def _outlined(self, entry: Json, size: tuple[int, int], where: str) -> tuple[int, Outline, str]:
+        category, crowd = self._kind(entry, where)
+        outline = checked(entry.get("segmentation"), size, where)
+        if flat := sum(len(part) < LEAST_NUMBERS for part in outline if not isinstance(part, str)):
+            self.repaired["polygons_without_area"] += flat
+        return CROWD_CLASS if crowd else [*self.categories].index(category) + 1, outline, where
+
+    def _box(self, entry: Json, size: tuple[int, int], where: str) -> Json | None:
+        category, crowd = self._kind(entry, where)
         box = entry.get("bbox")
         if not isinstance(box, list) or len(box) != 4 or not all(map(_finite, box)):
             raise ValueError(f"{where} has the bbox {str(box)[:80]}; it needs four numbers")
@@ -151,9 +183,9 @@ class _Reader:
     def annotated(self) -> Annotated:
         notes = {"category_ids": list(self.categories)}
         ids = {number: image for number, image in self.ids.items() if number not in self.twice}
-        classes = list(self.categories.values())
+        classes = [*([BACKGROUND] if self.form == "mask" else []), *self.categories.values()]
         return Annotated(
-            "boxes",
+            self.form,
             self.records,
             classes,
             frozenset(self.folders),

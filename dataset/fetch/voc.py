@@ -96,7 +96,7 @@ def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated
     return Annotated(form, records, classes, inside, owners, sizes=sizes, repaired=repaired)
 
 
-VOC = Layout(("mask", "boxes"), wanted, read)
+VOC = Layout(("mask", "boxes"), wanted, read, open_first_pixel=True)
 
 
 def _boxes(

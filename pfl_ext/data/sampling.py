@@ -86,7 +86,7 @@ class LocalSampling(BatchConfig, AugmentConfig):
     input_size: PositiveInt = 224
     """Side of the square that the network sees, in pixels."""
     keys: bool = False
-    """Whether images bring keys, by which `pfl_ext.models.dropout` drops units."""
+    """Whether images bring keys, by which `pfl_ext.models.dropout` drops units and detectors sample."""
 
     @classmethod
     def of(

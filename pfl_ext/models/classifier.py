@@ -27,14 +27,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.decoders import EncoderDecoder
+from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
 from pfl_ext.models.drawing import DrawFrom, initialise
 from pfl_ext.models.dropout import DROPPING, dropping, keyed
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
 from pfl_ext.models.standardised import Standardised, standardised_in
-from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part
+from pfl_ext.models.trained import Bottleneck, choose_trained, head_of, new_part, part_of_classes
 from pfl_ext.models.weights import load_weights, read_weights
 from pfl_ext.tasks.task import Task
 
@@ -115,7 +115,7 @@ def build_backbone(
     if config.random_features is not None:
         _insert_random_features(backbone, config, config.random_features, generator)
     if weights is not None:
-        head = None if config.keep_head else place
+        head = None if config.keep_head else part_of_classes(backbone)
         load_weights(backbone, head, arch, *read_weights(arch, weights))
         last = backbone.get_submodule(place)
         if isinstance(last, OnRandomFeatures):
@@ -142,7 +142,7 @@ def _untrained(config: ModelConfig, num_labels: int) -> nn.Module:
     arch = config.arch
     if arch in NETWORKS.names():
         network = NETWORKS[arch]
-        if isinstance(network, Configured):
+        if isinstance(network, Configured | Architecture):
             return network.build(num_labels, config)
         return network(num_labels, config.input_size)
     known = [*zoo.list_models(module=zoo), *NETWORKS.names()]
@@ -358,10 +358,10 @@ class ImageClassifier(nn.Module):
     def outputs(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs of a batch and the targets to compare them with; arguments as `prepare`.
 
-        Units are dropped if the crops hold keys, as those of training do where ``model.dropout`` is true.
+        With crops, units are dropped by the keys that they hold, and detectors find their targets (`taught`).
         """
         x, targets = self.prepare(images, targets, crops)
-        with dropping(crops):
+        with dropping(crops), taught(None if crops is None else targets):
             return self.backbone(x), targets
 
     def loss(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> Tensor:

@@ -8,21 +8,49 @@ Shape letters: B images of a batch, S the side of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from pfl_ext.models.encoders import Encoder
+from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.encoders import Encoder, Form
 from pfl_ext.models.small import NETWORKS
-from pfl_ext.tasks.task import Outputs
+from pfl_ext.tasks.task import Outputs, Task
+
+_TARGETS: ContextVar[Tensor | None] = ContextVar("the targets of the images in a forward pass", default=None)
+
+
+@contextlib.contextmanager
+def taught(targets: Tensor | None) -> Iterator[None]:
+    """Within, in this thread, a network that learns from places near the true ones finds these targets.
+
+    Args:
+        targets: of the images that go through the network within, or None, as in evaluation.
+    """
+    token = _TARGETS.set(targets)
+    try:
+        yield
+    finally:
+        _TARGETS.reset(token)
+
+
+def targets_of_images() -> Tensor | None:
+    """The targets of the images that go through the network now, in training; None otherwise."""
+    return _TARGETS.get()
 
 
 class Decoder(nn.Module):
-    """From an encoder's maps to a task's outputs. Its last layer alone depends on the classes."""
+    """From an encoder's maps to a task's outputs. Its last layer, or `by_class`, alone depends on classes."""
+
+    by_class: ClassVar[str] = ""
+    """Name of the module of this whose weights depend on the classes, where that is not the last layer."""
 
     def forward(self, maps: Sequence[Tensor], images: Tensor) -> Tensor:
-        """Five maps, and the images ``[B, 3, S, S]``, whose size alone is read -> ``[B, ...]``."""
+        """The encoder's maps, and the images ``[B, 3, S, S]``, whose size alone is read -> ``[B, ...]``."""
         raise NotImplementedError
 
 
@@ -57,10 +85,21 @@ class Architecture:
     dilated: bool = False
     widened: bool = False
     """See `Encoder`."""
+    form: Callable[[bool], Form] | None = None
+    """The encoder's layers, given whether it has pretrained weights; None: those of its classifier."""
+    task: Callable[[int], Task] | None = None
+    """From the number of classes, the task of these outputs, where there are several for such outputs."""
+    drawing: bool = False
+    """Whether it draws by its images' keys in training (`pfl_ext.models.dropout`)."""
 
     def __call__(self, num_labels: int, input_size: int) -> EncoderDecoder:
-        """The network; it is the same for any side of the input."""
-        encoder = Encoder(self.encoder, dilated=self.dilated, widened=self.widened)
+        """The network without pretrained weights; it is the same for any side of the input."""
+        return self.build(num_labels, ModelConfig(input_size=input_size))
+
+    def build(self, num_labels: int, config: ModelConfig) -> EncoderDecoder:
+        """The network of a config."""
+        form = None if self.form is None else self.form(config.pretrained)
+        encoder = Encoder(self.encoder, dilated=self.dilated, widened=self.widened, form=form)
         return EncoderDecoder(encoder, self.decoder(encoder.channels, num_labels))
 
 
@@ -71,6 +110,18 @@ def encoder_of(arch: str) -> str:
     """
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
     return str(getattr(network, "encoder", arch))
+
+
+def task_of(arch: str, usual: Callable[[int], Task]) -> Callable[[int], Task]:
+    """From the number of classes, the task of a network's outputs; the usual one where it names no other."""
+    network = NETWORKS[arch] if arch in NETWORKS.names() else None
+    return getattr(network, "task", None) or usual
+
+
+def draws(config: ModelConfig) -> bool:
+    """Whether a network draws in training, for which its images bring keys."""
+    network = NETWORKS[config.arch] if config.arch in NETWORKS.names() else None
+    return config.dropout or bool(getattr(network, "drawing", False))
 
 
 def outputs_of(arch: str) -> Outputs:

@@ -56,6 +56,29 @@ def keys_of_images() -> Tensor | None:
     return _KEYS.get()
 
 
+def draws_of_images(number: int, count: int, images: Tensor) -> Tensor:
+    """Numbers in 0..1 for the images that go through the network now, multiples of 2**-24, ``[B, count]``.
+
+    They follow from each image's key, or from the key 0 without keys, and from the arguments.
+
+    Args:
+        number: of the stream; those of dropout's layers are below 2**20.
+        count: of an image.
+        images: ``[B, ...]``, whose number and device alone are read.
+    """
+    keys = keys_of_images()
+    if keys is None:
+        keys = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return _drawn(keys, number, count).float() / (1 << KEY_BITS)
+
+
+def _drawn(keys: Tensor, number: int, count: int) -> Tensor:
+    """Whole numbers below 2**24, int64 ``[B, count]``."""
+    units = torch.arange(count, device=keys.device)
+    streams = mixed(mixed(keys) + number)
+    return _shifted(mixed(streams[:, None] + units * _STEP), 64 - KEY_BITS)
+
+
 def mixed(z: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): int64 to int64, one to one."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -93,10 +116,7 @@ class KeyedDropout(nn.Module):
 
     def _kept(self, keys: Tensor, shape: torch.Size) -> Tensor:
         """Whether each unit of each image stays, ``[B, units]``."""
-        units = torch.arange(shape.numel(), device=keys.device)
-        streams = mixed(mixed(keys) + self.number)
-        drawn = _shifted(mixed(streams[:, None] + units * _STEP), 64 - KEY_BITS)
-        return drawn >= round(self.p * (1 << KEY_BITS))
+        return _drawn(keys, self.number, shape.numel()) >= round(self.p * (1 << KEY_BITS))
 
     def extra_repr(self) -> str:
         """As torch's layers say it."""

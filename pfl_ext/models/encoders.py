@@ -8,8 +8,9 @@ Shape letters: B images of a batch, S the side of the input.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torchvision.models as zoo
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ class Form:
     last: str | None = None
     """The convolution after the last block, which widens the map for a classifier."""
     last_channels: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of torchvision's classifier, other than its usual ones."""
 
 
 def _blocks(stem: Sequence[str], container: str, ends: Sequence[int], offset: int = 0) -> Steps:
@@ -63,23 +66,27 @@ class Encoder(nn.Module):
         arch: one of `FORMS`. Its weights are drawn as the classifier's are.
         dilated: keep the stride of the last map at 16 (`dilate`); else it is 32.
         widened: let the last map go through the convolution that follows it in the classifier, if one does.
+        form: the layers that give maps; None: those of `FORMS`.
     """
 
-    def __init__(self, arch: str, *, dilated: bool, widened: bool) -> None:
+    def __init__(
+        self, arch: str, *, dilated: bool = False, widened: bool = False, form: Form | None = None
+    ) -> None:
         super().__init__()
-        form = FORMS[arch]
+        form = form or FORMS[arch]
         steps, self.channels = [list(step) for step in form.steps], form.channels
         if widened and form.last is not None:
             steps[-1].append(form.last)
             self.channels = (*form.channels[:-1], form.last_channels)
-        network = EfficientNetLite(1) if arch == "efficientnet_lite0" else zoo.get_model(arch, weights=None)
+        is_lite = arch == "efficientnet_lite0"
+        network = EfficientNetLite(1) if is_lite else zoo.get_model(arch, weights=None, **form.options)
         self.arch, self.steps = arch, steps
         names = [name for step in steps for name in step]
         for child_name, child in network.named_children():
             within = [f"{child_name}.{part}" for part, _ in child.named_children()]
             if child_name in names:
                 self.add_module(child_name, child)
-            elif kept := [name for name in within if name in names]:
+            elif kept := [name for name in within if any(f"{n}.".startswith(f"{name}.") for n in names)]:
                 self.add_module(child_name, nn.Sequential(*(network.get_submodule(name) for name in kept)))
         self.left_out = frozenset(network.state_dict()) - frozenset(self.state_dict())
         """The names of the classifier's tensors that this lacks."""
@@ -87,7 +94,7 @@ class Encoder(nn.Module):
             dilate(self.get_submodule(name) for name in steps[-1])
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """``[B, 3, S, S]`` -> maps of the strides 2, 4, 8, 16 and 32, or 16 again if dilated."""
+        """``[B, 3, S, S]`` -> maps of the strides 2, 4, 8, 16 and 32, or 16 if dilated; or the form's."""
         maps, x = [], images
         for step in self.steps:
             for name in step:

@@ -35,6 +35,13 @@ def head_of(backbone: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d]:
     return layers[-1]
 
 
+def part_of_classes(backbone: nn.Module) -> str:
+    """Name of the module whose weights depend on the classes: the last layer, or more of a detector."""
+    if isinstance(backbone, EncoderDecoder) and backbone.decoder.by_class:
+        return f"decoder.{backbone.decoder.by_class}"
+    return head_of(backbone)[0]
+
+
 def new_part(backbone: nn.Module) -> str:
     """Name of the module that pretrained weights leave new: decoder, bottleneck or last layer."""
     if isinstance(backbone, EncoderDecoder):
@@ -66,7 +73,7 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
     elif config.trained == "lora":
         add_adapters(backbone, head, config, generator, images)
     elif config.trained in ("bias", "norms"):
-        kind = _biases if config.trained == "bias" else _of_norms
+        kind = _biases if config.trained == "bias" else of_norms
         found = [p for name, p in kind(backbone) if not name.startswith(f"{head}.")]
         if not found:
             what = "bias" if config.trained == "bias" else "norm with a scale"
@@ -84,7 +91,7 @@ def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in backbone.named_parameters() if name.endswith("bias") and p.ndim == 1)
 
 
-def _of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that layers have whose type calls itself a norm, as all of torch's and ours do."""
     for layer, module in backbone.named_modules():
         if "Norm" in type(module).__name__:

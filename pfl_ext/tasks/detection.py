@@ -22,7 +22,7 @@ from torchvision.ops import batched_nms, sigmoid_focal_loss
 
 from pfl_ext.data.joint_crops import boxes_cropped
 from pfl_ext.data.transforms import Framing
-from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections
+from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections, scorers
 from pfl_ext.tasks.task import IntArray, Task
 
 NO_LIMIT = 1e8
@@ -38,6 +38,8 @@ EPSILON = 1e-7
 
 class Detection(Task):
     """FCOS: focal loss of the classes, GIoU loss of the boxes, cross-entropy of the centre-ness.
+
+    Tasks of other detectors are its subclasses: another loss, and another way from outputs to detections.
 
     Tian et al. 2019 (arXiv 1904.01355); matching and losses are those of torchvision's FCOS for one image,
     so each image's losses are divided by its own number of places with a box, where torchvision divides a
@@ -60,6 +62,7 @@ class Detection(Task):
     def __init__(self, num_classes: int) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}: a detector has at least 1")
+        scorers()  # whether they are there is to be known before training, not after it
         self.num_classes = num_classes
 
     def collate(self, annotations: npt.NDArray[np.float32]) -> Tensor:
@@ -112,15 +115,19 @@ class Detection(Task):
 
         The boxes are kept as they are compared, in pixels of the network's input.
         """
+        each = self.found(outputs)
+        kept = torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
+        kept[outputs.isnan().flatten(1).any(1), :, SCORE] = torch.nan
+        return self.image_losses(outputs, targets).double(), torch.cat([kept, targets], 1)
+
+    def found(self, outputs: Tensor) -> list[Tensor]:
+        """The detections of each image as `listed` gives them, best first."""
         logits, centred, distances, places = _parts(outputs, self.num_classes)
         scores = (logits.sigmoid() * centred.sigmoid()[..., None]).sqrt()
         x, y, stride = places[..., :3].unbind(-1)
         side = torch.stack([x, y], -1).amax(1) + stride.amin(1)[:, None] / 2  # the image's, as places fill it
         boxes = _boxes(distances, places).clamp(min=0).minimum(side.round().repeat(1, 2)[:, None])
-        each = [_best(*image) for image in zip(boxes, scores)]
-        kept = torch.stack(each) if each else outputs.new_empty((0, MOST, COLUMNS))
-        kept[outputs.isnan().flatten(1).any(1), :, SCORE] = torch.nan
-        return self.image_losses(outputs, targets).double(), torch.cat([kept, targets], 1)
+        return [_best(*image) for image in zip(boxes, scores)]
 
     def statistics(
         self, num_rows: int, rows: IntArray, predictions: Sequence[Tensor], annotations: Sequence[Any]
@@ -211,14 +218,25 @@ def _giou_losses(found: Tensor, boxes: Tensor) -> Tensor:
 
 def _best(boxes: Tensor, scores: Tensor) -> Tensor:
     """An image's detections ``[D, 6]``, from its boxes ``[A, 4]`` and scores ``[A, C]``."""
-    found = boxes.new_zeros((MOST, COLUMNS))
-    found[:, CLASS] = NO_BOX
     best, order = (
         torch.where(scores > LEAST_SCORE, scores, -1).flatten().topk(min(CANDIDATES, scores.numel()))
     )
     order, best = order[best > 0], best[best > 0]
     place, label = order // scores.shape[1], order % scores.shape[1]
-    kept = batched_nms(boxes[place], best, label, OVERLAP)[:MOST]
-    columns = [boxes[place[kept]], label[kept, None].to(boxes.dtype), best[kept, None]]
-    found[: len(kept)] = torch.cat(columns, 1)
+    kept = batched_nms(boxes[place], best, label, OVERLAP)
+    return listed(boxes[place[kept]], label[kept], best[kept])
+
+
+def listed(boxes: Tensor, labels: Tensor, scores: Tensor) -> Tensor:
+    """The first `MOST` of an image's detections as rows ``[D, 6]``: corners, class, score; others are no box.
+
+    Args:
+        boxes: ``[n, 4]`` corners in pixels of the network's input, best first.
+        labels: ``[n]`` classes.
+        scores: ``[n]`` in 0..1.
+    """
+    found = boxes.new_zeros((MOST, COLUMNS))
+    found[:, CLASS] = NO_BOX
+    columns = [boxes[:MOST], labels[:MOST, None].to(boxes.dtype), scores[:MOST, None]]
+    found[: min(len(boxes), MOST)] = torch.cat(columns, 1)
     return found

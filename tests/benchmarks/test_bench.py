@@ -13,6 +13,7 @@ import pytest
 from benchmarks.bench import cpu_kernels, engine_parts
 from benchmarks.bench.rounds import Clock
 from benchmarks.core.features import inputs_of
+from benchmarks.fedcv import bench as fedcv
 from benchmarks.flair import bench
 from benchmarks.visual_classification import bench as vision
 from dataset.cli import run as run_command
@@ -22,11 +23,13 @@ from pfl_ext.engine.cpu.build import Unavailable
 from pfl_ext.engine.cpu.check import checked
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.models.small import NETWORKS
 from pfl_ext.tasks.multi_label import MultiLabel
 from tests.card import card
 from tests.pfl_ext.engine.setting import small_backbone
 from tests.pfl_ext.samplings import local_sampling
 from tests.pfl_ext.stores import NumberedStore
+from tests.pfl_ext.tiny_detector import Tiny
 
 TINY = bench.Case("tiny", 32, cohort=2, users=6, val_users=2, network="--model.arch lenet")
 
@@ -47,6 +50,30 @@ def test_a_case_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result["ratio"] == pytest.approx(result["stock"]["round_s"] / result["fast"]["round_s"])
     assert result["deviation_of_the_models_first_move"] < 0.5, "both train the same users"
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fedcv.Case("tiny", "unet_efficientnet_lite0", 32, user_images=2, batch_size=2),
+        fedcv.Case(
+            "tiny", "tiny_fasterrcnn", 16, 2, 2, True, words=("--model.pretrained=false", "--model.groups=2")
+        ),
+    ],
+    ids=["masks", "boxes"],
+)
+def test_masks_and_boxes_are_measured_among_the_other_cases(
+    case: fedcv.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NETWORKS.names()
+    monkeypatch.setitem(NETWORKS._things, "tiny_fasterrcnn", Tiny("fasterrcnn"))
+    assert {one for one in fedcv.CPU if one.pixels == 224} <= {*bench.SETS["cpu"]}
+    monkeypatch.setitem(bench.SETS, "cpu", [case])
+    output = tmp_path / "bench.json"
+    assert run_command(bench.main, ["--cases", "cpu", "--rounds", "1", "--output", str(output)]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["image_passes_a_round"] == 4
+    assert result["deviation_of_the_models_first_move"] < 1e-3, "both train the same users"
 
 
 def test_a_private_round_is_measured_beside_a_plain_one(

@@ -21,10 +21,13 @@ with atheris.instrument_imports(
         "dataset.fetch.annotated",
         "dataset.fetch.coco",
         "dataset.fetch.http",
+        "dataset.fetch.outlines",
         "dataset.fetch.voc",
+        "dataset.cityscapes.source",
         "dataset.sbd.matlab",
     ]
 ):
+    from dataset.cityscapes import source as cityscapes
     from dataset.fetch import coco, voc
     from dataset.fetch.annotated import Reading, read_users
     from dataset.fetch.http import retry_after
@@ -32,12 +35,13 @@ with atheris.instrument_imports(
     from dataset.sbd.matlab import byte_matrix
     from dataset.store.images import jpeg_size
 
+MASK = "_gtFine_labelIds.png"
 PATH = Path(tempfile.mkdtemp()) / "list.json"
 
 
 def one(data: bytes) -> None:
     """Give one input to the parser that its first byte chooses."""
-    kind, rest = (data[0] % 8 if data else 0), data[1:]
+    kind, rest = (data[0] % 9 if data else 0), data[1:]
     with contextlib.suppress(ValueError):
         if kind == 0:
             jpeg_size(rest)
@@ -49,12 +53,15 @@ def one(data: bytes) -> None:
         elif kind == 3:
             retry_after(rest.decode("latin-1"), 1.0)
         elif kind == 4:
-            coco.read({"instances_train.json": rest}, "here", Reading("boxes", cut=rest[:1] == b" "))
+            for form in ("boxes", "mask"):
+                coco.read({"instances_train.json": rest}, "here", Reading(form, cut=rest[:1] == b" "))
         elif kind == 5:
             files = {"ImageSets/train.txt": b"1", "Annotations/1": rest}
             voc.read(files, "here", Reading("boxes", cut=rest[:1] == b" "))
         elif kind == 6:
             read_users(rest, "here")
+        elif kind == 7:
+            cityscapes.read({f"train/a/a_0_0{MASK}": rest}, "here", Reading("mask"))
         else:
             byte_matrix(bytes(126) + rest, "GTcls", "Segmentation")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from benchmarks.core.config.command_line import CommandLine
-from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import (
     Idle,
     Reasons,
@@ -21,7 +20,7 @@ from benchmarks.core.config.effects import (
 )
 from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
-from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
+from benchmarks.core.config.sections import YOUNGER, PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
 from benchmarks.core.weights import with_weights
 
@@ -183,7 +182,7 @@ class Benchmark(Generic[C_co]):
         path = self.path(plain["config"] or self.default)
         shipped, of_a_run = read_yaml(path), _is_of_a_run(path)
         if of_a_run:
-            shipped = config_tree(self.read(shipped, str(path)))
+            shipped = dataclasses.asdict(self.read(shipped, str(path)))
         layers = self._layers(shipped, str(path)), self._layers(typed, "command line")
         tree = self._merged(*layers)
         for section in PRIVACY:
@@ -209,6 +208,8 @@ class Benchmark(Generic[C_co]):
             ValueError: for a key that no version had, or a wrong value.
         """
         base = without(self.protocol, _unasked(tree))
+        for key in YOUNGER.keys() & dotted(base).keys():
+            put(base, key, YOUNGER[key])  # which such a file leaves out, whatever the protocol has
         return self.resolved(build(self.kind, merge(base, without(tree, self.retired)), where))
 
     def idle_keys(self, config: TrainingConfig, runtime: Runtime | None = None) -> Reasons:

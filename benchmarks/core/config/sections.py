@@ -22,6 +22,7 @@ from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import Init, ModelConfig
+from pfl_ext.models.decoders import draws
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
@@ -270,7 +271,7 @@ class TrainingConfig:
     @property
     def sampling(self) -> LocalSampling:
         """How a user's images become batches of augmented images."""
-        return LocalSampling.of(self.local, self.augment, self.model.input_size, self.model.dropout)
+        return LocalSampling.of(self.local, self.augment, self.model.input_size, draws(self.model))
 
     @property
     def local_learning_rate(self) -> float:

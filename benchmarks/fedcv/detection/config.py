@@ -108,6 +108,12 @@ RECIPES: Mapping[str, Tree] = {
     "centralised": {"mode": "centralised"},
     "frozen": {"model": {"trained": "head"}},
     "scratch": {"model": {"pretrained": False}},
+    "ssdlite": {
+        "model": {"arch": "ssdlite_efficientnet_lite0"},
+        "local": {"learning_rate": 0.001},
+        "centralised": {"learning_rate": 0.001},
+    },
+    "faster-rcnn": {"model": {"arch": "fasterrcnn_efficientnet_lite0"}},
     "fedprox": {"federated": {"algorithm": "fedprox"}},
     "fednova": {"federated": {"algorithm": "fednova"}},
     "scaffold": {"federated": {"algorithm": "scaffold"}},

@@ -30,7 +30,9 @@ from dataset.flair.mini_outlines import write_boxed
 from dataset.store.box_view import BoxView
 from dataset.store.hdf5 import DataFile
 from pfl_ext.evaluation import SCORES
+from pfl_ext.models.decoders import task_of
 from pfl_ext.tasks.detection import Detection
+from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import is_main
 
 MINI = MiniSpec(
@@ -58,9 +60,9 @@ class FederatedDetection(OfAnnotatedImages[Config]):
             self.final_splits, self.followed = ("test",), "tracked"
         super().__init__(run, file)
 
-    def task(self, num_classes: int) -> Detection:
-        """A box for each object."""
-        return Detection(num_classes)
+    def task(self, num_classes: int) -> Task:
+        """A box for each object, by the losses of the network's detector."""
+        return task_of(self.config.model.arch, Detection)(num_classes)
 
     def final_results(self, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]) -> Tree:
         """AP of each class, scores of each user, the partition; and a picture of some boxes.

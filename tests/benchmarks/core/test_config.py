@@ -14,6 +14,7 @@ from benchmarks.core.config.digests import config_tree, digest, experiment_diges
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.trees import build, leaves, section_in
 from benchmarks.core.experiment import build_model
+from benchmarks.fedcv.classification.config import CLASSIFICATION
 from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair import paper
@@ -400,6 +401,29 @@ def test_the_config_of_an_old_run_is_read_as_it_was_meant(tmp_path: Path) -> Non
     made = VISION.parse([f"--config={path}"]).config
     assert made == VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config
     assert made.federated.mu == 0.01
+
+
+@pytest.mark.parametrize(
+    "words", [["--config=fedavg"], ["--augment.label_smoothing=0"], ["--model.normalisation=imagenet"]]
+)
+def test_what_a_runs_file_leaves_out_is_not_what_the_protocol_has(words: list[str], tmp_path: Path) -> None:
+    """FedCV's protocol has label smoothing and its own normalisation, which a config may be without."""
+    made = CLASSIFICATION.parse(words).config
+    path = tmp_path / "run" / "config.yaml"
+    path.parent.mkdir()
+    (path.parent / "metrics.jsonl").touch()
+    path.write_text(yaml.safe_dump(config_tree(made)))
+    assert CLASSIFICATION.read(config_tree(made), "config.yaml") == made
+    assert CLASSIFICATION.parse([f"--config={path}"]).config == made
+
+
+@pytest.mark.parametrize("benchmark", [FLAIR, VISION, CLASSIFICATION, SEGMENTATION, DETECTION])
+def test_every_shipped_setting_is_read_from_its_runs_file_as_it_was(
+    benchmark: Benchmark[TrainingConfig],
+) -> None:
+    for setting in benchmark.settings:
+        made = benchmark.parse([f"--config={setting}"]).config
+        assert benchmark.read(config_tree(made), "config.yaml") == made
 
 
 DIGESTS = Path(__file__).with_name("config_digests.json")

@@ -57,6 +57,8 @@ LITE = (
 RARE = ("--evaluation.every_rounds=9",)
 SHORT = ("--federated.num_rounds=1", *RARE)
 PRIVATE = ("--recipe=private", "--federated.cohort_size=8", "--privacy.noise_seed=run")
+OTHERS = ("ssdlite", "fasterrcnn")
+"""Detectors besides FCOS."""
 Train = Callable[..., Path]
 
 
@@ -84,6 +86,8 @@ def train(boxes_file: Path, tmp_path: Path) -> Train:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORKS.names()
     monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+    for kind in OTHERS:
+        monkeypatch.setitem(NETWORKS._things, f"tiny_{kind}", Tiny(kind))
 
 
 def results(directory: Path) -> Tree:
@@ -121,6 +125,39 @@ def test_both_engines_train_the_same_and_a_killed_run_goes_on_to_the_same_end(tr
         train(*RARE, name="killed", code=130)
     assert np.array_equal(weights(train(*RARE, name="killed")), whole)
     assert np.linalg.norm(stock - whole) <= 1e-5 * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_detectors_are_trained_by_both_engines_and_a_killed_run_goes_on_to_the_bit(
+    train: Train, kind: str
+) -> None:
+    arch = (f"--model.arch=tiny_{kind}", *RARE)
+    directory = train(*arch, name="fast", draw=True)
+    whole = weights(directory)
+    with killed_at(1):
+        train(*arch, name="killed", code=130)
+    assert np.array_equal(weights(train(*arch, name="killed")), whole)
+    stock = weights(train(*arch, "--runtime.engine=stock", name="stock"))
+    assert np.linalg.norm(stock - whole) <= 1e-4 * np.linalg.norm(whole)
+    found = results(directory)
+    assert {"loss", "mAP", "mAP50"} <= found["test"].keys()
+    assert found["per_user"]["users"] == 3
+    assert (directory / "plots" / "boxes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_detectors_are_trained_privately_centrally_and_by_other_algorithms(
+    train: Train, boxes_file: Path, tmp_path: Path, kind: str
+) -> None:
+    arch = f"--model.arch=tiny_{kind}"
+    private = train(*PRIVATE, *SHORT, arch, name="private")
+    assert "epsilon = 8" in json.loads((private / "privacy.json").read_text())["paragraph"]
+    assert results(train("--recipe=scaffold", *SHORT, arch, name="scaffold"))["test"]["loss"] > 0
+    kept = [word for word in SMALL if not word.startswith(("--local", "--federated", "--evaluation.every"))]
+    central = ["--recipe=centralised", *kept, "--centralised.num_epochs=1", arch]
+    with sparingly():
+        assert run(main, [f"--data_path={boxes_file}", *central, f"--run_dir={tmp_path / 'c'}"]) == 0
+    assert results(tmp_path / "c")["test"]["loss"] > 0
 
 
 @pytest.mark.parametrize("recipe", ["fedprox", "fednova", "scaffold"])
@@ -169,6 +206,8 @@ def test_private_runs_say_what_they_promise_and_follow_test_where_there_is_no_va
         ),
         (["--model.trained=head", "--augment.views=3"], "the layer decoder takes several maps"),
         (["--model.bottleneck=8"], "ends in a convolution, before which there is no bottleneck"),
+        (["--model.arch=tiny_ssdlite", "--federated.algorithm=fedncm"], "ends in a convolution"),
+        (["--model.arch=tiny_fasterrcnn", "--federated.algorithm=fed3r"], "ends in a convolution"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(

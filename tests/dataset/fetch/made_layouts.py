@@ -136,6 +136,17 @@ def matlab(mask: npt.NDArray[Any], compressed: bool = True) -> bytes:
     return buffer.getvalue()
 
 
+def outline(box: list[int], as_runs: bool) -> Any:
+    """Of the pixels of a box: a polygon, or runs column by column."""
+    left, top, right, bottom = box
+    if not as_runs:
+        return [[left, top, right, top, right, bottom, left, bottom]]
+    inside = np.zeros((SIDE, SIDE), np.uint8)
+    inside[top:bottom, left:right] = 1
+    ends = np.flatnonzero(np.diff(inside.T.ravel(), prepend=0, append=1 - inside[-1, -1]))
+    return {"size": [SIDE, SIDE], "counts": np.diff(ends, prepend=0).tolist()}
+
+
 def coco_json(photos: list[Photo], digits: int = 12) -> dict[str, Any]:
     """Class k of VOC is the k-th category, over and over; there are more keys, which nobody reads."""
     ids = sorted(CATEGORIES)
@@ -161,7 +172,7 @@ def coco_json(photos: list[Photo], digits: int = 12) -> dict[str, Any]:
                 "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]],
                 "area": 1.5,
                 "iscrowd": int(flagged),
-                "segmentation": {"counts": [1, 2], "size": [SIDE, SIDE]} if flagged else [[0, 0, 1, 1]],
+                "segmentation": outline(box, flagged),
             }
             for number, (one, k, box, flagged) in enumerate(boxes)
         ],

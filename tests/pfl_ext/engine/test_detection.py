@@ -1,7 +1,8 @@
-"""Detectors in the engine: layers that are used for five maps, boxes as targets, images without any."""
+"""Detectors in the engine: layers that are used for several maps, samples, boxes as targets."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,14 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.models.small import NETWORKS
-from pfl_ext.tasks.detection import Detection
 from tests.pfl_ext.engine.setting import NoisyStore, Setting, distance, norm, rounding_of, without_noise
 from tests.pfl_ext.samplings import local_sampling
-from tests.pfl_ext.tiny_detector import Tiny
+from tests.pfl_ext.tiny_detector import TASKS, Tiny
 
 CLASSES = 3
 SIZES = [1, 3]
-TASK = Detection(CLASSES)
-STEP: dict[str, Any] = {"clipping": "global", "max_norm": 100.0, "learning_rate": 0.05, "task": TASK}
+KINDS = tuple(TASKS)
+STEP: dict[str, Any] = {"clipping": "global", "max_norm": 100.0, "learning_rate": 0.05}
 ROUNDING = 0.01
 """Of a bound on rounding, which layers and steps magnify; a wrong layer changes the sum by 1."""
 
@@ -44,34 +44,41 @@ class Boxed(NoisyStore):
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORKS.names()
-    monkeypatch.setitem(NETWORKS._things, "tiny", Tiny())
+    for kind in KINDS:
+        monkeypatch.setitem(NETWORKS._things, f"tiny_{kind}", Tiny(kind))
 
 
-def network() -> nn.Module:
-    config = ModelConfig("tiny", input_size=10, groups=2)
+def network(kind: str) -> nn.Module:
+    config = ModelConfig(f"tiny_{kind}", input_size=10, groups=2)
     return build_backbone(config, CLASSES, torch.Generator().manual_seed(4))
 
 
-def setting(**options: Any) -> Setting:
-    sampling = local_sampling(num_epochs=1, batch_size=2, flip="both", crop="padded", input_size=10)
-    return Setting(SIZES, sampling, store=Boxed(SIZES), backbone=network, **{**STEP, **options})
+def setting(kind: str, **options: Any) -> Setting:
+    sampling = local_sampling(
+        num_epochs=1, batch_size=2, flip="both", crop="padded", input_size=10, keys=kind == "fasterrcnn"
+    )
+    made = {**STEP, "task": TASKS[kind](CLASSES), **options}
+    return Setting(SIZES, sampling, store=Boxed(SIZES), backbone=partial(network, kind), **made)
 
 
-def test_a_cohorts_sum_is_that_of_pfls_loop() -> None:
-    theirs, ours = setting().run(False)[0], setting().run(True, lanes=2)[0]
-    assert distance(ours, theirs) <= rounding_of(setting()) <= ROUNDING
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cohorts_sum_is_that_of_pfls_loop(kind: str) -> None:
+    theirs, ours = setting(kind).run(False)[0], setting(kind).run(True, lanes=2)[0]
+    assert distance(ours, theirs) <= rounding_of(setting(kind)) <= ROUNDING
 
 
-def test_users_are_trained_one_by_one_as_heads_are_used_for_five_maps() -> None:
-    module = ImageClassifier(network(), task=TASK, input_size=10, exact_crops=True)
-    assert not CohortEngine(module, lanes=1)._fusable
+@pytest.mark.parametrize("kind", KINDS)
+def test_users_are_trained_one_by_one_where_heads_are_used_for_several_maps(kind: str) -> None:
+    module = ImageClassifier(network(kind), task=TASKS[kind](CLASSES), input_size=10, exact_crops=True)
+    assert CohortEngine(module, lanes=1)._fusable == (kind == "ssdlite")
 
 
-def test_a_users_part_of_a_private_sum_is_as_long_as_the_bound_and_both_engines_clip_alike() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_users_part_of_a_private_sum_is_as_long_as_the_bound_and_both_engines_clip_alike(kind: str) -> None:
     bound = 0.01
 
     def clipped() -> Setting:
-        chosen = setting(more=[without_noise(bound)], by_images=False)
+        chosen = setting(kind, more=[without_noise(bound)], by_images=False)
         chosen.sizes, chosen.store = [3], Boxed([3])
         return chosen
 

@@ -1,0 +1,144 @@
+"""Objects' outlines as COCO's JSON has them, and masks of classes made of them.
+
+An outline is a list of polygons, each of them ``[x0, y0, x1, y1, ...]`` in pixels, or an object ``{"size":
+[height, width], "counts": ...}`` with the lengths of runs of pixels outside and inside in turn, column by
+column, as numbers or in pycocotools' text.
+
+Polygons are filled by pycocotools, as COCO's own tools do. It believes the runs that it is given, so runs are
+read here.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from dataset.store.annotations import VOID
+
+MAX_PIXELS = 1 << 26
+"""Of an image whose mask is drawn."""
+LEAST_NUMBERS = 6
+"""Of a polygon; one of two points has no area."""
+CROWD_CLASS = 0
+"""In place of an object's class: a group's outline, which is rough."""
+_BITS, _MORE, _SIGN, _FIRST = 5, 0x20, 0x10, 48  # of a character of pycocotools' text
+
+BoolArray = npt.NDArray[np.bool_]
+Outline = Sequence[npt.NDArray[np.float64]] | Mapping[str, Any]
+
+
+def packed(value: Any) -> Any:
+    """Polygons as arrays, a quarter of the memory; anything else as it is, for `checked` to refuse."""
+    if not isinstance(value, list):
+        return value
+    is_plain = all(isinstance(part, list) and all(type(n) in (int, float) for n in part) for part in value)
+    try:
+        return [np.array(part, np.float64) for part in value] if is_plain else value
+    except OverflowError:
+        return value
+
+
+def checked(value: Any, size: tuple[int, int], where: str) -> Outline:
+    """An outline for an image of this width and height.
+
+    Raises:
+        ValueError: that names the place.
+    """
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, np.ndarray) or len(part) % 2 or not (np.abs(part) < 1e9).all():
+                raise ValueError(f"{where} has a polygon that is not of pairs of numbers")
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} has the segmentation {str(value)[:40]!r}; it needs polygons, or runs")
+    if value.get("size") != [size[1], size[0]]:
+        raise ValueError(
+            f"{where} has runs of an image of the size {str(value.get('size'))[:40]}, and its own is "
+            f"[{size[1]}, {size[0]}]"
+        )
+    return value
+
+
+def drawn(outline: Outline, size: tuple[int, int], where: str) -> BoolArray:
+    """The pixels within an outline, ``[height, width]``, of an image of this width and height.
+
+    Raises:
+        ValueError: that names the place, for runs that are not those of such an image.
+    """
+    width, height = size
+    if isinstance(outline, Mapping):
+        counts = outline.get("counts")
+    else:
+        large = [part for part in outline if len(part) >= LEAST_NUMBERS]
+        if not large:
+            return np.zeros((height, width), bool)
+        within = [part.clip(0, np.tile([width, height], len(part) // 2)).tolist() for part in large]
+        counts = coco_mask.merge(coco_mask.frPyObjects(within, height, width))["counts"].decode()
+    runs = _runs(counts, where)
+    if int(runs.sum()) != width * height:
+        raise ValueError(f"{where} has runs that do not add up to the {width * height:,} pixels")
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
+
+
+def _runs(counts: Any, where: str) -> npt.NDArray[np.int64]:
+    """The lengths of runs, from numbers or from pycocotools' text."""
+    if isinstance(counts, str):
+        counts = _numbers_in(counts, where)
+    if not isinstance(counts, list) or not all(type(n) is int and 0 <= n <= MAX_PIXELS for n in counts):
+        raise ValueError(f"{where} has runs that are no whole numbers from 0 to {MAX_PIXELS:,}")
+    return np.array(counts, np.int64)
+
+
+def _numbers_in(text: str, where: str) -> list[int]:
+    """Numbers of 5 bits a character, the lowest first; from the fourth on, each less the last but one."""
+    found: list[int] = []
+    number, shift = 0, 0
+    for character in text:
+        bits = ord(character) - _FIRST
+        if not 0 <= bits < 2 * _MORE or shift > 60:
+            raise ValueError(f"{where} has runs in a text that is not pycocotools'")
+        number |= (bits & _MORE - 1) << shift
+        shift += _BITS
+        if bits & _MORE:
+            continue
+        if bits & _SIGN:
+            number -= 1 << shift
+        found.append(number + (found[-2] if len(found) > 2 else 0))
+        number, shift = 0, 0
+    if shift:
+        raise ValueError(f"{where} has runs in a text that is cut off")
+    return found
+
+
+def mask_png(objects: Sequence[tuple[int, Outline, str]], size: tuple[int, int]) -> bytes:
+    """A mask of the classes of an image's objects, as a PNG.
+
+    Where objects of several classes overlap it is void, as COCO does not say which of them is in front; and
+    so it is within the outline of a group, where no single object is.
+
+    Args:
+        objects: class, from 1 on, or `CROWD_CLASS`; outline; and place, for errors.
+        size: width and height.
+
+    Raises:
+        ValueError: that names the place of an outline that cannot be drawn.
+    """
+    mask = np.zeros((size[1], size[0]), np.uint8)
+    is_void, of_group = np.zeros_like(mask, bool), np.zeros_like(mask, bool)
+    for number, outline, where in objects:
+        inside = drawn(outline, size, where)
+        if number == CROWD_CLASS:
+            of_group |= inside
+            continue
+        is_void |= inside & (mask != 0) & (mask != number)
+        mask[inside] = number
+    mask[is_void | of_group & (mask == 0)] = VOID
+    buffer = io.BytesIO()
+    Image.fromarray(mask).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,92 @@
+"""Object detection by SSD: a class and a box for each of many default boxes.
+
+Shape letters: B images of a batch, M rows for the boxes of an image, A default boxes of an image, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from pfl_ext.tasks.box_coding import USUAL, clipped, decoded, encoded, objects, overlaps
+from pfl_ext.tasks.detection import Detection, listed
+from pfl_ext.tasks.detection_scores import CLASS
+
+MATCH = 0.5
+"""Least IoU of a true box and a default box that is to find it; a true box's best one is in any case."""
+NEGATIVES = 3
+"""Default boxes of the background in the loss for each of an object: those with the highest losses."""
+LEAST_SCORE, CANDIDATES, OVERLAP = 0.001, 300, 0.55
+"""Of detections, as torchvision has them for SSDLite: the least score, how many of a class are compared, and
+the IoU above which the one with the lower score goes."""
+
+
+class SSDDetection(Detection):
+    """SSD: cross-entropy of the classes with the background, smooth L1 loss of the boxes.
+
+    Liu et al. 2016 (arXiv 1512.02325), section 2.2; matching, hard negatives and losses are those of
+    torchvision's SSD for one image, so that an image's losses are divided by its own number of default boxes
+    with an object, where torchvision divides a batch's by the batch's. An image without objects has the loss
+    0 and no gradient. Nothing is drawn.
+
+    Outputs are those of `pfl_ext.models.ssdlite.SSDLite`.
+    """
+
+    def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[B]``, of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; no device is waited for."""
+        logits, offsets, anchors, _ = self._parts(outputs.float())
+        boxes, has_box, classes = matched(anchors, targets)
+        wanted = encoded(torch.where(has_box[..., None], boxes, anchors), anchors, USUAL)
+        of_boxes = F.smooth_l1_loss(offsets, wanted, reduction="none").sum(2) * has_box
+        labels = torch.where(has_box, classes.long() + 1, 0)
+        of_classes = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        number = has_box.sum(1)
+        background = torch.where(has_box, -torch.inf, of_classes.detach())
+        hardest = background.argsort(dim=1, descending=True, stable=True)
+        is_hard = hardest.argsort(1) < NEGATIVES * number[:, None]
+        counted = of_classes * (has_box | is_hard)
+        losses: Tensor = (of_boxes.sum(1) + counted.sum(1)) / number.clamp(min=1)
+        return losses
+
+    def found(self, outputs: Tensor) -> list[Tensor]:
+        """As `Detection.found`."""
+        logits, offsets, anchors, side = self._parts(outputs)
+        boxes = clipped(decoded(offsets, anchors, USUAL), side)
+        return [_best(*image) for image in zip(boxes, logits.softmax(2)[..., 1:])]
+
+    def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits ``[B, A, C + 1]``, offsets and default boxes ``[B, A, 4]``, and S ``[B, A, 1]``."""
+        logits, offsets, anchors, side = torch.split(outputs, [self.num_classes + 1, 4, 4, 1], 2)
+        return logits, offsets, anchors, side
+
+
+def matched(anchors: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The box that each default box is to find, ``[B, A, 4]``; whether there is one; and its class.
+
+    It is the one that it overlaps most, by at least `MATCH`. The default box that overlaps a true box more
+    than all others is that one's, and the last one's where it is so of several.
+    """
+    counts = objects(targets)
+    quality = torch.where(counts[..., None], overlaps(targets[..., :CLASS], anchors), -1.0)
+    best, number = quality.max(1)
+    own = quality.argmax(2)  # of each true box
+    rows = torch.arange(targets.shape[1], device=targets.device)
+    is_own = own[..., None] == torch.arange(anchors.shape[1], device=anchors.device)
+    is_own &= counts[..., None]
+    last = torch.where(is_own, rows[:, None], -1).amax(1)
+    number = torch.where(last >= 0, last, number)
+    has_box = (best >= MATCH) | (last >= 0)
+    chosen = targets.gather(1, number[..., None].expand(-1, -1, targets.shape[2]))
+    return chosen[..., :CLASS], has_box, chosen[..., CLASS]
+
+
+def _best(boxes: Tensor, scores: Tensor) -> Tensor:
+    """An image's detections, from its boxes ``[A, 4]`` and scores ``[A, C]``."""
+    best, place = torch.where(scores > LEAST_SCORE, scores, -1).topk(min(CANDIDATES, len(scores)), 0)
+    label = torch.arange(scores.shape[1], device=scores.device).expand_as(place)
+    is_left = best.flatten() > 0
+    best, place, label = (t.flatten()[is_left] for t in (best, place, label))
+    kept = batched_nms(boxes[place], best, label, OVERLAP)
+    return listed(boxes[place[kept]], label[kept], best[kept])
