@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from benchmarks.doctor.machine import REPOSITORY
+from benchmarks.doctor.packages import REPOSITORY
 
 SECONDS = {"imports": 240.0, "device": 90.0, "path": 330.0, "trial": 60.0, "horovod": 60.0}
 """For each stage; ``path`` compiles the layers where that has not been done."""
@@ -42,8 +43,9 @@ def ask(
     """Have a new process go through these stages; ``on_event`` gets each line that it says."""
     read, write = os.pipe()
     words = [sys.executable, "-m", "benchmarks.doctor.child", str(write), str(limits["trial"]), *stages]
-    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    checkout = "" if str(REPOSITORY) == sysconfig.get_path("purelib") else str(REPOSITORY)
+    paths = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **({"PYTHONPATH": paths} if paths else {})}
     answer = Answer()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.core.commands import command_parser
-from benchmarks.doctor import findings, machine
+from benchmarks.doctor import findings, machine, packages
 from benchmarks.doctor.asking import Answer, Event, ask
 from benchmarks.doctor.note import Note, fault
 from benchmarks.doctor.report import write
@@ -50,7 +50,7 @@ class Examination:
         """At the machine, with nothing imported."""
         print("What was found")
         for part in (
-            machine.software,
+            packages.software,
             machine.hardware,
             machine.gpus,
             machine.compilers,

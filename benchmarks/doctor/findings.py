@@ -6,21 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.doctor.machine import INSTALL
 from benchmarks.doctor.note import Note, fault, hint
+from benchmarks.doctor.packages import install_command, python_command, reinstall_command
 
 Facts = Mapping[str, Any]
 Found = tuple[list[str], list[Note]]
-BUILD = "python -m pfl_ext.workers.build_horovod --force"
 TELL = "open an issue with the report"
-SECONDLY = {
-    "imports": f"{INSTALL} --force-reinstall installs all of it again; if that changes nothing, {TELL}",
-    "device": f"see whether nvidia-smi ends, then {TELL}",
-    "path": f"--runtime.cpu_kernels false does without compiled layers; {TELL}",
-    "trial": f"--runtime.engine stock trains without the engine; {TELL}",
-    "horovod": f"{BUILD} builds it again; torchrun, the default, needs none",
-}
-"""What to do where a stage's process ends or stands still."""
 DOING = {
     "imports": "importing what a run needs",
     "device": "looking for GPUs",
@@ -31,14 +22,30 @@ DOING = {
 """What each stage is about, for a sentence."""
 
 
+def _build() -> str:
+    return f"{python_command()} -m pfl_ext.workers.build_horovod --force"
+
+
+def _remedy(stage: str) -> str:
+    """What to do where a stage's process ends or stands still."""
+    remedies = {
+        "imports": f"{reinstall_command()} installs them again; if that changes nothing, {TELL}",
+        "device": f"see whether nvidia-smi ends, then {TELL}",
+        "path": f"--runtime.cpu_kernels false does without compiled layers; {TELL}",
+        "trial": f"--runtime.engine stock trains without the engine; {TELL}",
+        "horovod": f"{_build()} builds it again; torchrun, the default, needs none",
+    }
+    return remedies[stage]
+
+
 def failed(facts: Facts) -> Found:
     """A stage that raised an exception, or a module that cannot be imported."""
     name, why = facts["failed"], facts["why"]
     if name in DOING:
         return [], [fault(f"{DOING[name]} failed ({why}): {TELL}")]
     if name.startswith("benchmarks"):
-        return [], [fault(f"the project cannot be imported ({why}): {INSTALL}; or else {TELL}")]
-    return [], [fault(f"{name} cannot be imported ({why}): {INSTALL}")]
+        return [], [fault(f"the project cannot be imported ({why}): {install_command()}; or else {TELL}")]
+    return [], [fault(f"{name} cannot be imported ({why}): {reinstall_command()}")]
 
 
 def device(facts: Facts, report: Facts) -> Found:
@@ -71,7 +78,7 @@ def device(facts: Facts, report: Facts) -> Found:
                 hint(f"more than half of cuda:{number} is in use: end other work there (nvidia-smi)")
             )
     if len(gpus) > 1 and facts["nccl"] is None:
-        notes.append(hint(f"torch has no NCCL, so that workers' sums go over the CPU: {INSTALL}"))
+        notes.append(hint(f"torch has no NCCL, so that workers' sums go over the CPU: {install_command()}"))
     return lines, notes
 
 
@@ -157,14 +164,14 @@ def horovod(facts: Facts, report: Facts) -> Found:
     """Whether Horovod can be used, and what carries its sums."""
     if "why" in facts:
         return ["Horovod: installed, but it cannot be imported"], [
-            fault(f"Horovod cannot be imported ({facts['why']}): {BUILD} builds it for this torch")
+            fault(f"Horovod cannot be imported ({facts['why']}): {_build()} builds it for this torch")
         ]
     built, gpus = facts["built_with"], report.get("device", {}).get("gpus", [])
     lines = [f"Horovod: {facts['version']}, built with {', '.join(built) or 'nothing'}"]
     if len(gpus) > 1 and "nccl" not in built:
         return lines, [
             hint(
-                f"Horovod was built without NCCL: install CUDA's toolkit (nvcc), then {BUILD}, or keep to "
+                f"Horovod was built without NCCL: install CUDA's toolkit (nvcc), then {_build()}, or keep to "
                 "torchrun"
             )
         ]
@@ -175,4 +182,4 @@ def ended(stage: str, how: str, output: list[str]) -> Note:
     """A stage that did not come to its end."""
     last = next((line.strip() for line in reversed(output) if line.strip()), "")
     said = f"; its last line: {last[:200]}" if last else ""
-    return fault(f"{DOING[stage]} did not end well, {how}{said}: {SECONDLY[stage]}")
+    return fault(f"{DOING[stage]} did not end well, {how}{said}: {_remedy(stage)}")

@@ -7,14 +7,9 @@ Each function gives the lines to print and the notes, and puts what it found int
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +18,6 @@ from benchmarks.doctor.note import Note, fault, hint
 from dataset.cli import cores, output_folder
 from pfl_ext.engine.cpu.build import cache_folder, compiler, processor
 
-REPOSITORY = Path(__file__).parents[2]
-REQUIREMENTS = REPOSITORY / "requirements.txt"
-FOR_TESTS = "# tests and checks"
-"""The line of requirements.txt from which on runs need nothing."""
-INSTALL = "python -m pip install -r requirements.txt"
-PYTHONS = (3, 10), (3, 12)
-"""The oldest and the newest that pfl 0.6 works on."""
-SHOWN = ("torch", "torchvision", "pfl", "numpy", "h5py")
-RELIED_ON = frozenset(("pfl",))
-"""Packages of which another version is a fault: private parts of them are used."""
 FEATURES = {
     "avx2": "AVX2", "fma": "FMA", "avx512f": "AVX-512", "avx512_fp16": "AVX512-FP16",
     "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX",
@@ -42,74 +27,6 @@ MEMORY_GB, DISK_GB, CACHE_GB = 4.0, 10.0, 0.1
 """Below so much free memory, or space for data and runs, or for the cache, there is a hint."""
 Found = tuple[list[str], list[Note]]
 """Lines to print, and notes."""
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A line of requirements.txt beside what is installed."""
-
-    name: str
-    wanted: str
-    found: str | None
-    for_tests: bool
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it is this version; a build of another kind (``2.15.0+cu130``) is the same."""
-        return self.found is not None and self.found.partition("+")[0] == self.wanted
-
-
-def installed(name: str) -> str | None:
-    """The version of a package that is installed here."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def pins(file: Path = REQUIREMENTS) -> Iterator[Pin]:
-    """Each line ``name==version``."""
-    for_tests = False
-    for line in file.read_text().splitlines():
-        for_tests = for_tests or line.startswith(FOR_TESTS)
-        match = re.match(r"([\w.-]+)==([\w.+!-]+)", line)
-        if match:
-            yield Pin(match[1], match[2], installed(match[1]), for_tests)
-
-
-def software(report: dict[str, Any], file: Path = REQUIREMENTS) -> Found:
-    """Python, the packages, and which of requirements.txt's pins are not met."""
-    versions = {name: installed(name) for name in SHOWN}
-    shown = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions.items())
-    report["versions"] = {"python": platform.python_version(), **versions}
-    report["system"] = platform.platform()
-    lines, notes = [f"Python {platform.python_version()}, {shown}"], []
-    oldest, newest = PYTHONS
-    if not oldest <= sys.version_info[:2] <= newest:
-        notes.append(
-            fault(
-                f"Python is {platform.python_version()}, and pfl 0.6 needs 3.10 to 3.12: make setup "
-                "PYTHON=python3.11"
-            )
-        )
-    try:
-        wanted = list(pins(file))
-    except OSError as error:
-        return lines, [*notes, fault(f"{file.name} cannot be read ({error.strerror}): check out the project")]
-    unmet = [pin for pin in wanted if not pin.is_met]
-    report["pins_not_met"] = [f"{pin.name} {pin.found} instead of {pin.wanted}" for pin in unmet]
-    lines.append(f"requirements.txt: {len(wanted) - len(unmet)} of {len(wanted)} pins are met")
-    missing = [pin.name for pin in unmet if pin.found is None and not pin.for_tests]
-    other = [pin for pin in unmet if pin.found is not None]
-    if missing:
-        notes.append(fault(f"not installed: {', '.join(missing)}: {INSTALL}"))
-    if for_tests := [pin.name for pin in unmet if pin.found is None and pin.for_tests]:
-        notes.append(hint(f"not installed, and needed by make test alone: {', '.join(for_tests)}: {INSTALL}"))
-    for kind, which in ((fault, True), (hint, False)):
-        if chosen := [pin for pin in other if (pin.name in RELIED_ON) is which]:
-            each = ", ".join(f"{pin.name} is {pin.found}, not {pin.wanted}" for pin in chosen)
-            notes.append(kind(f"other versions than those that were tested: {each}: {INSTALL}"))
-    return lines, notes
 
 
 def hardware(report: dict[str, Any]) -> Found:

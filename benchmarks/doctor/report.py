@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.doctor.machine import REPOSITORY
+from benchmarks.doctor.packages import REPOSITORY
 from dataset.files import write_json
 
 NOBODY = frozenset(("", "root", "localhost"))
