@@ -1,4 +1,4 @@
-"""The commands of an installed package: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-sweep``, ``fl-doctor``.
+"""An installed package's commands: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-sweep``, ``fl-doctor``.
 
 Each is the module that ``python -m`` runs from a checkout, found by its name: ``fl-train flair --config
 fl-r-17`` is ``python -m benchmarks.flair.train --config fl-r-17``. Without a name they list what there is.

@@ -1,7 +1,7 @@
 """Python and the packages: which are here, which were tested, and the command that brings them.
 
-In a checkout, requirements.txt says what was tested. An installed package has no such file; what it needs then
-stands in its own metadata.
+In a checkout, requirements.txt says what was tested. An installed package has no such file; what it needs
+then stands in its own metadata.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`make doctor` on packages: what is missing or of another version, in a checkout and where it is installed."""
+"""`make doctor` on packages: what is missing or of another version, in a checkout and an installed one."""
 
 from __future__ import annotations
 
