@@ -20,7 +20,7 @@ from benchmarks.core.commands import command_parser
 from benchmarks.doctor import findings, machine, packages
 from benchmarks.doctor.asking import Answer, Event, ask
 from benchmarks.doctor.note import Note, fault
-from benchmarks.doctor.report import write
+from benchmarks.doctor.report_file import write
 from dataset.cli import output_file
 
 DEFAULT = Path("doctor-report.json")
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
         write(path, seen.report)
         written = f"report for an issue, without names of users and folders: {path}"
     except (OSError, ValueError) as refusal:
-        seen.notes.append(fault(f"{refusal}, or name one by --report"))
+        seen.notes.append(fault(str(refusal).replace("choose another place", "name another by --report")))
         written = "no report could be written"
     print(f"\n{written}")
     for note in seen.notes:

@@ -106,7 +106,8 @@ def path(facts: Facts, report: Facts) -> Found:
             lines.append("compiled layers: yes, made for this processor, and they compute what torch does")
         else:
             lines.append(f"compiled layers: no, torch's own, which are slower: {facts['why']}")
-            if "no C++ compiler" not in facts["why"]:  # else that is said already
+            kept = report.get("disk", {}).get("cache", {}).get("writable", True)
+            if "no C++ compiler" not in facts["why"] and kept:  # else that is said already
                 notes.append(hint(f"layers are torch's own, which are slower: {facts['why']}"))
         lines += [
             _precision(facts),

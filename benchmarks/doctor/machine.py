@@ -25,6 +25,12 @@ FEATURES = {
 """Flags of a processor that decide how the compiled layers are made, and their names."""
 MEMORY_GB, DISK_GB, CACHE_GB = 4.0, 10.0, 0.1
 """Below so much free memory, or space for data and runs, or for the cache, there is a hint."""
+OTHER_PLACES = {
+    "data": "a file elsewhere is named by --data_path, and by --output_file where it is made",
+    "runs": "name another place by --run_dir",
+    "cache": "set XDG_CACHE_HOME to a folder of your own",
+}
+"""What to do where nothing can be written."""
 Found = tuple[list[str], list[Note]]
 """Lines to print, and notes."""
 
@@ -133,11 +139,9 @@ def disks(report: dict[str, Any]) -> Found:
         except ValueError as refusal:
             entry["writable"] = False
             lines[-1] += ", but nothing can be written there"
-            if name == "cache":
-                notes.append(hint(f"{refusal}: set XDG_CACHE_HOME to a folder of your own"))
-            else:
-                notes.append(fault(str(refusal)))
-        least = CACHE_GB if name == "cache" else DISK_GB
-        if free < least:
-            notes.append(hint(f"only {free:.1f} GB of disk are free for {name} ({path}); FLAIR takes 6"))
+            why = str(refusal).removesuffix("; choose another place")
+            notes.append((fault if name == "runs" else hint)(f"{why}: {OTHER_PLACES[name]}"))
+        if free < (CACHE_GB if name == "cache" else DISK_GB):
+            flair = "; FLAIR takes 6" if name == "data" else ""
+            notes.append(hint(f"only {free:.1f} GB of disk are free for {name} ({path}){flair}"))
     return lines, notes

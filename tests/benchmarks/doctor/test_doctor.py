@@ -16,7 +16,7 @@ from benchmarks.doctor.asking import SECONDS, Answer, ask
 from benchmarks.doctor.command import Examination, main, verdict
 from benchmarks.doctor.note import Note, fault, hint
 from benchmarks.doctor.packages import REPOSITORY, reinstall_command
-from benchmarks.doctor.report import redacted
+from benchmarks.doctor.report_file import redacted
 from dataset.cli import run
 
 GPU = {"name": "H200", "free_gb": 130.0, "whole_gb": 140.0, "works": True}
@@ -218,7 +218,7 @@ def test_places_that_cannot_be_written_are_named(monkeypatch: pytest.MonkeyPatch
     report: dict[str, Any] = {}
     lines, notes = machine.disks(report)
     said = [text for text in texts(notes) if "GB of disk" not in text]
-    assert said[0].startswith("fault: the folder runs: runs is a file, not a folder; choose another place")
+    assert said[0] == "fault: the folder runs: runs is a file, not a folder: name another place by --run_dir"
     assert said[1].startswith("hint: the folder /proc/none/pfl_ext cannot be written")
     assert said[1].endswith("set XDG_CACHE_HOME to a folder of your own")
     assert [name for name, entry in report["disk"].items() if not entry["writable"]] == ["runs", "cache"]
@@ -280,6 +280,16 @@ def test_the_way_of_a_run_on_gpus_is_said() -> None:
     assert "4 lanes (streams)" in text
     assert "CUDA graphs: yes" in text
     assert "NP=2 starts one for each GPU" in text
+
+
+@pytest.mark.parametrize(("why", "writable", "hints"), [
+    ("g++ failed: error", True, 1), ("g++ failed: error", False, 0), ("no C++ compiler was found", True, 0),
+])  # fmt: skip
+def test_one_reason_is_said_once(why: str, writable: bool, hints: int) -> None:
+    facts = {**ON_GPU, "on_gpu": False, "device": "cpu", "compiled": False, "why": why}
+    lines, notes = findings.path(facts, {"disk": {"cache": {"writable": writable}}})
+    assert f"compiled layers: no, torch's own, which are slower: {why}" in lines
+    assert len(notes) == hints
 
 
 @pytest.mark.parametrize(
