@@ -117,8 +117,22 @@ def nccl_home() -> Path | None:
     return next((Path(p) / "nccl" for p in places if (Path(p) / "nccl/include/nccl.h").is_file()), None)
 
 
-def build_environment(cuda: Path | None) -> dict[str, str]:
-    """What tells Horovod's setup.py what to build."""
+def nccl_to_link(package: Path, folder: Path) -> Path:
+    """torch's NCCL as a linker looks for it: the package has ``libnccl.so.2`` and no ``libnccl.so``.
+
+    Args:
+        package: of `nccl_home`.
+        folder: gets links to the header and the library.
+    """
+    (folder / "lib").mkdir(parents=True)
+    (folder / "include").symlink_to(package / "include")
+    for library in (package / "lib").glob("libnccl.so*"):
+        (folder / "lib" / "libnccl.so").symlink_to(library)
+    return folder
+
+
+def build_environment(cuda: Path | None, folder: Path) -> dict[str, str]:
+    """What tells Horovod's setup.py what to build; ``folder`` gets what must be made for it."""
     out = {
         **os.environ,
         "HOROVOD_WITH_PYTORCH": "1",
@@ -136,7 +150,8 @@ def build_environment(cuda: Path | None) -> dict[str, str]:
         out |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(cuda), "CUDA_HOME": str(cuda)}
         nccl = nccl_home()
         if nccl is not None:
-            out |= {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"}
+            home = nccl_to_link(nccl, folder / "nccl")
+            out |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     return out
 
 
@@ -215,7 +230,7 @@ def main(argv: Sequence[str]) -> None:
             source = fetch(Path(folder))
             repair(source, cuda)
             words = ["install", "--verbose", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-            run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
+            run(pip(*words, str(source)), "building Horovod", build_environment(cuda, Path(folder)), log)
     prove()
     print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
 
