@@ -28,6 +28,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dataset.files import file_digest
 
@@ -186,7 +187,8 @@ def fetch(folder: Path) -> Path:
         )
     with tarfile.open(archive) as tar:
         # Python 3.11.2, as in Debian 12, knows no filters; what is unpacked has the checksum above.
-        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(folder, **safely)
     return folder / f"horovod-{VERSION}"
 
 
