@@ -123,17 +123,18 @@ def nccl_to_link(package: Path, folder: Path) -> Path:
 
     Args:
         package: of `nccl_home`.
-        folder: gets links to the header and the library.
+        folder: gets links to the header and the library; Horovod's library names it, so it stays.
     """
+    shutil.rmtree(folder, ignore_errors=True)
     (folder / "lib").mkdir(parents=True)
     (folder / "include").symlink_to(package / "include")
-    for library in (package / "lib").glob("libnccl.so*"):
-        (folder / "lib" / "libnccl.so").symlink_to(library)
+    for name in ("libnccl.so", "libnccl.so.2"):
+        (folder / "lib" / name).symlink_to(package / "lib" / "libnccl.so.2")
     return folder
 
 
-def build_environment(cuda: Path | None, folder: Path) -> dict[str, str]:
-    """What tells Horovod's setup.py what to build; ``folder`` gets what must be made for it."""
+def build_environment(cuda: Path | None) -> dict[str, str]:
+    """What tells Horovod's setup.py what to build."""
     out = {
         **os.environ,
         "HOROVOD_WITH_PYTORCH": "1",
@@ -151,7 +152,7 @@ def build_environment(cuda: Path | None, folder: Path) -> dict[str, str]:
         out |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(cuda), "CUDA_HOME": str(cuda)}
         nccl = nccl_home()
         if nccl is not None:
-            home = nccl_to_link(nccl, folder / "nccl")
+            home = nccl_to_link(nccl, Path(sys.prefix) / "share" / "nccl")
             out |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     return out
 
@@ -233,7 +234,7 @@ def main(argv: Sequence[str]) -> None:
             source = fetch(Path(folder))
             repair(source, cuda)
             words = ["install", "--verbose", "--no-deps", "--no-build-isolation", "--force-reinstall"]
-            run(pip(*words, str(source)), "building Horovod", build_environment(cuda, Path(folder)), log)
+            run(pip(*words, str(source)), "building Horovod", build_environment(cuda), log)
     prove()
     print(f"Horovod {VERSION} works: two processes under horovodrun summed a tensor")
 
