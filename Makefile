@@ -72,6 +72,10 @@ lint: $(READY) ## ruff and mypy --strict
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# Where .venv is there but damaged, nothing is installed first: to find that out is what this is for.
+doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is computed on it, and a self-test of a minute: ARGS="--report F"
+	@$(PY) -m benchmarks.doctor $(ARGS)
+
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
 

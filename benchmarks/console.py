@@ -1,4 +1,4 @@
-"""The commands of an installed package: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-sweep``.
+"""An installed package's commands: ``fl-data``, ``fl-train``, ``fl-report``, ``fl-sweep``, ``fl-doctor``.
 
 Each is the module that ``python -m`` runs from a checkout, found by its name: ``fl-train flair --config
 fl-r-17`` is ``python -m benchmarks.flair.train --config fl-r-17``. Without a name they list what there is.
@@ -60,6 +60,12 @@ def fl_report() -> int:
 def fl_sweep() -> int:
     """Run a sweep."""
     runpy.run_module("benchmarks.sweep", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def fl_doctor() -> int:
+    """Say what this machine has, how a run is computed on it, and test that."""
+    runpy.run_module("benchmarks.doctor", run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
-
 HALF_WRITTEN = (".*.partial", ".tmp??????")
 """Patterns of files that are being written: by `replacing`, and by the safetensors library."""
 _NO_LOCKS = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL))
@@ -100,6 +98,8 @@ def locked(path: Path, refusal: str, wait: bool = False) -> Iterator[None]:
     Raises:
         ValueError: the refusal.
     """
+    from filelock import FileLock, Timeout  # here, so that the rest needs nothing that is installed
+
     lock = FileLock(path, blocking=False, fallback_to_soft=False)
     try:
         lock.acquire()

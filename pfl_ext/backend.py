@@ -288,11 +288,11 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _holds(
         self, local: LocalTraining, rule: Rule, model: PyTorchModel, algorithm: Any, context: CentralContext
     ) -> bool:
-        """Whether the engine may train; on a GPU it is first compared with pfl's loop."""
+        """Whether the engine may train; a GPU's, or by `CheckOnCpu`, is first compared with pfl's loop."""
         check, engine = self._check, self.engine
         assert engine is not None
         few = few_of(self._images.members(context.cohort_size)) if check is not None else []
-        if check is None or not engine.on_gpu or rule.correction is not None or not few:
+        if check is None or not (engine.on_gpu or check.on_cpu) or rule.correction is not None or not few:
             return True
         self._check = None
         together = self._only_norms_matter()

@@ -109,7 +109,7 @@ def test_a_command_lists_what_it_can_do_and_refuses_the_rest(
 ) -> None:
     function = getattr(console, PROJECT["scripts"][program].partition(":")[2])
     monkeypatch.setattr(sys, "argv", [program, "--help"])
-    if program == "fl-sweep":
+    if program in ("fl-sweep", "fl-doctor"):
         with pytest.raises(SystemExit):
             function()
         return
@@ -144,6 +144,16 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
         subprocess.run(command, cwd=work, env=environment, check=True, timeout=300)
     (results,) = work.glob("runs/*/results.json")
     assert json.loads(results.read_text())["commit"] is None
+    stub = tmp_path / "stub" / "h5py.py"
+    stub.parent.mkdir()
+    stub.write_text("raise ImportError('of this test')")
+    doctor = subprocess.run(
+        [str(home / "bin" / "fl-doctor")], cwd=work, env={**environment, "PYTHONPATH": str(stub.parent)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert f"{len(NEEDED)} of {len(NEEDED)} packages that it needs are here" in doctor.stdout, doctor.stderr
+    assert "fault: h5py cannot be imported (ImportError: of this test): " in doctor.stdout
+    assert (doctor.returncode, doctor.stderr) == (1, "")
     where = "import benchmarks, pathlib; print(pathlib.Path(benchmarks.__file__).parents[1])"
     found = subprocess.run(
         [str(python), "-c", where], cwd=work, env=environment, capture_output=True, text=True

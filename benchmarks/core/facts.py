@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
+from benchmarks.core.processor import processor_model
 from benchmarks.core.weights import weights_facts
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
@@ -50,12 +50,7 @@ def dataset_facts(file: DataFile) -> Tree:
 
 def hardware() -> str:
     """The processor and, if there is one, the GPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    name = f"{len(os.sched_getaffinity(0))} x {model}"
+    name = f"{len(os.sched_getaffinity(0))} x {processor_model()}"
     return name + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
 
 

@@ -30,7 +30,7 @@ from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.task import Task
-from pfl_ext.workers.distributed import from_main, is_main, tensors_from_main
+from pfl_ext.workers.distributed import barrier, from_main, is_main, tensors_from_main
 
 BEST = "best/"
 """What the names of the best model's tensors begin with."""
@@ -177,6 +177,7 @@ class Recorder:
             self.save(step + 1, state)
         if asked:
             self.progress.close()
+            barrier()  # a launcher may end those that are left when the first leaves; the main one is saving
         self.held.stop_if_asked(f"{self.unit} {step} is done and {self.checkpoints.last} is written")
 
     def end(self, state: Any) -> None:

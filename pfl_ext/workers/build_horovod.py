@@ -28,6 +28,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dataset.files import file_digest
 
@@ -117,6 +118,21 @@ def nccl_home() -> Path | None:
     return next((Path(p) / "nccl" for p in places if (Path(p) / "nccl/include/nccl.h").is_file()), None)
 
 
+def nccl_to_link(package: Path, folder: Path) -> Path:
+    """torch's NCCL as a linker looks for it: the package has ``libnccl.so.2`` and no ``libnccl.so``.
+
+    Args:
+        package: of `nccl_home`.
+        folder: gets links to the header and the library; Horovod's library names it, so it stays.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "lib").mkdir(parents=True)
+    (folder / "include").symlink_to(package / "include")
+    for name in ("libnccl.so", "libnccl.so.2"):
+        (folder / "lib" / name).symlink_to(package / "lib" / "libnccl.so.2")
+    return folder
+
+
 def build_environment(cuda: Path | None) -> dict[str, str]:
     """What tells Horovod's setup.py what to build."""
     out = {
@@ -136,7 +152,8 @@ def build_environment(cuda: Path | None) -> dict[str, str]:
         out |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": str(cuda), "CUDA_HOME": str(cuda)}
         nccl = nccl_home()
         if nccl is not None:
-            out |= {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"}
+            home = nccl_to_link(nccl, Path(sys.prefix) / "share" / "nccl")
+            out |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     return out
 
 
@@ -170,7 +187,9 @@ def fetch(folder: Path) -> Path:
             f"{archive.name} is not the published file (its SHA-256 differs): check the pip index"
         )
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # Python 3.11.2, as in Debian 12, knows no filters; what is unpacked has the checksum above.
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(folder, **safely)
     return folder / f"horovod-{VERSION}"
 
 

@@ -35,23 +35,37 @@ class Unavailable(Exception):
     """The reason, in one line."""
 
 
+def compiler() -> str | None:
+    """The C++ compiler that would be used: the one that CXX names, or else one of the usual names."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
+
+
+def cache_folder() -> Path:
+    """Where the library is kept.
+
+    Raises:
+        RuntimeError: where there is no home folder.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+
+
 def compiled() -> Path:
     """The shared library for this machine, compiled unless it is there.
 
     Raises:
         Unavailable: without a compiler, or if it fails.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++") or shutil.which("c++")
-    if compiler is None:
+    program = compiler()
+    if program is None:
         raise Unavailable("no C++ compiler (g++ or clang++) was found")
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+        folder = cache_folder()
     except RuntimeError as error:
         raise Unavailable("there is no home folder to keep them in; set XDG_CACHE_HOME") from error
     try:
         texts = (path.read_text() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
-        version = _run([compiler, "--version"]).stdout
-        identity = "\n".join([*texts, compiler, version, *FLAGS, processor()])
+        version = _run([program, "--version"]).stdout
+        identity = "\n".join([*texts, program, version, *FLAGS, processor()])
         name = f"cpu-kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
         for path in sorted(folder.glob(f"{name}-*.so")):
             if path.stem == f"{name}-{_checksum(path)}":
@@ -60,17 +74,17 @@ def compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             print("compiling layers for this processor: some ten seconds, once", file=sys.stderr, flush=True)
             made = Path(place) / "made.so"
-            command = [compiler, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
+            command = [program, *FLAGS, "-shared", "-fPIC", str(SOURCES / "kernels.cpp"), "-o", str(made)]
             done = _run([*command, THREADED])
             if done.returncode:
                 done = _run(command)
             if done.returncode:
                 lines = [line for line in done.stderr.splitlines() if "error" in line]
-                raise Unavailable(f"{compiler} failed: {(lines or ['no reason given'])[0][:200]}")
+                raise Unavailable(f"{program} failed: {(lines or ['no reason given'])[0][:200]}")
             path = folder / f"{name}-{_checksum(made)}.so"
             os.replace(made, path)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"{compiler} could not be used ({error})") from error
+        raise Unavailable(f"{program} could not be used ({error})") from error
     return path
 
 

@@ -7,12 +7,13 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 
-from benchmarks.core import progress
+from benchmarks.core import progress, recorder
 from benchmarks.core.config.digests import tree_digest
 from benchmarks.core.progress import duration
 from benchmarks.core.recorder import Recorder
@@ -72,6 +73,22 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
     directory = train(*SHORT, *argv, "--runtime.progress=true", code=2)
     assert not directory.exists()
     error_line(capsys)  # the only line: no bar was opened
+
+
+@pytest.mark.parametrize("asked", [None, 15])
+def test_workers_that_stop_leave_when_the_main_one_has_saved(
+    asked: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that sees the first worker leave may end the others."""
+    order, state = mock.Mock(), object()
+    writer = mock.Mock(held=order.held, save=order.save, _val=None, unit="round")
+    writer.progress.lap.return_value = 1.0
+    writer.checkpoints.due.return_value = False
+    order.held.number = asked
+    monkeypatch.setattr(recorder, "barrier", order.barrier)
+    Recorder.step_done(writer, 3, {}, state)
+    steps = [call for call in order.mock_calls if "stop_if_asked" not in str(call)]
+    assert steps == ([] if asked is None else [mock.call.save(4, state), mock.call.barrier()])
 
 
 def test_a_directory_without_a_round_is_reused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,77 @@
+"""The engine's check where there is no GPU: the engine as it stands, beside pfl's loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pfl_ext.engine.lane import Lane
+from pfl_ext.engine.selfcheck import CPU_LIMIT, PATHS, CheckOnCpu, SelfCheck
+from tests.pfl_ext.engine.setting import Setting, distance, private
+
+SIZES = [3, 1, 9, 2, 0, 5]
+
+
+def test_an_engine_that_computes_what_pfls_loop_does_is_relied_on(tmp_path: Path) -> None:
+    check = CheckOnCpu(kept=tmp_path)
+    ours = Setting(SIZES, check=check).run(True)[0]
+    assert check.outcome is not None
+    assert (check.outcome["path"], check.outcome["users"], check.outcome["failures"]) == (0, 3, [])
+    assert check.outcome["deviation"] <= check.outcome["limit"] == CPU_LIMIT
+    assert distance(ours, Setting(SIZES).run(True)[0]) == 0, "the check leaves no trace in the round"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_may_be_as_far_off_as_pfls_own() -> None:
+    check = CheckOnCpu()
+    Setting(SIZES, amp=torch.bfloat16, check=check).run(True)
+    assert check.outcome is not None
+    assert check.outcome["path"] == 0
+    assert CPU_LIMIT < check.outcome["limit"] < 0.5
+
+
+def wrong_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lane, "_step", lambda *_: None)
+
+
+def no_clipping(patch: pytest.MonkeyPatch) -> None:
+    real = Lane.add
+    patch.setattr(Lane, "add", lambda self, weight, scaling: real(self, weight, None))
+
+
+def no_memory(patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("made up\nand more")
+
+    patch.setattr(Lane, "train", fail)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [(wrong_steps, "off by more"), (no_clipping, "off by more"), (no_memory, "ValueError: made up")],
+)
+def test_pfls_loop_trains_where_the_engine_is_wrong(
+    wrong: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def setting(check: SelfCheck | None = None) -> Setting:
+        return Setting(SIZES, by_images=False, more=[private(len(SIZES), noisy=False)], check=check)
+
+    theirs = setting().run(False)[0]
+    wrong(monkeypatch)
+    check = CheckOnCpu()
+    ours = setting(check).run(True, fuse=False)[0]
+    assert check.outcome is not None
+    assert check.outcome["path"] == len(PATHS)
+    (failure,) = check.outcome["failures"]
+    assert why in failure["why"]
+    assert "\n" not in failure["why"]
+    assert distance(ours, theirs) == 0
+
+
+def test_a_check_for_gpus_does_nothing_on_a_cpu(tmp_path: Path) -> None:
+    check = SelfCheck(tmp_path, kept=tmp_path)
+    Setting(SIZES, check=check).run(True)
+    assert check.outcome is None
