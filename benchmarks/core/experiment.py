@@ -200,4 +200,5 @@ def build_model(
         std=scale.std,
         exact_crops=config.augment.crop != "resized",
         padding=config.augment.padding,
+        cutout=config.augment.cutout,
     )

@@ -110,6 +110,9 @@ def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle(keys, "centralised.optimizer is sgd", "choose adam")
     else:
         yield Idle("centralised.momentum", "centralised.optimizer is adam", "choose sgd")
+    if not config.centralised.warmup_epochs:
+        because = "centralised.warmup_epochs is 0"
+        yield Idle("centralised.warmup_learning_rate", because, "give centralised.warmup_epochs")
 
 
 def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
@@ -194,6 +197,11 @@ def check_training(config: TrainingConfig) -> None:
         raise ValueError(
             f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
             "view of each image: set augment.views to none, or model.channel_norm to group"
+        )
+    if config.augment.cutout is not None and config.augment.views is not None:
+        raise ValueError(
+            f"augment.cutout is {config.augment.cutout}, and augment.views {config.augment.views}, which stay"
+            " as they were drawn: set one of the two to none"
         )
     federated, central = config.federated, config.centralised
     rates = (config.local, config.server, central)

@@ -42,6 +42,9 @@ YOUNGER = {
     "augment.padding": "zero",
     "augment.views": None,
     "augment.label_smoothing": 0.0,
+    "augment.cutout": None,
+    "centralised.warmup_epochs": 0,
+    "centralised.warmup_learning_rate": 0.0,
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
@@ -99,6 +102,8 @@ class AugmentSection(AugmentConfig):
 
     label_smoothing: Fraction = 0.0
     """Share of a label, or of each pixel's class, that all classes get alike; 0 for multi-label tasks."""
+    cutout: PositiveInt | None = None
+    """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -200,6 +205,20 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
     """Multiple of the parameters that is added to their gradient."""
     max_grad_norm: PositiveFloat | None = None
     """Greatest L2 norm of each variable's gradient; none: no limit."""
+    warmup_epochs: NonNegativeInt = 0
+    """Epochs until the learning rate is that of its schedule."""
+    warmup_learning_rate: NonNegativeFloat = 0.0
+    """Rate of the first epoch of a warm-up, from which it goes straight up to `learning_rate`."""
+
+    def scheduled(self, rate: float, step: int, num_steps: int) -> float:
+        """The learning rate in epoch 0, 1, ...; after a warm-up that of `ScheduleConfig.scheduled`.
+
+        The schedule counts all epochs: those of the warm-up, too, as timm's do.
+        """
+        if step >= self.warmup_epochs:
+            return super().scheduled(rate, step, num_steps)
+        first = self.warmup_learning_rate
+        return first + (rate - first) * step / self.warmup_epochs
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -269,9 +288,14 @@ class TrainingConfig:
         return self.federated.num_rounds if self.mode == "federated" else self.centralised.num_epochs
 
     @property
+    def keys(self) -> bool:
+        """Whether training images bring keys, by which units are dropped and squares hidden."""
+        return draws(self.model) or self.augment.cutout is not None
+
+    @property
     def sampling(self) -> LocalSampling:
         """How a user's images become batches of augmented images."""
-        return LocalSampling.of(self.local, self.augment, self.model.input_size, draws(self.model))
+        return LocalSampling.of(self.local, self.augment, self.model.input_size, self.keys)
 
     @property
     def local_learning_rate(self) -> float:

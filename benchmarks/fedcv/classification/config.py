@@ -42,7 +42,7 @@ PROTOCOL: Tree = {
 """Batches, momentum, weight decay, smoothing and rounds are FedCV's, and its centralised schedule but for the
 warm-up: 0.97 every 2.4 epochs."""
 RECIPES: Mapping[str, Tree] = {
-    "cifar100": {"data": {"dataset": "cifar100"}},
+    "cifar100": {"data": {"dataset": "cifar100"}, "augment": {"cutout": 16}},
     "cifar10": {"data": {"dataset": "cifar10"}},
     "gld23k": {
         "data": {"dataset": "landmarks", "image_size": 256},
