@@ -24,8 +24,12 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help workers-given dataset-given fedcv-dataset-given fedcv-task-given fedcv-data fedcv-fl fedcv-c fedcv-report setup test lint horovod weights bench bench-peers opacus-peer flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep \
-  vision-data vision-fl vision-c vision-report vision-sweep vision-bench published published-verify
+.PHONY: help setup test lint horovod weights doctor compare published published-verify
+.PHONY: bench bench-growth bench-peers opacus-peer
+.PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
+.PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
+.PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
+.PHONY: workers-given dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -90,6 +94,9 @@ $(OPACUS): | $(READY)
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$(.venv-opacus/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-torch.pth"
 	@touch $@
+
+bench-growth: $(READY) ## start, rounds and memory with up to 4 million users: ARGS="--times 1,10,100 --val 10,100"
+	$(PY) -m benchmarks.bench.growth $(ARGS)
 
 opacus-peer: $(OPACUS) ## a published private row by opacus: ARGS="--row scatternet-linear --seed 0"
 	$(PY) -m benchmarks.published.opacus_peer $(ARGS)
@@ -168,6 +175,9 @@ fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation
 
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report
 	@$(PY) -m benchmarks.fedcv.report $(or $(RUNS),runs) --output_dir $(or $(OUT),report) $(ARGS)
+
+compare: $(READY) ## any runs of any benchmark side by side in one HTML page, with PNG and CSV: RUNS="a b", OUT=compare
+	@$(PY) -m benchmarks.compare $(RUNS) --output_dir $(or $(OUT),compare) $(ARGS)
 
 ROW  ?=
 SEED ?= 0

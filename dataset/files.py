@@ -172,6 +172,24 @@ def imported(name: str) -> ModuleType:
         raise ValueError(f"{name} cannot be imported ({text}): repair the file, or move it away") from fault
 
 
+def needed(module: str, extra: str) -> ModuleType:
+    """A module of a package that is installed where somebody wants it.
+
+    Args:
+        module: to be imported.
+        extra: of this distribution, which brings the package.
+
+    Raises:
+        ValueError: one line that says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as fault:
+        raise ValueError(
+            f"{fault.name} is not installed: pip install 'flair-on-pfl[{extra}]', or {fault.name} by itself"
+        ) from None
+
+
 def import_all(package: str) -> None:
     """Import every module of a package, so that each registers what it holds.
 

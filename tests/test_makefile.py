@@ -64,6 +64,10 @@ def test_figures_are_of_flair_where_it_is_and_of_the_mini_set_else(tmp_path: Pat
     assert "--data_path data/flair.hdf5" in asked(tmp_path, "flair-figures")
 
 
+def test_compare_gets_the_runs_and_a_folder(tmp_path: Path) -> None:
+    assert asked(tmp_path, "compare", "RUNS=a b", "OUT=c") == "-m benchmarks.compare a b --output_dir c\n"
+
+
 def test_a_given_data_file_that_does_not_exist_ends_in_one_line(tmp_path: Path) -> None:
     ended = make(tmp_path, "flair-fl", "DATA=nowhere.hdf5")
     assert ended.returncode == 2

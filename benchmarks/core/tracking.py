@@ -27,7 +27,7 @@ from PIL import Image
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.trees import Tree
 from benchmarks.reporting.tables import markdown_table
-from dataset.files import write_json
+from dataset.files import needed, write_json
 from pfl_ext.workers.distributed import is_main
 
 Rows = Mapping[str, Mapping[str, float]]
@@ -185,6 +185,7 @@ class TensorBoardBackend:
 
 Backend = WandbBackend | TensorBoardBackend
 BACKENDS: Mapping[str, type[Backend]] = {"wandb": WandbBackend, "tensorboard": TensorBoardBackend}
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX"}
 
 
 class Tracking(contextlib.AbstractContextManager["Tracking"]):
@@ -198,6 +199,7 @@ class Tracking(contextlib.AbstractContextManager["Tracking"]):
         self._backend: Backend | None = None
         if self._name == "none" or not is_main():
             return
+        needed(PACKAGES[self._name], self._name)
         with self._guard():
             states = json.loads(self._path.read_text()) if self._path.exists() else {}
             state = states.get(self._name, {})

@@ -21,7 +21,7 @@ from benchmarks.core.config.digests import experiment, experiment_digest, tree_d
 from benchmarks.core.config.sections import BENCHMARKS, TrainingConfig, config_modules
 from benchmarks.core.config.trees import Tree, differences, read_yaml
 from benchmarks.core.facts import dataset_facts
-from benchmarks.core.weights import sha256_of
+from benchmarks.core.weights import sha256_of, weights_facts
 from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 
@@ -69,34 +69,51 @@ class RunRecord:
         """``at round 3 of 10``."""
         unit = self.config.unit
         try:
-            last = (self.directory / "metrics.jsonl").read_text().splitlines()[-1]
-            return f"at {unit} {int(json.loads(last)[unit])} of {self.config.num_steps}"
+            return f"at {unit} {int(self.history[-1][unit])} of {self.config.num_steps}"
         except DAMAGE:
             return f"no {unit} is on record"
 
     @property
     def data_key(self) -> str:
         """What runs on the same data have in common: the content's checksum, or the file's path."""
+        if self.results is None:
+            return self._data_begun_on()
         known = self.data.get("content_sha256") or self.outcome.get("data_sha256")
         return str(known or self.outcome.get("dataset"))
 
+    def _data_begun_on(self) -> str:
+        """The checksum that a run writes down before its first step; the directory where there is none."""
+        try:
+            return str(json.loads((self.directory / "checkpoint" / "data.json").read_text())["sha256"])
+        except DAMAGE:
+            return str(self.directory)
+
     @cached_property
     def experiment(self) -> ExperimentKey:
-        """What all seeds of one experiment have in common, and no other run: config, data and weights."""
-        weights = self.outcome.get("weights") or {}
+        """What all seeds of one experiment have in common, and no other run: config, data and weights.
+
+        Of a run that has not ended, the weights are those that its config takes today.
+        """
+        if self.results is None:
+            weights = _weights_of(self.config)
+        else:
+            weights = (self.outcome.get("weights") or {}).get("sha256")
         digest = experiment_digest(dataclasses.asdict(self.config), type(self.config))
-        return digest, self.data_key, weights.get("sha256")
+        return digest, self.data_key, weights
 
     @cached_property
     def history(self) -> list[Tree]:
-        """The lines of ``metrics.jsonl``.
+        """The lines of ``metrics.jsonl``; of a run that has not ended, without a line that is being written.
 
         Raises:
             ValueError: when the file is damaged or missing.
         """
         with reading(self.directory):
             text = (self.directory / "metrics.jsonl").read_text()
-            return [dict(json.loads(line)) for line in text.splitlines()]
+            lines = text.splitlines()
+            if self.results is None and not text.endswith("\n"):
+                lines = lines[:-1]
+            return [dict(json.loads(line)) for line in lines]
 
     def series(self, *keys: str) -> tuple[list[int], npt.NDArray[np.float64]]:
         """The steps whose lines have the first of these keys, and the number at this path of keys in each.
@@ -108,6 +125,14 @@ class RunRecord:
             lines = [line for line in self.history if keys[0] in line]
             steps = [int(_number(line, self.config.unit)) for line in lines]
             return steps, np.array([_number(line, *keys) for line in lines], np.float64)
+
+
+def _weights_of(config: TrainingConfig) -> str | None:
+    """SHA-256 of the weights that a config begins from; None from scratch, and where their file is gone."""
+    known = config.model.weights_sha256
+    with suppress(ValueError, OSError):
+        return known or (weights_facts(config, None) or {}).get("sha256")
+    return None
 
 
 def _number(tree: Tree, *keys: str) -> float:
@@ -203,7 +228,7 @@ def read_run(
 def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
     """Which other benchmark's a config is; None where it is of none."""
     for name in config_modules():
-        for other in _benchmarks_in(name):
+        for other in benchmarks_in(name):
             with suppress(ValueError):
                 other.read(tree, "config.yaml")
                 asked = ".".join(benchmark.directory.relative_to(BENCHMARKS).parts[:-1])
@@ -211,7 +236,7 @@ def _foreign(tree: Tree, benchmark: Benchmark[Any]) -> str | None:
     return None
 
 
-def _benchmarks_in(name: str) -> list[Benchmark[Any]]:
+def benchmarks_in(name: str) -> list[Benchmark[Any]]:
     """The benchmarks of a module; none of one that cannot be imported, which is another benchmark's."""
     with suppress(ValueError):
         return [value for value in vars(imported(name)).values() if isinstance(value, Benchmark)]

@@ -27,7 +27,7 @@ from benchmarks.core.config.trees import build
 from benchmarks.core.tracking import has_wandb_key
 from benchmarks.sweep.local import LocalSweep, Options
 from benchmarks.sweep.space import Sweep, command_words, read_sweep
-from dataset.files import locked
+from dataset.files import locked, needed
 
 SWEEP_ID = re.compile(r"[\w.-]+/[\w.-]+/\w+")
 
@@ -106,8 +106,7 @@ def with_wandb(name: str, options: Options, extra: Sequence[str]) -> None:
         raise ValueError(
             "no wandb key was found: run wandb login, or sweep without it: LOCAL=1 (--local true)"
         )
-    import wandb
-
+    wandb = needed("wandb", "wandb")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
         sweep_id = (

@@ -5,11 +5,13 @@ Users train as FedAvg's do, by the engine where it can, and with several workers
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from pfl.context import CentralContext
 from pfl.metrics import Metrics
@@ -21,6 +23,7 @@ from pfl_ext.algorithms.algorithm import Means
 from pfl_ext.algorithms.fedavg import FedAvg
 from pfl_ext.backend import TRAIN_LOSS, cohort_line, training_context
 from pfl_ext.data.federated_dataset import IntArray, UserImages
+from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import is_private
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
 from pfl_ext.workers.distributed import apart, begin_work, current
@@ -117,25 +120,60 @@ class Clients:
         assert len(weights) == len(users)
         if not len(users):
             return [], {"users": 0, "images": 0}
-        workers, hashed = current(), self._means.config_hash
-        begin_work(round=number, cohort=f"{zlib.crc32(users.tobytes()):08x}", config=hashed)
-        dealt = self._means.users.assign(users, 1 if workers is None else workers.world_size)
         updates = [{name: torch.zeros_like(w) for name, w in start.items()} for start in weights]
-        device = next(iter(weights[0].values())).device
-        seen = torch.zeros(
-            len(users), 3, device=device
-        )  # images; the sum of their losses; of how many that is
-        with apart():
-            for place in dealt[0 if workers is None else workers.global_rank]:
-                user = users[place : place + 1]
-                updates[place], metrics = self._trained(weights[place], user, number, number)
-                seen[place] = torch.tensor(_counts(metrics))
-        if workers is not None:
+        seen = self.unseen(users)
+        with self.dealt(users, number) as mine:
+            for place in mine:
+                updates[place], seen[place] = self.train_alone(weights[place], users[place], number)
+        if (workers := current()) is not None:
             workers.sum_model([seen], [update[name] for update in updates for name in update])
-        images, total, counted = seen.double().sum(0).tolist()
-        line = {"users": len(users), "images": int(images)}
-        loss = total / counted if counted else math.nan
-        return updates, {**line, "train_loss": round(loss, 6)} if math.isfinite(loss) else line
+        return updates, line_of(seen)
+
+    def unseen(self, users: IntArray) -> Tensor:
+        """``[n, 3]`` zeros, for what `train_alone` says of each of n users."""
+        return torch.zeros(len(users), 3, device=next(iter(self._means.model.variable_map.values())).device)
+
+    @contextlib.contextmanager
+    def dealt(self, users: IntArray, number: int) -> Iterator[list[int]]:
+        """The places in ``users`` of those whom this worker trains in a round, by `train_alone`.
+
+        They are as even as predicted work allows. Within, this process is `apart` from other workers.
+        """
+        workers = current()
+        begin_work(round=number, cohort=f"{zlib.crc32(users.tobytes()):08x}", config=self._means.config_hash)
+        shares = self._means.users.assign(users, 1 if workers is None else workers.world_size)
+        with apart():
+            yield shares[0 if workers is None else workers.global_rank]
+
+    def train_alone(
+        self, weights: Mapping[str, Tensor], user: int, number: int, draws: int | None = None
+    ) -> tuple[Weights, Tensor]:
+        """One user's update from these weights, not weighted; within `dealt`. ``draws``: see `mean_update`.
+
+        Returns:
+            The update, of zeros for a user without images; and ``[3]``: images, the sum of their losses, and
+            of how many that is.
+        """
+        alone = np.array([user], np.int64)
+        update, metrics = self._trained(weights, alone, number, number if draws is None else draws)
+        return update, torch.tensor(_counts(metrics))
+
+    def server_step(self, weights: Mapping[str, Tensor], mean: Mapping[str, Tensor], number: int) -> float:
+        """A step of the server's optimiser in a round, on a mean update; the run's model has the result.
+
+        Args:
+            weights: before the step.
+            mean: update by variable.
+            number: of the round.
+
+        Returns:
+            The learning rate.
+        """
+        model, rate = self.model(weights), self._means.server_rate(number)
+        for group in model._central_optimizer.param_groups:
+            group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
+        model.apply_model_update(MappedVectorStatistics(dict(mean)))
+        return rate
 
     def _trained(
         self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int
@@ -148,6 +186,14 @@ class Clients:
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()
         return {name: sums[name].to(w.dtype, copy=True) for name, w in weights.items()}, metrics
+
+
+def line_of(seen: Tensor) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says of n users, from what `Clients.train_alone` says of each, ``[n, 3]``."""
+    images, total, counted = seen.double().sum(0).tolist()
+    line = {"users": len(seen), "images": int(images)}
+    loss = total / counted if counted else math.nan
+    return {**line, "train_loss": round(loss, 6)} if math.isfinite(loss) else line
 
 
 def _counts(metrics: Metrics) -> tuple[float, float, float]:

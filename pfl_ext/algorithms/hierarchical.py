@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from pfl.model.pytorch import PyTorchModel
-from pfl.stats import MappedVectorStatistics
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -35,7 +34,6 @@ from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, regis
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import IntArray
-from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.randomness import stream
 
 
@@ -100,11 +98,7 @@ class Hierarchical(Algorithm[PyTorchModel]):
             if weight:
                 for name, difference in total.items():
                     difference.add_(y[name] - x[name], alpha=weight / sum(weights))
-        self.clients.model(x)
-        rate = self.means.server_rate(number)
-        for group in state._central_optimizer.param_groups:
-            group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
-        state.apply_model_update(MappedVectorStatistics(total))
+        rate = self.clients.server_step(x, total, number)
         line = {"users": len(cohort), **_together(lines, self.means.options.inner_rounds)}
         return state, {**line, "groups": len(parts), "learning_rate": rate}
 

@@ -6,9 +6,10 @@ Shape letters: U users, N images, K labels, B batch, H and W image height and wi
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -150,18 +151,18 @@ class UserImages(Dataset):
         for first in range(0, len(self), size):
             yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)
 
-    def part(self, positions: IntArray, number: int) -> UserImages:
+    def part(self, positions: IntArray, number: int, num_epochs: int | None = None) -> UserImages:
         """Some of the images as a data set of their own.
 
         Args:
             positions: of the images, each below ``len(self)``.
             number: at least 0; parts of different numbers draw their batches independently.
+            num_epochs: of the part; None: as many as of the whole.
         """
         images, targets = self.raw_data
         rng = np.random.Generator(self._aside.jumped(4 * number + 3))
-        return UserImages(
-            images[positions], targets[positions], self.user_id, self._sampling, rng, self._collate
-        )
+        sampling = self._sampling if num_epochs is None else replace(self._sampling, num_epochs=num_epochs)
+        return UserImages(images[positions], targets[positions], self.user_id, sampling, rng, self._collate)
 
     def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
         images, targets = self.raw_data
@@ -261,6 +262,17 @@ class FederatedImageDataset(FederatedDataset):
             yield
         finally:
             self._only = before
+
+    def of(self, partition: Partition) -> FederatedImageDataset:
+        """The same store, draws and cohorts, where these users own these rows."""
+        other = copy.copy(self)
+        other.partition, other.make_dataset_fn = partition, other._user_by_id
+        return other
+
+    @property
+    def store(self) -> ImageStore:
+        """Where the images lie."""
+        return self._store
 
     @staticmethod
     def _no_sampler() -> int:

@@ -73,7 +73,7 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
     elif config.trained == "lora":
         add_adapters(backbone, head, config, generator, images)
     elif config.trained in ("bias", "norms"):
-        kind = _biases if config.trained == "bias" else _of_norms
+        kind = _biases if config.trained == "bias" else of_norms
         found = [p for name, p in kind(backbone) if not name.startswith(f"{head}.")]
         if not found:
             what = "bias" if config.trained == "bias" else "norm with a scale"
@@ -91,7 +91,7 @@ def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in backbone.named_parameters() if name.endswith("bias") and p.ndim == 1)
 
 
-def _of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def of_norms(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that layers have whose type calls itself a norm, as all of torch's and ours do."""
     for layer, module in backbone.named_modules():
         if "Norm" in type(module).__name__:

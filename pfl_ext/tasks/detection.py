@@ -22,7 +22,7 @@ from torchvision.ops import batched_nms, sigmoid_focal_loss
 
 from pfl_ext.data.joint_crops import boxes_cropped
 from pfl_ext.data.transforms import Framing
-from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections
+from pfl_ext.tasks.detection_scores import CLASS, COLUMNS, CROWD, FLAGS, NO_BOX, SCORE, Detections, scorers
 from pfl_ext.tasks.task import IntArray, Task
 
 NO_LIMIT = 1e8
@@ -62,6 +62,7 @@ class Detection(Task):
     def __init__(self, num_classes: int) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes is {num_classes}: a detector has at least 1")
+        scorers()  # whether they are there is to be known before training, not after it
         self.num_classes = num_classes
 
     def collate(self, annotations: npt.NDArray[np.float32]) -> Tensor:

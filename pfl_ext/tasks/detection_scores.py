@@ -13,12 +13,14 @@ import contextlib
 import io
 from collections.abc import Sequence
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pfl.metrics import MetricValue
 
+from dataset.files import needed
 from pfl_ext.tasks.ranking import diverged
 from pfl_ext.tasks.task import FloatArray, IntArray, mean_of_known
 
@@ -34,7 +36,19 @@ HALF = 0
 PRECISIONS = 101
 """Levels of recall at which COCO reads the precision."""
 
+COCO = ("pycocotools.coco", "pycocotools.cocoeval")
+"""Modules that are imported when they are used, as commands without detection can spare them."""
+
 Array = npt.NDArray[np.float32]
+
+
+def scorers() -> list[ModuleType]:
+    """The modules `COCO`.
+
+    Raises:
+        ValueError: when they are not installed.
+    """
+    return [needed(name, "detection") for name in COCO]
 
 
 class Detections(MetricValue):
@@ -142,11 +156,10 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
 
     Objects of any size count, and at most the D best detections of an image and a class.
     """
-    from pycocotools.coco import COCO  # here, as commands without detection can spare it
-    from pycocotools.cocoeval import COCOeval
+    coco, scoring = scorers()
 
     def dataset(boxes: Array, is_truth: bool) -> Any:
-        out = COCO()
+        out = coco.COCO()
         out.dataset = {
             "images": [{"id": number} for number in range(len(boxes))],
             "categories": [{"id": number} for number in range(num_classes)],
@@ -156,7 +169,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
         return out
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints as it goes
-        evaluation = COCOeval(dataset(truth, True), dataset(found, False), "bbox")
+        evaluation = scoring.COCOeval(dataset(truth, True), dataset(found, False), "bbox")
         settings = evaluation.params
         settings.areaRng, settings.areaRngLbl = [[0, float("inf")]], ["all"]
         settings.maxDets = [found.shape[1]]

@@ -78,7 +78,7 @@ PHASES = {
         "pfl_ext.backend:CentrallyEvaluatedBackend._finish",  # sum over workers, noise, mean, clipping bound
         "pfl.model.pytorch:PyTorchModel.apply_model_update",
     ),
-    "local training": ("pfl_ext.engine.cohort:CohortEngine._run",),
+    "local training": ("pfl_ext.engine.cohort:CohortEngine._has_run",),
     "evaluation": ("pfl_ext.evaluation:CentralEvaluation.__call__",),
     "line of metrics": ("benchmarks.core.recorder:Recorder._write_line",),
     "save": ("benchmarks.core.recorder:Recorder.save",),

@@ -69,7 +69,8 @@ _MODULES = {
     "pfl_ext/algorithms": "algorithm by_rows clients closed_form distillation fed3r fedcof fedgkt fedir "
     "fedma fednas fedncm fednova fedprox finite_field matching on_pfl optimizers "
     "per_user scaffold secure_aggregation secure_sum split turbo_aggregate "
-    "user_vectors decentralised dsgd hierarchical pushsum topologies vertical",
+    "user_vectors decentralised dsgd hierarchical pushsum topologies vertical ditto fedbn fedper fedrep "
+    "own_images pfedme personal_parts personal_steps personalised",
     "pfl_ext/auditing": "bounds",
     "pfl_ext/data": "augmented_views federated_dataset fedvc joint_crops sampling schedule transforms",
     "pfl_ext/engine": "card cohort gradients graphs lane norms one_step plan pool selfcheck tape "

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dataset.browse import __main__ as browse
 from dataset.cifar10 import download_preprocess as cifar10
 from dataset.cifar100 import download_preprocess as cifar100
 from dataset.cli import run
@@ -42,6 +43,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "voc": voc.main,
     "coco": coco.main,
     "street": street.main,
+    "browse": browse.main,
 }
 OUT = "--output_file=out.hdf5"
 FLAIR = f"{OUT} --source=flair"
@@ -49,6 +51,20 @@ CIFAR = f"{OUT} --source=cifar --splits=none"
 FEW = f"{OUT} --train_users=2 --val_users=1 --test_users=1"
 
 BAD = [
+    ("browse", "", "required: file"),
+    ("browse", "nowhere", "no file nowhere; make one with"),
+    ("browse", "text", "text is not an HDF5 file"),
+    ("browse", "cut.hdf5", "cut.hdf5 is truncated"),
+    ("browse", "good.hdf5 --split=tset", "good.hdf5 has no split 'tset'; it has train"),
+    ("browse", "good.hdf5 --users=0", "--users is 0: give a number from 1 to 200"),
+    ("browse", "good.hdf5 --images=x", "--images: invalid int value: 'x'"),
+    ("browse", "good.hdf5 --side=9999", "--side is 9999: give a number from 32 to 512"),
+    ("browse", "good.hdf5 --max_mb=-1", "--max_mb is -1: give a number from 1 to 64"),
+    ("browse", "good.hdf5 --seed=-1", "--seed is -1: give a whole number from 0 on"),
+    ("browse", "good.hdf5 --partition=mine", "--partition mine: train of good.hdf5 has none; choose one"),
+    ("browse", "good.hdf5 --output=folder", "--output folder is a folder; give the name of a file"),
+    ("browse", "good.hdf5 --output=text/p.html", "text is a file, not a folder"),
+    ("browse", "good.hdf5 --output=", "--output is empty: give a value, or leave it out"),
     ("hdf5", "", "required: file"),
     ("hdf5", "nowhere", "no file nowhere; make one with"),
     ("hdf5", "folder", "no file folder"),

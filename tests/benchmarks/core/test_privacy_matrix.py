@@ -64,6 +64,8 @@ BY_KEY["federated.algorithm"] = (Literal[tuple(ALGORITHMS.names())], "fedavg")
 GENOTYPE = " ".join(
     f"{kind}=" + ",".join(["skip_connect@0", "skip_connect@1"] * 4) for kind in ("normal", "reduce")
 )
+CHECKED = {"model.genotype": (GENOTYPE,), "model.parties": (2, 4)}
+"""Values of keys that a config checks when it is built."""
 
 
 def candidates(key: str) -> list[Any]:
@@ -73,8 +75,8 @@ def candidates(key: str) -> list[Any]:
         return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection(2.0), "local_privacy": LocalPrivacySection()}[key]]
-    if key == "model.genotype":
-        return [default, GENOTYPE]  # read when the config is built
+    if key in CHECKED:
+        return [default, *CHECKED[key]]
     kinds = set(get_args(hint) or (hint,))
     for choice in (hint, *get_args(hint)):
         if get_origin(choice) is Literal:
@@ -112,7 +114,8 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
     if name == "runtime":
         return Run(private(section), with_value(Runtime(), rest, value))
     kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
-    alone = (key, value) == ("model.trained", "head") or key.startswith("model.random_features")
+    one_head = key in ("model.random_features", "model.random_features_width", "model.parties")
+    alone = (key, value) == ("model.trained", "head") or one_head
     bottleneck = None if alone else 64
     return Run(with_value(private(section, kind, bottleneck), key, value), Runtime())
 

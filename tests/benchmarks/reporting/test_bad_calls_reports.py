@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.compare.__main__ import main as compare
 from benchmarks.core.config.sections import config_modules
 from benchmarks.flair import figures, overview, per_user, private_figure, report, standin, table1
 from benchmarks.sweep import command as sweep
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "table1": table1.main,
     "sweep": sweep.main,
     "vision": vision_report.main,
+    "compare": compare,
 }
 RATES = {"local.learning_rate": {"values": [0.01, 0.3]}}
 LOCAL = "--local=true --data_path=mini"
@@ -134,6 +136,17 @@ CALLS = [
     ("vision", "vision --batches=", "--batches: '': give whole numbers"),
     ("vision", "vision --round=1", "unrecognized arguments: --round=1"),
     ("vision", "vision --output_dir=file/x", "file"),
+    ("compare", "nowhere", "nowhere is no directory"),
+    ("compare", "file", "file is no directory"),
+    ("compare", "whole empty", "empty holds no run"),
+    ("compare", "cut", "no run in cut can be shown: cut holds no whole run"),
+    ("compare", "list cut", "no run in list, cut can be shown: list holds no whole run"),
+    ("compare", "torn", "torn holds no whole run (JSONDecodeError"),
+    ("compare", "--output_dir=out", "the following arguments are required: RUN_DIR"),
+    ("compare", "whole --output_dir=file", "file is a file, not a folder"),
+    ("compare", "whole --output_dir=", "--output_dir is empty"),
+    ("compare", "whole --target=x", "--target: invalid float value: 'x'"),
+    ("compare", "whole --target=nan", "--target is nan: give a percentage"),
 ]
 
 

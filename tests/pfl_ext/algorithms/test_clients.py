@@ -45,6 +45,7 @@ def clients(fast: bool) -> Clients:
         seed=1,
         postprocessors=[WeightByDatapoints()],
         engine=CohortEngine(module, lanes=1) if fast else None,
+        check=None,
         accumulate=torch.float32,
         config_hash="",
     )

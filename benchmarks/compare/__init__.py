@@ -1,0 +1,1 @@
+"""Runs of any benchmark side by side."""

@@ -1,0 +1,122 @@
+"""Any runs of any benchmark side by side, in one page.
+
+    python -m benchmarks.compare RUN_DIR... [--output_dir D] [--target 50]
+
+Folders are searched for runs. Runs that differ by their seed alone are one group. Runs that have not ended
+are shown as far as they are, and the page says so. Written into D (default: compare): compare.html, which
+needs nothing but itself; compare.png with its charts; compare.csv with each number of each run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.compare import charts, tables
+from benchmarks.compare.groups import Comparison
+from benchmarks.compare.reading import compare
+from benchmarks.core.commands import command_parser
+from dataset import pages
+from dataset.cli import output_folder
+from dataset.cli import run as run_command
+from dataset.files import write_bytes
+from dataset.pages import Html, join, section, tag
+
+EXPLANATION = (
+    "Numbers are means over the finished runs of a group, ± their standard deviation (n − 1) where there are "
+    "several. Scores are in percent. Runs of one group differ by their seed alone: config, data and first "
+    "weights are the same."
+)
+CURVES = (
+    "A line is the mean over the finished runs of a group, and its band goes from the least to the greatest "
+    "of them. Thin lines are runs that have not finished. Scores over the rounds are those that the run was "
+    "followed by; a model of round r has had r updates."
+)
+BYTES = (
+    "Bytes are counted, not measured: what the algorithm sends to and from a user in a round, uncompressed, "
+    "times the users of the round; a user that drops out counts as if all had been sent. Wall clock is that "
+    "of the simulation on the machine named below."
+)
+FAIRNESS = (
+    "Scores of single users, each by itself, of runs with evaluation.per_user, in percent. The worst decile "
+    "ends at the 10th percentile: a tenth of the users have at most this score. The best decile begins at "
+    "the 90th. All users weigh the same, and scores of users with few images vary much by chance."
+)
+
+
+def _page(comparison: Comparison, found: Sequence[charts.Chart], target: float | None) -> str:
+    labels = [group.label for group in comparison.groups]
+    names = [charts.key(place, tables.breakable(label)) for place, label in enumerate(labels)]
+    legend = tag("ul", *(tag("li", name) for name in names), class_="legend")
+    drawn = tag("div", *(charts.svg(chart, labels) for chart in found), class_="charts")
+    users = tables.users(comparison)
+    parts: dict[str, Sequence[object]] = {
+        "Overview": [
+            tables.overview(comparison),
+            tag("p", EXPLANATION, class_="note"),
+            tables.unfinished(comparison),
+            tables.directories(comparison),
+        ],
+        "Curves": [legend, drawn, tag("p", CURVES, class_="note")] if found else [],
+        "Scores": [tables.measured(comparison, [*tables.sections(comparison, "test"), "val, best model"])],
+        "Config": [tables.configs(comparison)],
+        "Time, bytes, cost": [
+            tables.measured(comparison, ["time", "bytes", "cost"]),
+            tag("p", BYTES),
+            tables.reached(comparison, target),
+        ],
+        "Fairness": [tag("p", FAIRNESS if users else "No run scored its users one by one."), users],
+        "Privacy": [tables.privacy(comparison)],
+        "Significance": [tables.significance(comparison)],
+        "Machines and data": [tables.facts(comparison)],
+        "Left out": [pages.bullets(comparison.left_out)] if comparison.left_out else [],
+    }
+    shown = {title: part for title, part in parts.items() if any(part)}
+    body: list[Html] = [pages.contents(shown), *(section(title, *part) for title, part in shown.items())]
+    return pages.page(title_of(comparison), intro(comparison), body)
+
+
+def title_of(comparison: Comparison) -> str:
+    """``Compared: fedavg and dsgd``."""
+    labels = [group.label for group in comparison.groups]
+    listed = ", ".join(labels[:-1]) + (" and " if labels[:-1] else "") + labels[-1]
+    return f"Compared: {listed}" if len(labels) <= 4 else f"{len(labels)} groups of runs compared"
+
+
+def intro(comparison: Comparison) -> Html:
+    """How many runs there are, and of what."""
+    runs = comparison.runs
+    under_way = sum(not run.finished for run in runs)
+    text = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {len(comparison.groups)} "
+    text += "group. " if len(comparison.groups) == 1 else "groups. "
+    if under_way:
+        text += f"{under_way} of them {'has' if under_way == 1 else 'have'} not finished. "
+    return join([text, "Made by ", tag("code", "python -m benchmarks.compare"), "."])
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read, draw, write."""
+    parser = command_parser("compare", __doc__)
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output_dir", type=Path, default=Path("compare"))
+    parser.add_argument("--target", type=float, help="a score in percent: when did each group reach it?")
+    options = parser.read(argv)
+    if options.target is not None and not 0 <= options.target <= 100:
+        raise ValueError(f"--target is {options.target:g}: give a percentage from 0 to 100")
+    folder = output_folder("--output_dir", options.output_dir)
+    comparison = compare(options.run_dirs)
+    found = charts.charts(comparison)
+    written = [folder / "compare.html", folder / "compare.csv"]
+    pages.write(written[0], _page(comparison, found, options.target))
+    write_bytes(written[1], tables.csv(comparison).encode())
+    if found:
+        written.append(folder / "compare.png")
+        charts.png(found, [group.label for group in comparison.groups], written[-1])
+    for line in comparison.left_out:
+        print(f"left out: {pages.clean(line)}")
+    print(f"written: {', '.join(map(str, written))}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

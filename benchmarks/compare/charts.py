@@ -1,0 +1,219 @@
+"""The charts of a comparison, drawn once: as SVG of the page, in its colours, and all of them in one PNG."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.compare.groups import Comparison, Group
+from benchmarks.compare.measures import deciles
+from benchmarks.compare.series import Line, by_megabytes, by_minutes, by_steps, line_of, lines_of
+from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, style
+from dataset.pages import Html, clean, tag
+from pfl_ext.tasks.multi_label_scores import shown
+
+WIDTH, HEIGHT = 4.4, 3.1
+"""Of a chart in inches: on a phone its letters are about as large as the page's."""
+INK, LINE = "#010203", "#040506"
+SERIES = tuple(f"#0a0b0{place}" for place in range(len(COLOURS)))
+"""What stands for the page's colours of letters, of lines and of groups while a chart is drawn."""
+SPREAD_OF_BYTES = 20
+"""From this ratio between the bytes of two groups on, their axis is logarithmic."""
+MARKS = {
+    "o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+    "s": "M14 2h8v8h-8z",
+    "D": "M18 1l5 5l-5 5l-5 -5z",
+    "^": "M18 1l5 9h-10z",
+    "v": "M18 11l-5 -9h10z",
+    "P": "M16.5 2h3v2.5h2.5v3h-2.5v2.5h-3v-2.5h-2.5v-3h2.5z",
+    "X": "M14 4l2 -2l2 2l2 -2l2 2l-2 2l2 2l-2 2l-2 -2l-2 2l-2 -2l2 -2z",
+}
+DOTS = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}
+"""The markers and lines of `benchmarks.reporting.plots.style` as paths of SVG in a box of 36 x 12."""
+FEW_STEPS = 15
+"""Curves of so few points have a marker at each."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What is drawn in one pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    log_x: bool = False
+
+    def alt(self, labels: Sequence[str]) -> str:
+        """What the chart says, for who cannot see it: where each curve ends."""
+        ends = [f"{labels[line.place]} ends at {line.mean[-1]:.4g}" for line in self.lines if len(line.mean)]
+        return f"{self.title}, {self.y_label} over {self.x_label}: {'; '.join(ends)}"
+
+
+def charts(comparison: Comparison) -> list[Chart]:
+    """All charts for which some run has the numbers."""
+    found: list[Chart] = []
+    for name in comparison.headline:
+        for split in ("val", "test"):
+            found += _of_score(comparison.groups, split, name)
+    for split in ("val", "test"):
+        over = _units(comparison.groups)
+        lines = lines_of(comparison.groups, split, "loss", by_steps)
+        found += [Chart(f"Loss on {split}", over, "loss", lines)] if lines else []
+    numbered = enumerate(comparison.groups)
+    training = [line_of(place, group, ("train_loss",), by_steps) for place, group in numbered]
+    known = [line for line in training if line is not None]
+    found += [Chart("Loss in training", _units(comparison.groups), "loss", known)] if known else []
+    for name in comparison.headline:
+        found += _of_users(comparison.groups, name)
+    return found
+
+
+def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
+    """A score over steps, over time and over bytes."""
+    label = f"{shown(name)} (%)"
+    title = f"{shown(name)} on {split}"
+    over_steps = lines_of(groups, split, name, by_steps)
+    if not over_steps:
+        return []
+    over_time = lines_of(groups, split, name, by_minutes)
+    over_bytes = lines_of(groups, split, name, by_megabytes)
+    ends = [line.x[-1] for line in over_bytes]
+    log_x = bool(ends) and max(ends) >= SPREAD_OF_BYTES * min(ends) > 0
+    made = [Chart(title, _units(groups), label, over_steps)]
+    if over_time:
+        made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
+    if over_bytes:
+        made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, log_x))
+    return made
+
+
+def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:
+    """The score of single users: how many of them are at or below it."""
+    lines = []
+    for place, group in enumerate(groups):
+        found = [shares for run in group.finished if (shares := deciles(run, name)) is not None]
+        places = {tuple(shares[0]) for shares in found}
+        if len(places) == 1:
+            values = np.array([shares[1] for shares in found])
+            x = np.array(places.pop(), np.float64)
+            lines.append(Line(place, x, values.mean(0), values.min(0), values.max(0), len(values)))
+    if not lines:
+        return []
+    return [
+        Chart(f"{shown(name)} of single users", "% of users, the worst first", f"{shown(name)} (%)", lines)
+    ]
+
+
+def _units(groups: Sequence[Group]) -> str:
+    return " or ".join(dict.fromkeys(f"{group.runs[0].config.unit}s" for group in groups))
+
+
+def draw(axes: Axes, chart: Chart, labels: Sequence[str] | None, colours: Sequence[str]) -> None:
+    """One chart.
+
+    Args:
+        axes: to draw it in.
+        chart: what is drawn.
+        labels: of the groups, for a legend; None: without.
+        colours: of the letters, of axes and grid, and of the groups in turn.
+    """
+    ink, line_colour, *series = colours
+    for line in map(_positive, chart.lines) if chart.log_x else chart.lines:
+        looks = {**style(line.place), "color": series[line.place % len(series)]}
+        looks |= {"markersize": 4.5, "markevery": -(-len(line.x) // FEW_STEPS) or 1, "linewidth": 1.6}
+        if line.n > 1:
+            axes.fill_between(line.x, line.low, line.high, color=looks["color"], alpha=0.18, linewidth=0)
+        label = None if labels is None else _plain(labels[line.place])
+        axes.plot(line.x, line.mean, **looks, label=label)
+        for x, values in line.singles:
+            axes.plot(x, values, color=looks["color"], linestyle=looks["linestyle"], linewidth=0.8, alpha=0.8)
+    axes.set_xlabel(chart.x_label, color=ink)
+    axes.set_ylabel(chart.y_label, color=ink)
+    if chart.log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(color=line_colour, linewidth=0.6, alpha=0.45)
+    axes.tick_params(colors=ink, which="both", labelsize=9)
+    for side, edge in axes.spines.items():
+        edge.set_color(line_colour)
+        edge.set_visible(side in ("left", "bottom"))
+
+
+def _positive(line: Line) -> Line:
+    """What a logarithmic axis can show of a line."""
+    known, singles = line.x > 0, [(x[x > 0], values[x > 0]) for x, values in line.singles]
+    parts = {name: getattr(line, name)[known] for name in ("x", "mean", "low", "high")}
+    return replace(line, **parts, singles=singles)
+
+
+def _plain(label: str) -> str:
+    """A label for matplotlib, which would read what stands between dollars as mathematics and hide a name
+    that begins with an underscore."""
+    return clean(label).replace("$", r"\$") if not label.startswith("_") else _plain(f"\u200a{label}")
+
+
+def svg(chart: Chart, labels: Sequence[str]) -> Html:
+    """A chart as an element of the page, with the page's letters and colours."""
+    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots()
+    axes.patch.set_alpha(0)
+    draw(axes, chart, None, (INK, LINE, *SERIES))
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title}):
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    caption = tag("figcaption", chart.title)
+    return tag("figure", caption, Html(_inline(buffer.getvalue(), chart.alt(labels))))
+
+
+def _inline(drawn: str, alt: str) -> str:
+    """A file of matplotlib as an element of a page: without what a file needs, with the page's colours."""
+    body = drawn[drawn.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[A-Za-z0-9.]+_\d+">', "<g>", body)
+    head = re.search(r'viewBox="[^"]*"', body)
+    assert head is not None
+    start = tag("svg", role="img", aria_label=alt).removesuffix("></svg>")
+    body = f"{start} {head[0]}>{tag('title', alt)}{body[body.index('>') + 1 :]}"
+    body = re.sub(r"font: [^;\"]*?(\d+)px [^;\"]*", r"font-size: \1px", body)
+    colours = {INK: "var(--ink)", LINE: "var(--muted)"}
+    colours |= {colour: f"var(--s{place})" for place, colour in enumerate(SERIES)}
+    for colour, variable in colours.items():
+        body = body.replace(colour, variable)
+    return re.sub(r"\n\s*", "\n", body)
+
+
+def key(place: int, label: Html) -> Html:
+    """The line and the marker of a group beside its name."""
+    looks, colour = style(place), f"var(--s{place % len(SERIES)})"
+    dash = (
+        DOTS[looks["linestyle"]] if looks["linestyle"] in DOTS else " ".join(map(str, looks["linestyle"][1]))
+    )
+    line = tag("path", d="M0 6H36", stroke=colour, stroke_width=2, stroke_dasharray=dash or None)
+    mark = tag("path", d=MARKS[looks["marker"]], fill=colour)
+    drawn = tag("svg", line, mark, aria_hidden="true", viewBox="0 0 36 12")
+    return tag("span", drawn, tag("span", label), class_="key")
+
+
+def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
+    """All charts in one picture, with the groups below them."""
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows + 0.4), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, chart in zip(panels, found):
+        draw(axes, chart, labels, (BLACK, GREY, *COLOURS))
+        axes.set_title(chart.title, fontsize=10, loc="left")
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    legend_below(figure, columns)
+    save(figure, path)

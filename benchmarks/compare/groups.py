@@ -1,0 +1,112 @@
+"""Runs that differ by their seed alone, and what is said of several such groups together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.measures import Measure
+from benchmarks.core.config.digests import experiment
+from benchmarks.core.config.effects import reason_for
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import Experiment
+from benchmarks.reporting.runs import RunRecord
+
+MOST_KEYS = 2
+"""Keys that a label names; where more differ, it names the directory."""
+MOST_LETTERS = 70
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by their seed alone, by ascending seed."""
+
+    label: str
+    runs: tuple[RunRecord, ...]
+    trained: type[Experiment[Any]]
+    """What was trained, which says by which scores runs are judged, and which keys have an effect."""
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """The scores that its benchmark is judged by."""
+        return tuple(self.trained.headline)
+
+    @cached_property
+    def finished(self) -> tuple[RunRecord, ...]:
+        """Those that have ended: only these have results, and only their mean is a group's."""
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def unfinished(self) -> tuple[RunRecord, ...]:
+        """Those that have not: under way, or stopped."""
+        return tuple(run for run in self.runs if not run.finished)
+
+    @cached_property
+    def keys(self) -> Tree:
+        """The keys of their config that have an effect, dotted, but for the seed and what else makes no other
+        experiment."""
+        config = self.runs[0].config
+        idle = self.trained.benchmark.idle_keys(config)
+        tree = experiment(dataclasses.asdict(config), type(config))
+        return {key: value for key, value in tree.items() if reason_for(key, idle) is None}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is shown: the groups in the order of the command line; and why some runs are not shown."""
+
+    groups: tuple[Group, ...]
+    left_out: tuple[str, ...]
+    measures: Mapping[Path, Sequence[Measure]]
+    """Of each run, by its directory."""
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Of all groups."""
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """The scores that the benchmarks of these runs are judged by, each once."""
+        return tuple(dict.fromkeys(name for group in self.groups for name in group.headline))
+
+    def values(self, group: Group, section: str, name: str) -> list[float]:
+        """A measure of each run of a group that has it; where some runs have ended, of these alone."""
+        runs = group.finished or group.runs
+        found = [one for run in runs for one in self.measures[run.directory]]
+        return [one.value for one in found if (one.section, one.name) == (section, name)]
+
+    def differences(self) -> dict[str, list[Any]]:
+        """The values of each group for the keys in which two of them differ; None: the key does nothing."""
+        keys = dict.fromkeys(key for group in self.groups for key in group.keys)
+        values = {key: [group.keys.get(key) for group in self.groups] for key in keys}
+        return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def label_groups(groups: Sequence[tuple[RunRecord, ...]]) -> list[str]:
+    """A name for each group: its setting and, among groups of one setting, the keys that tell it from them.
+
+    Where these are many, or are not enough, it is the setting and the directory of the first run.
+    """
+    trees = [experiment(dataclasses.asdict(runs[0].config), type(runs[0].config)) for runs in groups]
+    settings = [str(runs[0].config.setting) or "no setting" for runs in groups]
+    labels = []
+    for runs, tree, setting in zip(groups, trees, settings):
+        rivals = [other for other, name in zip(trees, settings) if name == setting]
+        apart = [key for key, value in tree.items() if any(other.get(key) != value for other in rivals)]
+        label = setting
+        if 0 < len(apart) <= MOST_KEYS:
+            label = ", ".join([setting, *(f"{key.rpartition('.')[2]} {tree[key]}" for key in apart)])
+        elif apart:
+            label = f"{setting} ({runs[0].directory.name})"
+        labels.append(label)
+    several = Counter(labels)
+    for place, runs in enumerate(groups):
+        if several[labels[place]] > 1:
+            labels[place] = f"{settings[place]} ({runs[0].directory})"
+    return [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]

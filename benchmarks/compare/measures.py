@@ -1,0 +1,223 @@
+"""The numbers of a run that are compared, each with its section, name and unit; and its curves."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.reporting.runs import DAMAGE, RunRecord, reading
+from dataset.pages import bytes_in_words
+from pfl_ext.tasks.multi_label_scores import shown
+
+Unit = Literal["percent", "loss", "seconds", "bytes", "count", "number"]
+FloatArray = npt.NDArray[np.float64]
+SPLITS = {"test": "test, best model", "val": "val, best model", "last": "test, last model"}
+"""The tables of scores."""
+FAIR = {"mean": "mean", "q10": "worst decile ends", "q50": "median", "q90": "best decile begins"}
+"""What is shown of the scores of single users, by the key of ``results.json``."""
+DECILES = tuple(range(0, 101, 10))
+
+
+class Measure(NamedTuple):
+    """One number of one run."""
+
+    section: str
+    """The table that it stands in."""
+    name: str
+    """Of the column."""
+    unit: Unit
+    value: float
+
+
+class Curve(NamedTuple):
+    """A score over the steps of a run."""
+
+    steps: FloatArray  # [n] updates of the model
+    values: FloatArray  # [n]
+    seconds: FloatArray | None  # [n] of training before each; None: not known
+    bytes: FloatArray | None  # [n] between server and users before each; None: not known
+
+
+def per_user(run: RunRecord) -> Tree:
+    """What ``results.json`` says of single users, by score: number, mean and quantiles; else empty."""
+    found: Tree = {}
+    with suppress(*DAMAGE):
+        for name, values in run.outcome.get("per_user", {}).get("quantiles", {}).items():
+            if values.get("n"):
+                found[name] = {key: float(value) for key, value in values.items()}
+    return found
+
+
+def measures(run: RunRecord) -> list[Measure]:
+    """All numbers of a run; of one that has not ended, what its lines say.
+
+    Raises:
+        ValueError: when its files hold something else than numbers there.
+    """
+    with reading(run.directory):
+        return [Measure(*each[:3], float(each.value)) for each in _measures(run)]
+
+
+def _measures(run: RunRecord) -> Iterator[Measure]:
+    if run.results is not None:
+        yield from _scores(run.results)
+        for name, values in per_user(run).items():
+            section = f"users' {shown(name)}"
+            yield Measure(section, "users", "count", values["n"])
+            for key, head in FAIR.items():
+                yield Measure(section, head, "percent", values[key])
+            if (deviation := _deviation_of_users(run, name)) is not None:
+                yield Measure(section, "standard deviation", "percent", deviation)
+    yield from _time(run)
+    yield from _traffic(run)
+    yield from _cost(run)
+
+
+def _scores(results: Tree) -> Iterator[Measure]:
+    tables = {"test": results.get("test"), "val": results.get("val")}
+    last = (results.get("last") or {}).get("test")
+    if last != tables["test"]:
+        tables["last"] = last
+    for split, scores in tables.items():
+        for name, value in (scores or {}).items():
+            unit: Unit = "loss" if name == "loss" else "percent"
+            yield Measure(SPLITS[split], shown(name), unit, value)
+
+
+def _time(run: RunRecord) -> Iterator[Measure]:
+    if run.results is not None and "wall_clock_s" in run.results:
+        yield Measure("time", "wall clock", "seconds", run.results["wall_clock_s"])
+    seconds = [line["seconds"] for line in _history(run) if "seconds" in line]
+    if seconds:
+        yield Measure("time", f"a {run.config.unit}, median", "seconds", statistics.median(seconds))
+
+
+def _traffic(run: RunRecord) -> Iterator[Measure]:
+    traffic = (run.results or {}).get("traffic")
+    if traffic is None:
+        return
+    yield Measure("bytes", "down, a user and round", "bytes", traffic["down"])
+    yield Measure("bytes", "up, a user and round", "bytes", traffic["up"])
+    rounds = _bytes_by_step(run)
+    if rounds is not None:
+        yield Measure("bytes", "the whole run", "bytes", sum(rounds))
+
+
+def _cost(run: RunRecord) -> Iterator[Measure]:
+    results, history = run.results or {}, _history(run)
+    steps = [line for line in history if len(line) > 1 and line[run.config.unit] < run.config.num_steps]
+    yield Measure("cost", f"{run.config.unit}s done", "count", len(steps))
+    for key, name in (("images", "images trained on"), ("users", "users trained")):
+        if any(key in line for line in steps):
+            yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))
+    for key, name in (("parameters", "parameters"), ("trainable_parameters", "of them trained")):
+        if key in results:
+            yield Measure("cost", name, "count", results[key])
+
+
+def _history(run: RunRecord) -> list[Tree]:
+    return run.history if (run.directory / "metrics.jsonl").exists() else []
+
+
+def _bytes_by_step(run: RunRecord) -> list[float] | None:
+    """Bytes of each round: what a user receives and sends, times the users that were asked.
+
+    Those that dropped out count as the others: at most they have sent all. None where it is not known.
+    """
+    traffic = (run.results or {}).get("traffic")
+    lines = [line for line in _history(run) if "users" in line]
+    if traffic is None or not lines:
+        return None
+    each = traffic["down"] + traffic["up"]
+    return [float((line["users"] + line.get("lost", 0)) * each) for line in lines]
+
+
+def _users_of(run: RunRecord, score: str) -> FloatArray | None:
+    """The score of each user that has one, from ``per_user.json``; None where that is missing or damaged."""
+    with suppress(*DAMAGE):
+        values = json.loads((run.directory / "per_user.json").read_text())[score]
+        found = np.array([value for value in values if value is not None], np.float64)
+        return found if len(found) and np.isfinite(found).all() else None
+    return None
+
+
+def _deviation_of_users(run: RunRecord, score: str) -> float | None:
+    users = _users_of(run, score)
+    return None if users is None or len(users) < 2 else float(users.std(ddof=1))
+
+
+def deciles(run: RunRecord, score: str) -> tuple[Sequence[float], FloatArray] | None:
+    """Shares of the users in percent, and the score that so many are at or below; None where not known.
+
+    From ``per_user.json``, at every tenth; without it, from the quantiles of ``results.json``.
+    """
+    users = _users_of(run, score)
+    if users is not None:
+        return DECILES, np.quantile(users, np.array(DECILES) / 100)
+    values = per_user(run).get(score, {})
+    places = {float(key[1:]): value for key, value in values.items() if key.startswith("q")}
+    return (sorted(places), np.array([places[key] for key in sorted(places)])) if places else None
+
+
+def followed(run: RunRecord) -> tuple[str, str] | None:
+    """Where the lines of a run keep the scores over its steps, and the split that these are of."""
+    lines = _history(run)
+    if any("tracked" in line for line in lines):
+        return "tracked", "test"
+    return ("val", "val") if any("val" in line for line in lines) else None
+
+
+def curve(run: RunRecord, *keys: str) -> Curve | None:
+    """What the lines of a run have at this path of keys; None where no line has it.
+
+    Raises:
+        ValueError: when some lines with the first of the keys have no number there.
+    """
+    lines = [line for line in _history(run) if keys[0] in line]
+    if not lines or (len(keys) > 1 and not any(keys[1] in line[keys[0]] for line in lines)):
+        return None
+    steps, values = run.series(*keys)
+    known = np.isfinite(values)
+    places = np.array(steps)[known]
+    timed = [float(line["seconds"]) for line in _history(run) if "seconds" in line]
+    seconds = _before(timed, places) if timed else None
+    sent = _bytes_by_step(run)
+    traffic = None if sent is None else _before(sent, places)
+    return Curve(places.astype(float), values[known], seconds, traffic)
+
+
+def _before(of_steps: Sequence[float], places: npt.NDArray[np.int64]) -> FloatArray:
+    """The sums before each of these steps."""
+    sums = np.concatenate([[0.0], np.cumsum(of_steps)])
+    return np.asarray(sums[np.minimum(places, len(sums) - 1)], np.float64)
+
+
+def in_words(values: Sequence[float], unit: Unit) -> str:
+    """``mean ± standard deviation`` (n - 1) in the unit; one value by itself; a dash without any."""
+    if not values:
+        return "–"
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    if unit == "bytes":
+        return bytes_in_words(mean) + (f" ± {bytes_in_words(deviation)}" if deviation else "")
+    scale, digits, suffix = _scale(mean, unit)
+    shown_mean = f"{mean / scale:,.{digits}f}"
+    if deviation is None or (unit == "count" and deviation == 0):
+        return shown_mean + suffix
+    return f"{shown_mean} ± {deviation / scale:,.{digits}f}{suffix}"
+
+
+def _scale(mean: float, unit: Unit) -> tuple[float, int, str]:
+    """By what to divide, how many decimals, and what to write after it."""
+    if unit == "seconds":
+        if mean >= 2 * 3600:
+            return 3600, 1, " h"
+        return (60, 1, " min") if mean >= 120 else (1, 1 if mean >= 10 else 2, " s")
+    return 1, {"percent": 2, "loss": 4, "count": 0}.get(unit, 3), ""

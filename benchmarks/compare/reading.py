@@ -1,0 +1,125 @@
+"""Which runs there are, of which benchmark each is, and which of them differ by their seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.groups import Comparison, Group, label_groups
+from benchmarks.compare.measures import Measure, measures
+from benchmarks.core.config.benchmark import Benchmark
+from benchmarks.core.config.digests import digest, tree_digest
+from benchmarks.core.config.sections import config_modules
+from benchmarks.core.config.trees import read_yaml
+from benchmarks.core.experiment import Experiment
+from benchmarks.reporting.runs import (
+    DAMAGE,
+    RunRecord,
+    benchmarks_in,
+    by_experiment,
+    find_runs,
+    not_whole,
+    read_run,
+    split_duplicates,
+)
+from dataset.files import imported
+
+
+def compare(paths: Iterable[Path]) -> Comparison:
+    """Read all runs at or below these paths.
+
+    Raises:
+        ValueError: for a path without runs, and where none of the runs can be shown.
+    """
+    paths = list(paths)
+    records: list[RunRecord] = []
+    left_out: list[str] = []
+    trained: dict[Path, type[Experiment[Any]]] = {}
+    found: dict[Path, Sequence[Measure]] = {}
+    for directory in find_runs(paths):
+        try:
+            record, trained[directory] = read_any(directory)
+            _check_lines(record)
+            found[directory] = measures(record)
+        except ValueError as fault:
+            left_out.append(str(fault))
+            continue
+        records.append(record)
+    if not records:
+        raise ValueError(f"no run in {', '.join(map(str, paths))} can be shown: {'; '.join(left_out)}")
+    kept, repeated = split_duplicates(records)
+    under_way, again = _unfinished(kept, records)
+    repeated += again
+    left_out += [
+        f"{run.directory} repeats {first.directory}: same config and seed" for run, first in repeated
+    ]
+    shown = {run.directory for run in (*kept, *under_way)}
+    groups = by_experiment(record for record in records if record.directory in shown)
+    labels = label_groups(groups)
+    made = [Group(label, runs, trained[runs[0].directory]) for label, runs in zip(labels, groups)]
+    return Comparison(tuple(made), tuple(left_out), found)
+
+
+def read_any(directory: Path) -> tuple[RunRecord, type[Experiment[Any]]]:
+    """A run, whichever benchmark it is of.
+
+    The configs of some benchmarks are of one type and differ in their defaults. The run's benchmark is the
+    one that ships its setting; else one that reads the config as it was written down; else any that can read
+    it.
+
+    Raises:
+        ValueError: what is wrong with it, in a line.
+    """
+    try:
+        tree = read_yaml(directory / "config.yaml")
+    except DAMAGE as fault:
+        raise not_whole(directory, f"config.yaml cannot be read: {' '.join(str(fault).split())}") from None
+    found: list[tuple[tuple[bool, bool], str, Benchmark[Any]]] = []
+    faults = []
+    for module in config_modules():
+        for benchmark in benchmarks_in(module):
+            try:
+                config = benchmark.read(tree, "config.yaml")
+            except ValueError as fault:
+                faults.append(str(fault))
+                continue
+            rank = config.setting in benchmark.settings, digest(config) == tree_digest(tree)
+            found.append((rank, module, benchmark))
+    if not tree or not found:
+        why = min(faults, key=len) if tree and faults else "config.yaml is empty"
+        raise not_whole(directory, f"no benchmark can read its config; {why}")
+    _, module, benchmark = max(found, key=lambda each: each[0])
+    record = read_run(directory, benchmark)
+    if record.fault is not None:
+        raise not_whole(directory, record.fault)
+    trained: type[Experiment[Any]] = imported(f"{module.removesuffix('config')}train").EXPERIMENT
+    return record, trained
+
+
+def _check_lines(record: RunRecord) -> None:
+    """Read ``metrics.jsonl``, which a run that has ended may lack: it then has no curves.
+
+    Raises:
+        ValueError: when the file is damaged.
+    """
+    if (record.directory / "metrics.jsonl").exists():
+        unit = record.config.unit
+        if any(not isinstance(line.get(unit), int) for line in record.history):
+            raise not_whole(record.directory, f"a line of metrics.jsonl has no {unit}")
+
+
+def _unfinished(
+    kept: Sequence[RunRecord], records: Sequence[RunRecord]
+) -> tuple[list[RunRecord], list[tuple[RunRecord, RunRecord]]]:
+    """The runs that have not ended and repeat no other; and those that do, each with the one it repeats."""
+    first = {(run.experiment, run.seed): run for run in kept}
+    under_way, again = [], []
+    for record in records:
+        if record.results is None:
+            known = first.setdefault((record.experiment, record.seed), record)
+            if known is record:
+                under_way.append(record)
+            else:
+                again.append((record, known))
+    return under_way, again

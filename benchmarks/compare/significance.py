@@ -1,0 +1,73 @@
+"""Whether two groups of seeds differ by more than chance: Welch's t-test (Welch 1947)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of the means of two groups, and what its chance is if the groups do not differ.
+
+    ``low`` and ``high`` bound the difference with `CONFIDENCE`. They, ``t``, ``df`` and ``p`` are NaN where
+    no seed of either group differs from another, so that nothing is known of chance.
+    """
+
+    first: str
+    second: str
+    n: tuple[int, int]
+    difference: float
+    """Of the first less the second."""
+    low: float
+    high: float
+    t: float
+    df: float
+    """Degrees of freedom by Welch and Satterthwaite."""
+    p: float
+    """Two-sided, of this comparison by itself."""
+    p_holm: float = math.nan
+    """The same where all comparisons of the table are taken together (Holm 1979)."""
+
+
+def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float]) -> Difference:
+    """Welch's test of two samples, each of at least two values."""
+    assert min(len(ours), len(theirs)) >= 2
+    sizes, difference = (len(ours), len(theirs)), statistics.fmean(ours) - statistics.fmean(theirs)
+    if len(set(ours)) == len(set(theirs)) == 1:
+        return Difference(first, second, sizes, difference, *[math.nan] * 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where the seeds of one group are all equal
+        found = stats.ttest_ind(ours, theirs, equal_var=False)
+    interval = found.confidence_interval(CONFIDENCE)
+    numbers = (interval.low, interval.high, found.statistic, found.df, found.pvalue)
+    return Difference(first, second, sizes, difference, *map(float, numbers))
+
+
+def pairs(groups: Mapping[str, Sequence[float]]) -> list[Difference]:
+    """Every two groups with at least two values each, in order."""
+    enough = {name: values for name, values in groups.items() if len(values) >= 2}
+    tests = [
+        welch(first, enough[first], second, enough[second])
+        for first, second in itertools.combinations(enough, 2)
+    ]
+    return adjusted(tests)
+
+
+def adjusted(tests: Sequence[Difference]) -> list[Difference]:
+    """With Holm's p: the i-th smallest of m values (from 0) times m - i, and none below the one before it."""
+    known = sorted((test for test in tests if not math.isnan(test.p)), key=lambda test: test.p)
+    found: dict[int, float] = {}
+    least = 0.0
+    for place, test in enumerate(known):
+        least = max(least, min(1.0, (len(known) - place) * test.p))
+        found[id(test)] = least
+    return [replace(test, p_holm=found.get(id(test), math.nan)) for test in tests]

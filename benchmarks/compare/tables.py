@@ -1,0 +1,321 @@
+"""The tables of a comparison as parts of a page, and its numbers as CSV."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from benchmarks.compare.charts import key
+from benchmarks.compare.groups import Comparison, Group
+from benchmarks.compare.measures import SPLITS, Unit, in_words
+from benchmarks.compare.privacy import privacy_of
+from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, lines_of
+from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
+from benchmarks.core.config.trees import as_word
+from benchmarks.reporting.tables import csv_table
+from dataset.pages import Html, bullets, clean, join, table, tag, text
+from pfl_ext.tasks.multi_label_scores import shown
+
+CSV_HEAD = ("group", "run", "seed", "state", "section", "measure", "unit", "value")
+FACTS = ("dataset", "data_sha256", "commit", "torch", "hardware", "arithmetic")
+"""What results.json says of where and with what a run was made."""
+NONE, TEST = "–", SPLITS["test"]
+AXES = {by_steps: "rounds or epochs", by_minutes: "minutes", by_megabytes: "MB"}
+
+
+def name_of(comparison: Comparison, group: Group) -> Html:
+    """A group's line and name, as every table has them."""
+    return key(comparison.groups.index(group), breakable(group.label))
+
+
+def breakable(name: str) -> Html:
+    """A name that may be broken after its dots and underscores, where a line ends."""
+    return Html(text(name).replace(".", ".<wbr>").replace("_", "_<wbr>"))
+
+
+def unfinished(comparison: Comparison) -> Html:
+    """The runs that have not ended, and how far they are."""
+    lines = [
+        f"{group.label}, seed {run.seed}: {run.progress}"
+        for group in comparison.groups
+        for run in group.unfinished
+    ]
+    return join([tag("h3", "Not finished: still running, or stopped"), bullets(lines)]) if lines else Html()
+
+
+def overview(comparison: Comparison) -> Html:
+    """What is compared: a row for each group, with its first scores, time, bytes and epsilon."""
+    one_kind = len({group.headline for group in comparison.groups}) == 1
+    scores = comparison.headline if one_kind else ()
+    rows = []
+    for group in comparison.groups:
+        seeds = ", ".join(f"{run.seed}{'' if run.finished else ' (not finished)'}" for run in group.runs)
+        found = [comparison.values(group, TEST, shown(score)) for score in scores or group.headline[:1]]
+        named = "" if one_kind else f"{shown(group.headline[0])} "
+        cells = [named + in_words(values, "percent") if values else NONE for values in found]
+        cells.append(in_words(comparison.values(group, "time", "wall clock"), "seconds"))
+        cells.append(in_words(comparison.values(group, "bytes", "the whole run"), "bytes"))
+        private = privacy_of(group)
+        rows.append([name_of(comparison, group), seeds, *cells, "none" if private is None else private[1]])
+    heads = [f"{shown(score)} on test (%)" for score in scores] or ["first score on test (%)"]
+    heads = ["group", "seeds", *heads, "wall clock", "bytes, whole run", "epsilon"]
+    return table("Groups: runs that differ by their seed alone", heads, rows)
+
+
+def reached(comparison: Comparison, target: float | None) -> Html:
+    """How many rounds, minutes and MB a group needed to reach a score.
+
+    Args:
+        comparison: what is compared.
+        target: the score in percent; None: for each score the highest that all groups with it reach.
+    """
+    parts = []
+    for score in comparison.headline:
+        for split in ("val", "test"):
+            parts += _reached(comparison, split, score, target)
+    note = (
+        "When the mean over the seeds was first seen at the score or above it. Only some rounds are scored. "
+        "A dash: never, or not known."
+    )
+    return join([tag("h3", "Until a score was reached"), tag("p", note), *parts]) if parts else Html()
+
+
+def _reached(comparison: Comparison, split: str, score: str, target: float | None) -> list[Html]:
+    along = {
+        axis: {line.place: line for line in lines_of(comparison.groups, split, score, axis)} for axis in AXES
+    }
+    lines = along[by_steps]
+    if len(lines) < 2 and target is None:
+        return []
+    wanted = min((line.mean.max() for line in lines.values()), default=0.0) if target is None else target
+    rows = []
+    for place, line in lines.items():
+        at = np.flatnonzero(line.mean >= wanted)
+        found = [along[axis].get(place) for axis in AXES]
+        cells = [NONE if each is None or not len(at) else _amount(float(each.x[at[0]])) for each in found]
+        rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
+    why = "as asked for" if target is not None else "which all groups reach"
+    caption = f"{wanted:.2f} % {shown(score)} on {split}, {why}"
+    return [table(caption, ["group", "n", *AXES.values()], rows)] if rows else []
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def measured(comparison: Comparison, sections: Sequence[str]) -> Html:
+    """For each of these sections a table of the groups that have numbers in it; where these are judged by
+    other scores, a table for each kind."""
+    kinds = dict.fromkeys(group.headline for group in comparison.groups)
+    return join(_measured(comparison, section, kinds) for section in sections)
+
+
+def _measured(comparison: Comparison, section: str, kinds: Collection[tuple[str, ...]]) -> Html:
+    of_all = section in ("time", "bytes", "cost")
+    parts = []
+    for headline in [None] if of_all else kinds:
+        groups = [group for group in comparison.groups if headline in (None, group.headline)]
+        names = _columns(comparison, groups, section, headline or ())
+        rows = []
+        for group in groups:
+            values = [comparison.values(group, section, name) for name in names]
+            if any(values):
+                n = str(max(map(len, values)))
+                rows.append([name_of(comparison, group), n, *map(in_words, values, names.values())])
+        by = (
+            f", judged by {shown(headline[0])}"
+            if headline and len(kinds) > 1 and section in SPLITS.values()
+            else ""
+        )
+        caption = f"{section[0].upper()}{section[1:]}{by}"
+        parts += [table(caption, ["group", "n", *names], rows)] if rows else []
+    return join(parts)
+
+
+def _columns(
+    comparison: Comparison, groups: Sequence[Group], section: str, headline: Sequence[str]
+) -> dict[str, Unit]:
+    """The names of the measures of a section and their units: first the headline's, last the loss."""
+    found = {
+        one.name: one.unit
+        for group in groups
+        for run in group.runs
+        for one in comparison.measures[run.directory]
+        if one.section == section
+    }
+    first = [shown(score) for score in headline]
+    order = sorted(found, key=lambda name: (name == "loss", name not in first))
+    return {name: found[name] for name in order}
+
+
+def users(comparison: Comparison) -> Html:
+    """The scores of single users: those that runs are judged by, and the others folded away."""
+    first = [f"users' {shown(score)}" for score in comparison.headline]
+    found = sections(comparison, "users'")
+    others = [section for section in found if section not in first]
+    folded = tag("details", tag("summary", "Other scores of users"), measured(comparison, others))
+    parts = [measured(comparison, [section for section in first if section in found])]
+    return join([*parts, folded] if others else parts)
+
+
+def directories(comparison: Comparison) -> Html:
+    """Where the runs of each group lie."""
+    lines = [
+        join([tag("b", group.label), f", seed {run.seed}: ", tag("code", run.directory)])
+        for group in comparison.groups
+        for run in group.runs
+    ]
+    return tag("details", tag("summary", "Directories of the runs"), bullets(lines))
+
+
+def sections(comparison: Comparison, first: str) -> list[str]:
+    """The sections of all runs whose name begins so, in order."""
+    found = [one.section for run in comparison.runs for one in comparison.measures[run.directory]]
+    return [section for section in dict.fromkeys(found) if section.startswith(first)]
+
+
+def configs(comparison: Comparison) -> Html:
+    """The keys in which the groups' configs differ."""
+    changed = comparison.differences()
+    if len(comparison.groups) == 1:
+        return tag("p", "There is one group, and nothing to compare its config with.")
+    if not changed:
+        return tag("p", "No key differs; the groups differ in their data or in the weights they began with.")
+    rows = [
+        [tag("code", breakable(name)), *(NONE if value is None else as_word(value) for value in values)]
+        for name, values in changed.items()
+    ]
+    heads = ["key", *(name_of(comparison, group) for group in comparison.groups)]
+    number = len({key for group in comparison.groups for key in group.keys})
+    note = f"{len(changed)} of {number} keys that have an effect differ. "
+    note += "A dash: the key is none or has no effect there. Seeds are not counted as a difference."
+    return join([tag("p", note), table("Keys that differ", heads, rows, words=True)])
+
+
+def facts(comparison: Comparison) -> Html:
+    """Where and with what the groups were made, where that differs; and what all have in common."""
+    values = {
+        fact: [
+            list(dict.fromkeys(clean(run.outcome.get(fact, "not recorded")) for run in group.finished))
+            for group in comparison.groups
+        ]
+        for fact in FACTS
+    }
+    same = {fact: found[0][0] for fact, found in values.items() if _is_same(found)}
+    rows = [
+        [fact, *("; ".join(_short(fact, one) for one in each) or NONE for each in found)]
+        for fact, found in values.items()
+        if fact not in same and any(found)
+    ]
+    heads = ["what", *(name_of(comparison, group) for group in comparison.groups)]
+    common = bullets(join([tag("b", fact), f": {_short(fact, value)}"]) for fact, value in same.items())
+    parts = [tag("p", "The same for all finished runs:"), common] if same else []
+    parts += [table("Where the groups differ", heads, rows, words=True)] if rows else []
+    return join(parts)
+
+
+def _is_same(found: Sequence[Sequence[str]]) -> bool:
+    known = {value for each in found for value in each}
+    return len(known) == 1 and any(found)
+
+
+def _short(fact: str, value: str) -> str:
+    if fact == "commit":
+        return value[:12] + value[40:]
+    return value[:12] if fact == "data_sha256" else value
+
+
+def privacy(comparison: Comparison) -> Html:
+    """The guarantee of each group; one sentence where none has any."""
+    found = [(group, privacy_of(group)) for group in comparison.groups]
+    if not any(cells for _, cells in found):
+        return tag("p", "No run was trained with differential privacy: none has a guarantee.")
+    rows = [[name_of(comparison, group), *(cells or ["none", *[NONE] * 4])] for group, cells in found]
+    heads = ["group", "kind", "epsilon", "delta", "noise multiplier", "clipping bound"]
+    note = "Epsilon is the largest over the seeds, of one run by itself: several runs together spend more."
+    said = [
+        tag("details", tag("summary", f"{group.label}, seed {run.seed}, in words"), tag("p", paragraph))
+        for group, cells in found
+        if cells
+        for run in group.finished
+        if (paragraph := (run.privacy or {}).get("paragraph"))
+    ]
+    return join([tag("p", note), table("Guarantees", heads, rows, words=True), *said])
+
+
+def significance(comparison: Comparison) -> Html:
+    """Every two groups with at least two finished seeds each, on the same data, by Welch's t-test."""
+    parts = [_tests(comparison, score) for score in comparison.headline]
+    shown_parts = [part for part in parts if part]
+    if not shown_parts:
+        sizes = ", ".join(f"{group.label}: n = {len(group.finished)}" for group in comparison.groups)
+        return tag(
+            "p",
+            "No two groups have at least two finished seeds each on the same data, so nothing can be said "
+            f"about chance: one run can be lucky. Finished seeds: {sizes}.",
+        )
+    note = (
+        f"Differences of the means over seeds with {100 * CONFIDENCE:.0f} % confidence intervals, by Welch's "
+        "t-test on unrounded scores. p is the probability of at least such a difference if the two groups "
+        "had the same mean; Holm's p takes all comparisons of a table into account. Seeds count as "
+        "independent. "
+        "With few seeds the test sees only large differences, and a large p does not say that two groups are "
+        "equal. A small difference can be certain and still not matter."
+    )
+    return join([tag("p", note), *shown_parts])
+
+
+def _tests(comparison: Comparison, score: str) -> Html:
+    section, name = TEST, shown(score)
+    by_data: dict[str, dict[str, list[float]]] = {}
+    for group in comparison.groups:
+        if group.finished:
+            values = comparison.values(group, section, name)
+            by_data.setdefault(group.finished[0].data_key, {})[group.label] = values
+    names = {group.label: name_of(comparison, group) for group in comparison.groups}
+    rows = [_test_cells(test, names) for groups in by_data.values() for test in pairs(groups)]
+    heads = ["first", "second", "n", "first − second", "interval", "t", "df", "p", "Holm's p"]
+    return table(f"{name} on test, percentage points", heads, rows) if rows else Html()
+
+
+def _test_cells(test: Difference, names: dict[str, Html]) -> list[object]:
+    known = not math.isnan(test.p)
+    return [
+        names[test.first],
+        names[test.second],
+        f"{test.n[0]}, {test.n[1]}",
+        _signed(test.difference),
+        f"{_signed(test.low)} to {_signed(test.high)}" if known else "no seed differs",
+        *((_signed(test.t), f"{test.df:.2f}") if known else (NONE, NONE)),
+        *(_probability(value) if known else NONE for value in (test.p, test.p_holm)),
+    ]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def _probability(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.01 else f"{p:.2f}"
+
+
+def csv(comparison: Comparison) -> str:
+    """A line for each number of each run, unrounded."""
+    return csv_table(CSV_HEAD, _csv_lines(comparison))
+
+
+def _csv_lines(comparison: Comparison) -> Iterator[tuple[object, ...]]:
+    for group in comparison.groups:
+        for run in group.runs:
+            of_run = (_cell(group.label), _cell(str(run.directory)), run.seed)
+            words = "finished" if run.finished else f"not finished, {run.progress}"
+            for one in comparison.measures[run.directory]:
+                yield (*of_run, words, _cell(one.section), _cell(one.name), one.unit, one.value)
+
+
+def _cell(value: str) -> str:
+    """Text that no spreadsheet takes for a formula."""
+    printable = clean(value)
+    return f"'{printable}" if printable[:1] in ("=", "+", "-", "@") else printable

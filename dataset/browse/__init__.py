@@ -1,0 +1,1 @@
+"""A page of a file's users, with their images and annotations."""

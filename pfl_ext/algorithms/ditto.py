@@ -1,0 +1,75 @@
+"""Ditto: beside the common model, each user trains one of its own that is held near it
+(Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization", arXiv 2012.04221,
+Algorithm 1).
+
+The server's w is trained by FedAvg. Besides, every user of a round trains its own model v_i, of all trained
+variables, by the steps of local SGD on
+
+    F_i(v) + lambda / 2 |v - w_t|^2,    w_t the server's model as the user received it.
+
+v_i begins as the model of the first round, w_0; it never leaves the user. With lambda = 0 each user trains
+alone. The server's model is FedAvg's, whatever the v_i do.
+
+w is trained by the engine, a user after another, and v_i by pfl's loop over users. A user's batches are the
+same for both where `federated.options.personal_epochs` is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_parts import trained_names
+from pfl_ext.algorithms.personal_steps import InPhases, Phase, Pull
+from pfl_ext.algorithms.personalised import KeptOptions, Personalised
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class DittoOptions(KeptOptions):
+    """How users' own models are trained."""
+
+    proximal_weight: NonNegativeFloat = 1.0
+    """Lambda: weight of the term that holds a user's own model near the server's; 0: it trains alone."""
+    personal_epochs: PositiveInt | None = None
+    """Epochs on the user's own model in a round; none: local.num_epochs."""
+    personal_learning_rate: PositiveFloat | None = None
+    """Learning rate of the user's own model, in every round; none: that of local training."""
+
+
+@register("ditto")
+class Ditto(Personalised):
+    """Ditto; a user keeps a whole model."""
+
+    options: ClassVar[type] = DittoOptions
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self._own = InPhases()
+        self._owners = Clients(replace(self.means, engine=None), self._own)
+
+    @classmethod
+    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """All."""
+        return trained_names(module)
+
+    @classmethod
+    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """All, too."""
+        return trained_names(module)
+
+    def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
+        """FedAvg's update of w, and v_i after its own steps."""
+        update, seen = self.clients.train_alone(x, user, number)
+        options, pull = self.means.options, Pull(self.means.options.proximal_weight, x)
+        phase = Phase(self.shared, options.personal_epochs, options.personal_learning_rate, pull)
+        self._own.phases = [phase]
+        moved, _ = self._owners.train_alone(self.layout.named(kept), user, number)
+        return update, kept + self.layout.flat(moved), seen

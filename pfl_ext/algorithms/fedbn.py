@@ -1,0 +1,30 @@
+"""FedBN: normalisation layers stay with the user
+(Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", arXiv
+2102.07623).
+
+It is FedPer whose personal variables are the scale and shift of every norm that is trained, found by the type
+of the layer and not by its name. Networks here have no running statistics that training moves (GroupNorm
+from scratch, frozen ones when pretrained), so that those, which FedBN keeps at the user too, are not part of
+it. A network without a trained norm is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pfl_ext.algorithms.algorithm import register
+from pfl_ext.algorithms.fedper import FedPer, TunedOptions
+from pfl_ext.algorithms.personal_parts import personal_names
+
+
+@register("fedbn")
+class FedBN(FedPer):
+    """FedBN."""
+
+    options: ClassVar[type] = TunedOptions
+
+    @classmethod
+    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """Those of norms."""
+        return personal_names(module, "norms")

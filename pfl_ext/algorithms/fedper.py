@@ -1,0 +1,87 @@
+"""FedPer: the last layers stay with the user, the others are averaged
+(Arivazhagan et al. 2019, "Federated Learning with Personalization Layers", arXiv 1912.00818, Algorithm 1).
+
+A user loads (x, h_i), the server's shared variables and its own personal ones, trains all of them together by
+local SGD, keeps the new h_i, and sends what its steps changed in x. Which variables are personal is
+`federated.options.personal`. Before its first round, and for ever if it has none, a user has the h that the
+run began with. Without personal variables it is FedAvg, and with all of them each user trains alone.
+
+Users train by the engine, one after another, since each starts from weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_parts import personal_names, trained_names
+from pfl_ext.algorithms.personal_steps import InPhases, Phase
+from pfl_ext.algorithms.personalised import KeptOptions, Personalised
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class TunedOptions(KeptOptions):
+    """For a user that is tuned before it is scored."""
+
+    tune_epochs: NonNegativeInt = 0
+    """Epochs on its personal variables (all, where it has none) before a user is scored, and then undone."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedPerOptions(TunedOptions):
+    """What stays with the user."""
+
+    personal: str | None = "head"
+    """Variables that stay with users: head, norms, all, none, or beginnings of names, with commas between."""
+
+
+@register("fedper")
+class FedPer(Personalised):
+    """FedPer; a subclass has other personal variables, or another order of local training."""
+
+    options: ClassVar[type] = FedPerOptions
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        tuned = set(self.layout.shapes) or set(trained_names(means.model.pytorch_model))
+        phase = Phase(tuned, self.means.options.tune_epochs)
+        self._tuning = Clients(replace(self.means, engine=None), InPhases([phase]))
+
+    @classmethod
+    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """By `personal`."""
+        return personal_names(module, options.personal)
+
+    @classmethod
+    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """The others."""
+        kept = set(cls.kept_names(module, options))
+        return [name for name in trained_names(module) if name not in kept]
+
+    def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
+        """From x with the user's h, all variables together."""
+        start = {**x, **self.layout.named(kept)}
+        update, seen = self.clients.train_alone(start, user, number)
+        return update, kept + self.layout.flat(update), seen
+
+    @property
+    def tunes(self) -> bool:
+        """By `tune_epochs`."""
+        return bool(self.means.options.tune_epochs)
+
+    def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
+        """x with the user's h, which is tuned for some epochs first if that is asked for."""
+        own = super().own_model(x, kept, user, number)
+        if self.tunes:
+            last = self.means.num_rounds - 1  # which has a learning rate
+            update, _ = self._tuning.train_alone(own, user, min(number, last), draws=number)
+            own = {name: w + update[name] for name, w in own.items()}
+        return own

@@ -1,0 +1,53 @@
+"""FedRep: users fit their own head to the shared body, then the body to their head
+(Collins et al. 2021, "Exploiting Shared Representations for Personalized Federated Learning", arXiv
+2102.07078, Algorithm 1).
+
+As FedPer, but a user's local training has two phases, each with an optimiser that starts from nothing:
+
+    h_i <- SGD on F_i(x, h_i) with x fixed, `federated.options.personal_epochs` epochs;
+    x_i <- SGD on F_i(x_i, h_i) from x with h_i fixed, `local.num_epochs` epochs (the paper's: 1);
+
+and ``x_i - x`` is sent. No gradient of what is fixed is computed. The batches of the first phase are drawn
+for it, those of the second are FedAvg's: without personal variables the algorithm is FedAvg. The authors
+train every user's head for 10 epochs more before it is scored: `federated.options.tune_epochs`.
+
+The engine does not know these phases; pfl's loop over users trains them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.algorithms.algorithm import Means, register
+from pfl_ext.algorithms.clients import Clients
+from pfl_ext.algorithms.fedper import FedPer, FedPerOptions
+from pfl_ext.algorithms.personal_steps import InPhases, Phase
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class FedRepOptions(FedPerOptions):
+    """FedPer's, and the first phase."""
+
+    personal_epochs: PositiveInt = 10
+    """Epochs on the personal variables in each round, before those on the others (local.num_epochs)."""
+    personal_learning_rate: PositiveFloat | None = None
+    """Learning rate of these epochs, in every round; none: that of the others."""
+
+
+@register("fedrep")
+class FedRep(FedPer):
+    """FedRep."""
+
+    options: ClassVar[type] = FedRepOptions
+    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(replace(means, engine=None))
+        options = self.means.options
+        first = Phase(list(self.layout.shapes), options.personal_epochs, options.personal_learning_rate)
+        self.clients = Clients(self.means, InPhases([first, Phase(self.shared)]))

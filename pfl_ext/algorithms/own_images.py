@@ -1,0 +1,194 @@
+"""Users' own held-out images: who is scored on which, and how a model of each user's own does on them.
+
+Letters: U users, M images that are scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.internal import ops
+from pfl.metrics import Metrics, Weighted
+from torch import Tensor
+
+from pfl_ext.algorithms.per_user import user_split
+from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Partition
+from pfl_ext.evaluation import LOSS, SCORES
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.workers.distributed import current
+
+FloatArray = npt.NDArray[np.float64]
+BATCH = 256
+"""Images that go through a network at a time."""
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """A run's users, with what each trains on and what each is scored on."""
+
+    users: FederatedImageDataset
+    """With the images that are trained on alone."""
+    held_out: Sequence[IntArray]
+    """Of each user, the rows of the store that it is scored on; empty where it has one image."""
+
+    @classmethod
+    def of(cls, users: FederatedImageDataset, share: float, seed: int) -> OwnImages:
+        """Set this share of each user's images aside, rounded, at least one and not all.
+
+        Which they are is a function of (seed, user) alone, so that every algorithm is scored on the same
+        images. A user with one image trains on it and is not scored. ``share`` 0 sets nothing aside.
+        """
+        whole, train, held_out = users.partition, list[IntArray](), list[IntArray]()
+        for user, name in enumerate(whole.user_ids):
+            rows = whole.rows_of(user)
+            if share == 0 or len(rows) < 2:
+                train.append(rows)
+                held_out.append(rows[:0])
+            else:
+                kept, scored = user_split(name, len(rows), 1 - share, seed)
+                train.append(rows[kept])
+                held_out.append(rows[scored])
+        offsets = np.cumsum([0, *map(len, train)]).astype(np.int64)
+        return cls(users.of(Partition(whole.user_ids, np.concatenate(train), offsets)), held_out)
+
+    @property
+    def scored(self) -> IntArray:
+        """The users who have images set aside."""
+        return np.flatnonzero([len(rows) > 0 for rows in self.held_out]).astype(np.int64)
+
+
+@dataclass
+class _Scored:
+    """What a worker keeps of the images that it has scored with models of one kind."""
+
+    rows: list[IntArray] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    predictions: list[Tensor] = field(default_factory=list)
+    annotations: list[Any] = field(default_factory=list)
+    columns: dict[int, list[float]] = field(default_factory=dict)
+
+
+class Scores:
+    """The scores of some users' models on the users' own images; each may have models of several kinds.
+
+    Args:
+        images: of the run.
+        users: who is scored, ``[U]`` numbers of users with images set aside, at least one.
+        module: the network; where it stands is what is scored.
+    """
+
+    def __init__(self, images: OwnImages, users: IntArray, module: ImageClassifier) -> None:
+        self._images, self._users, self._module = images, users, module
+        self._sizes = np.array([len(images.held_out[user]) for user in users.tolist()], np.int64)
+        self._offsets = np.cumsum([0, *self._sizes.tolist()]).astype(np.int64)
+        self._scored = defaultdict[str, _Scored](_Scored)
+        self._names = list(self._columns(*self._score(images.held_out[users[0]][:1])))
+
+    @torch.no_grad()
+    def _score(self, rows: IntArray) -> tuple[Tensor, Tensor, Any]:
+        """Losses ``[m]`` and predictions ``[m, ...]`` of m rows, and their annotations."""
+        task, device = self._module.task, self._module.mean.device
+        images, annotations = self._images.users.store.read(rows)
+        scored = []
+        for first in range(0, len(rows), BATCH):
+            pixels, targets = images[first : first + BATCH], annotations[first : first + BATCH]
+            batch = torch.from_numpy(pixels).to(device), task.collate(targets).to(device)
+            outputs, compared = self._module.outputs(*batch)
+            scored.append(task.scored(outputs.float().cpu(), compared.cpu()))
+        losses, predictions = zip(*scored)
+        return torch.cat(losses), torch.cat(predictions), annotations
+
+    def _columns(self, losses: Tensor, predictions: Tensor, annotations: Any) -> Mapping[str, float]:
+        """Of one user."""
+        columns = self._module.task.user_columns(predictions, annotations)
+        return {"loss": float(losses.mean()), **columns}
+
+    def add(self, kind: str, places: Sequence[int]) -> None:
+        """Score the network as the model of this kind of the users at these places; on one worker alone."""
+        held_out = [self._images.held_out[self._users[place]] for place in places]
+        first = 0
+        while first < len(places):  # as many users as images go through a network at a time
+            stop, count = first + 1, len(held_out[first])
+            while stop < len(places) and count + len(held_out[stop]) <= BATCH:
+                count += len(held_out[stop])
+                stop += 1
+            self._add(kind, places[first:stop], held_out[first:stop])
+            first = stop
+
+    def _add(self, kind: str, places: Sequence[int], held_out: Sequence[IntArray]) -> None:
+        losses, predictions, annotations = self._score(np.concatenate(held_out))
+        scored = self._scored[kind]
+        scored.losses.append(losses)
+        scored.predictions.append(predictions)
+        scored.annotations.append(annotations)
+        first = 0
+        for place, rows in zip(places, held_out):
+            part = slice(first, first + len(rows))
+            columns = self._columns(losses[part], predictions[part], annotations[part])
+            scored.columns[place] = [columns[name] for name in self._names]
+            scored.rows.append(np.arange(self._offsets[place], self._offsets[place + 1]))
+            first += len(rows)
+
+    def summary(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """What all workers have added, for ``results.json``: all of them call this.
+
+        ``images`` are M, ``least images`` those of the user with the fewest. For each kind ``pooled`` has
+        the task's columns over all images together, and ``users`` each column's `spread` over users, who
+        count alike.
+        """
+        sizes = {"users": len(self._users), "images": int(self._sizes.sum())}
+        return {
+            **sizes,
+            "least images": int(self._sizes.min()),
+            **{kind: self._summary_of(self._scored[kind]) for kind in kinds},
+        }
+
+    def _summary_of(self, scored: _Scored) -> dict[str, Any]:
+        task, workers = self._module.task, current()
+        table = torch.zeros(len(self._users), len(self._names), dtype=torch.float64)
+        for place, values in scored.columns.items():
+            table[place] = torch.tensor(values, dtype=torch.float64)
+        rows = np.concatenate([np.empty(0, np.int64), *scored.rows])
+        annotations = [self._images.users.store.targets(np.empty(0, np.int64)), *scored.annotations]
+        loss = float(torch.cat(scored.losses).sum()) if scored.losses else 0.0
+        statistics = task.statistics(int(self._sizes.sum()), rows, scored.predictions, annotations)
+        metrics = Metrics([(LOSS, Weighted(loss, len(rows))), (SCORES, statistics)])
+        if workers is not None:
+            (table,) = workers.all_reduce([table.to(self._module.mean.device)])
+            metrics = ops.all_reduce_metrics(metrics)
+        pooled = {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
+        return {
+            "pooled": {name: round(value, 4) for name, value in pooled.items()},
+            "users": {name: spread(values) for name, values in zip(self._names, table.cpu().numpy().T)},
+        }
+
+
+def spread(values: FloatArray) -> dict[str, float]:
+    """How a column differs over users.
+
+    Args:
+        values: ``[U]``, NaN for a user of whom the column says nothing, and who is left out.
+
+    Returns:
+        ``mean``, ``std`` (of these users, not of a population), and ``lowest decile`` and ``highest decile``:
+        the mean over the tenth of the users, rounded up, with the lowest values and the highest. Without
+        users only ``n``, how many are counted.
+    """
+    known = np.sort(values[~np.isnan(values)])
+    if not len(known):
+        return {"n": 0}
+    tenth = math.ceil(len(known) / 10)
+    found = {
+        "mean": known.mean(),
+        "std": known.std(),
+        "lowest decile": known[:tenth].mean(),
+        "highest decile": known[-tenth:].mean(),
+    }
+    return {"n": len(known), **{name: round(float(value), 4) for name, value in found.items()}}

@@ -1,0 +1,157 @@
+"""The variables that stay with each user: which they are, and every user's own in one file.
+
+Letters: U users of a run, n users of a cohort, P numbers that a user keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.algorithms.user_vectors import UserVectors
+from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.models.trained import new_part, of_norms
+from pfl_ext.workers.distributed import is_main, tensors_from_main
+
+FILE = "personal.f32"
+"""The users' own variables, beside a run's checkpoints."""
+BACKBONE = "backbone."
+"""What a classifier's variables begin with."""
+
+
+def trained_names(module: nn.Module) -> list[str]:
+    """The variables that training changes, in their order."""
+    return [name for name, p in module.named_parameters() if p.requires_grad]
+
+
+def personal_names(module: nn.Module, personal: str | None) -> list[str]:
+    """The trained variables of a classifier that stay with the user, in their order.
+
+    Args:
+        module: an `ImageClassifier`.
+        personal: ``head``, the last layer, with a bottleneck or a decoder before it; ``norms``, scale and
+            shift of every norm, by the type of the layer; ``all``; or beginnings of names, separated by
+            commas, with or without ``backbone.``; None: no variable.
+
+    Raises:
+        ValueError: when it names nothing that is trained; one line.
+    """
+    names = trained_names(module)
+    if personal is None:
+        return []
+    if personal == "all":
+        return names
+    backbone = module.get_submodule(BACKBONE[:-1])
+    if personal == "norms":
+        norms = {BACKBONE + name for name, _ in of_norms(backbone)}
+        found = [name for name in names if name in norms]
+        if not found:
+            raise ValueError(
+                "no norm of this network is trained, so none can stay with the user: choose a model.arch "
+                "with norms, and model.trained all or norms"
+            )
+        return found
+    head = new_part(backbone)
+    wanted = [f"{head}." if head else ""] if personal == "head" else personal.split(",")
+    chosen = set[str]()
+    for beginning in (word.strip().removeprefix(BACKBONE) for word in wanted):
+        found = [name for name in names if name.removeprefix(BACKBONE).startswith(beginning)]
+        if not found or (personal != "head" and not beginning):
+            shown = ", ".join(name.removeprefix(BACKBONE) for name in names[:4])
+            raise ValueError(
+                f"federated.options.personal is {personal}, and no trained variable begins with "
+                f"{beginning or 'nothing'!r}: choose head, norms, all, none, or beginnings of names "
+                f"({shown}, ...)"
+            )
+        chosen.update(found)
+    return [name for name in names if name in chosen]
+
+
+class Layout:
+    """Some variables as one vector ``[P]``.
+
+    Args:
+        module: that has them.
+        names: of the variables, in the order of the vector.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        variables = dict(module.named_parameters())
+        self.shapes = {name: variables[name].shape for name in names}
+        self._sizes = [variables[name].numel() for name in names]
+        self.device = next(iter(variables.values())).device
+
+    @property
+    def length(self) -> int:
+        """P."""
+        return sum(self._sizes)
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a vector by variable."""
+        parts = torch.split(vector, self._sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector of tensors by variable; others among them are left out."""
+        parts = [tensors[name].reshape(-1) for name in self.shapes]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
+
+
+class UserParts:
+    """What users keep from one round to the next, as vectors ``[P]``; `UserVectors` says how it lies on disk.
+
+    Worker 0 has the file. The others get the vectors of the users whom a round needs, and every worker hands
+    in those that it has changed, so that a run can go on with another number of workers. A user who never
+    took part has no place in the file.
+
+    Args:
+        num_users: U.
+        layout: of the vectors.
+        path: of the file; None: a temporary one.
+    """
+
+    def __init__(self, num_users: int, layout: Layout, path: Path | None) -> None:
+        self._layout = layout
+        on_disk = is_main() and layout.length > 0
+        self._rows = UserVectors(num_users, layout.length, path) if on_disk else None
+
+    def read(self, users: IntArray, first: Tensor) -> Tensor:
+        """The users' vectors ``[n, P]``, on every worker; ``first`` ``[P]`` for those without any.
+
+        All workers call this with the same users.
+        """
+        found = first.repeat(len(users), 1)
+        if self._layout.length == 0:
+            return found
+        if self._rows is not None:
+            for place, user in enumerate(users.tolist()):
+                row = self._rows.read(user)
+                if row is not None:
+                    found[place] = torch.tensor(row, device=found.device)
+        sent = tensors_from_main({"vectors": found} if is_main() else None)
+        return sent["vectors"].to(first.device)
+
+    def write(self, users: IntArray, vectors: Tensor) -> None:
+        """These users' vectors ``[n, P]`` are theirs from here on; worker 0's are kept."""
+        if self._rows is None:
+            return
+        for user, vector in zip(users.tolist(), vectors.cpu().numpy()):
+            self._rows.write(user, vector)
+        self._rows.end_round()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, on worker 0; the vectors stay in their file."""
+        return {} if self._rows is None else self._rows.tensors()
+
+    def saved(self) -> None:
+        """The checkpoint with the last `tensors` has taken its name."""
+        if self._rows is not None:
+            self._rows.saved()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint's `tensors`; ValueError as `UserVectors.load`."""
+        if self._rows is not None:
+            self._rows.load(tensors)

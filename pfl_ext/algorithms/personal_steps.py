@@ -1,0 +1,120 @@
+"""Local steps on some of a network's variables, and towards some weights: what users do who keep a part, or a
+model, of their own. The fast engine does not know these steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pfl.context import CentralContext
+from pfl.hyperparam.base import NNTrainHyperParams, get_param_value
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+from pfl_ext.data.federated_dataset import Batch, UserImages
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The term ``weight / 2 |v - towards|^2`` of a user's loss."""
+
+    weight: float
+    towards: Mapping[str, Tensor]
+    """By variable."""
+
+
+class Descent:
+    """Steps of the run's local optimiser (momentum from 0, decay, clipping) on some variables.
+
+    Gradients of the others are not even computed, and a norm of all gradients together is of these alone. The
+    pull is part of the gradient, before clipping.
+
+    Args:
+        model: the run's, in which the variables change.
+        local: the users' training.
+        names: of the variables.
+        rate: learning rate.
+        pull: of the loss; None: none.
+    """
+
+    def __init__(
+        self,
+        model: PyTorchModel,
+        local: NNTrainHyperParams,
+        names: Collection[str],
+        rate: float,
+        pull: Pull | None = None,
+    ) -> None:
+        self._model, self._pull, self._max_norm = model, pull, local.local_max_grad_norm
+        self._variables = {name: p for name, p in model.variable_map.items() if name in names}
+        chosen = {id(p) for p in self._variables.values()}
+        self._optimizer = model.new_local_optimizer(learning_rate=rate)
+        for group in self._optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in chosen]
+
+    def step(self, batch: Batch) -> None:
+        """One step on a batch."""
+        ready = self._model._prepare_batch(batch)
+        with self._model.amp_context or contextlib.nullcontext():
+            loss = self._model.pytorch_model.loss(*ready)
+        variables = list(self._variables.values())
+        for parameter, gradient in zip(variables, torch.autograd.grad(loss, variables, allow_unused=True)):
+            parameter.grad = gradient
+        if self._pull is not None and self._pull.weight:
+            for name, parameter in self._variables.items():
+                drift = self._pull.weight * (parameter.detach() - self._pull.towards[name])
+                parameter.grad = drift if parameter.grad is None else parameter.grad + drift
+        if self._max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(variables, self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some epochs of a user's local training."""
+
+    names: Collection[str]
+    """Of the variables that change."""
+    num_epochs: int | None = None
+    """None: the run's ``local.num_epochs``, in the batches of FedAvg's user; else in batches of their own."""
+    rate: float | None = None
+    """Learning rate; None: the run's in this round."""
+    pull: Pull | None = None
+
+
+class InPhases:
+    """Trains one user, in one phase after another; without a variable a phase is left out."""
+
+    refusals: Refusals = PRIVACY_NOT_ARGUED
+
+    def __init__(self, phases: Sequence[Phase] = ()) -> None:
+        self.phases = phases
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """What all phases together change, by variable."""
+        start, local = model.get_parameters(), central_context.model_train_params
+        for number, phase in enumerate(self.phases):
+            if not phase.names or not len(user_dataset):
+                continue
+            images, epochs = user_dataset, get_param_value(local.local_num_epochs)
+            if phase.num_epochs is not None:
+                images = user_dataset.part(np.arange(len(user_dataset)), number, phase.num_epochs)
+                epochs = phase.num_epochs
+            rate = get_param_value(local.local_learning_rate) if phase.rate is None else phase.rate
+            descent = Descent(model, local, phase.names, rate, phase.pull)
+            for _ in range(epochs):
+                for batch in images.iter(local.local_batch_size):
+                    descent.step(batch)
+        update = model.get_model_difference(start, clone=True)
+        model.set_parameters(start)
+        return update, Metrics()

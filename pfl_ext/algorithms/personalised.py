@@ -1,0 +1,245 @@
+"""Training in which users keep something of their own: its state on disk, its rounds, and how it is scored.
+
+In a round the server sends its model x to the cohort. A user i has a vector v_i of its own, that of its last
+round or the first one, trains (`Personalised.train_user`), keeps a new v_i, and sends an update of the
+variables that are shared; the server's optimiser steps on their mean, weighted as FedAvg's. So
+nothing of v_i is sent. `pfl_ext.algorithms.personal_parts` says where the v_i lie.
+
+Each user's model is scored on images of its own that it does not train on (`federated.options.held_out`),
+at the end (``clients`` in ``results.json``) and now and then (`score_every`, ``clients`` in
+``metrics.jsonl``): of users who have trained (``seen``) and of those who have not (``new``). ``personal`` is
+the user's own model, and ``server`` the server's, which is all that a new user has: there variables that
+stay with users are as they were before training.
+
+What the run scores on val and test besides, and keeps as ``model.safetensors``, is the server's model.
+
+Not for private training: what a user keeps outlives the round, and so would what it tells of the user, and
+how often each user was noised would have to be counted for its own model as well.
+
+Letters: U users, n users of a cohort, P numbers of a v_i.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pydantic import NonNegativeInt, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic
+from pfl_ext.algorithms.clients import Clients, Weights, line_of
+from pfl_ext.algorithms.own_images import OwnImages, Scores
+from pfl_ext.algorithms.personal_parts import FILE, Layout, UserParts, trained_names
+from pfl_ext.configs import STRICT, Fraction
+from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.workers.distributed import current, is_main
+
+SEEN, USERS = "seen", "users/"
+"""Names in a checkpoint: which users have trained; before what `UserParts` has there."""
+BLOCK_BYTES = 2**28
+"""Of the users' vectors that are in memory at a time where all are scored."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class KeptOptions:
+    """What every algorithm has whose users keep something."""
+
+    held_out: Fraction = 0.25
+    """Share of each user's images that it is scored on and does not train on; 0: no user is scored."""
+    split_seed: NonNegativeInt = 0
+    """Which images these are, for all algorithms and seeds alike."""
+    score_every: NonNegativeInt = 0
+    """Rounds between two scores of all users' own models, in metrics.jsonl; 0: at the end alone."""
+    max_state_gb: PositiveFloat = 16.0
+    """Most disk, in GB, for what users keep; rows that the last two checkpoints name are kept besides."""
+
+
+class Personalised(Algorithm[PyTorchModel]):
+    """Such an algorithm; its state is the server's model, and beside it a file of what users keep."""
+
+    options: ClassVar[type] = KeptOptions
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "replacement": "a user keeps one state of its own, and must come once in a cohort: draw cohorts "
+        "without replacement, set federated.replacement to false",
+    }
+    idle: ClassVar[str] = "federated.reweight federated.max_importance augment.views"
+    files: ClassVar[tuple[str, ...]] = (FILE,)
+
+    def __init__(self, means: Means) -> None:
+        self.images = OwnImages.of(means.users, means.options.held_out, means.options.split_seed)
+        super().__init__(replace(means, users=self.images.users))
+        self.clients, module = Clients(self.means), means.model.pytorch_model
+        self.layout = Layout(module, self.kept_names(module, means.options))
+        shared = set(self.shared_names(module, means.options))
+        self.shared = [name for name in trained_names(module) if name in shared]
+        path = None if means.folder is None else means.folder / FILE
+        self.parts = UserParts(means.users.num_users, self.layout, path)
+        self.seen = torch.zeros(means.users.num_users, dtype=torch.bool)
+
+    @classmethod
+    @abstractmethod
+    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """The variables of which a user's v_i has values; ValueError where there are none."""
+
+    @classmethod
+    @abstractmethod
+    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """The variables whose updates are sent."""
+
+    @abstractmethod
+    def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
+        """One user's round.
+
+        Args:
+            x: the server's model.
+            kept: v_i, ``[P]``.
+            user: its number.
+            number: of the round.
+
+        Returns:
+            Its update of the shared variables (others may be in it), its new v_i, and what
+            `Clients.train_alone` says of it, ``[3]``.
+        """
+
+    @property
+    def tunes(self) -> bool:
+        """Whether a user that never trained is scored with another model than the server's too."""
+        return False
+
+    def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:
+        """The model that is scored as the user's own; here x with the user's values."""
+        return {**x, **self.layout.named(kept)}
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse a network without such variables, and a state of all users that is too large.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        layout = Layout(setup.module, cls.kept_names(setup.module, setup.options))
+        touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
+        state, most = touched * layout.length * 4 / 1e9, setup.options.max_state_gb
+        if state > most:
+            raise ValueError(
+                f"{cls.__name__} keeps {layout.length:,} numbers for each of {touched:,} users, {state:,.1f} "
+                f"GB, above federated.options.max_state_gb = {most:g}: raise it, or let users keep less"
+            )
+
+    def init(self, seed: int) -> PyTorchModel:
+        """The run's model, whose weights were drawn from the run's seed; nobody has trained."""
+        self.first = self.layout.flat(self.clients.weights())
+        return self.means.model
+
+    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+        """The cohort trains; the server's optimiser steps on the mean of what is shared."""
+        x, users = self.clients.weights(), self.clients.cohort(number)
+        kept, seen = self.parts.read(users, self.first), self.clients.unseen(users)
+        after = torch.zeros_like(kept)
+        total = {name: torch.zeros_like(x[name], dtype=self.means.accumulate) for name in self.shared}
+        with self.clients.dealt(users, number) as mine:
+            for place in mine:
+                update, after[place], seen[place] = self.train_user(x, kept[place], int(users[place]), number)
+                weight = float(seen[place, 0]) if self.means.by_images else 1.0
+                for name, tensor in total.items():
+                    tensor.add_(update[name].to(tensor.dtype), alpha=weight)
+        if (workers := current()) is not None:
+            workers.sum_model([seen, after], list(total.values()))
+        self.parts.write(users, after)
+        self.seen[users] = True
+        weight = float(seen[:, 0].double().sum()) if self.means.by_images else float(len(users))
+        mean = {name: torch.zeros_like(w) for name, w in x.items()}
+        for name, tensor in total.items():
+            mean[name] = (tensor / weight).to(mean[name].dtype)
+        rate = self.clients.server_step(x, mean, number)
+        line = {**line_of(seen), "learning_rate": rate}
+        every = self.means.options.score_every
+        if every and (number + 1) % every == 0:
+            line["clients"] = self.scores(number + 1)
+        return state, line
+
+    def scores(self, number: int) -> dict[str, Any]:
+        """Of all users' models after so many rounds, by whether they have trained; empty if none is scored.
+
+        All workers call this. The run's model is the server's afterwards, as it was before.
+        """
+        x, scored, found = self.clients.weights(), self.images.scored, {}
+        groups = {"seen": scored[self.seen[scored].numpy()], "new": scored[~self.seen[scored].numpy()]}
+        for group, users in groups.items():
+            if len(users):
+                self.clients.model(x)
+                found[group] = self._scores_of(x, users, number, group == "seen" or self.tunes)
+        self.clients.model(x)
+        return found
+
+    def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
+        """``own``: whether users have another model than the server's, which is the run's here."""
+        scores = Scores(self.images, users, self.means.model.pytorch_model)
+        with self.clients.dealt(users, number) as mine:
+            scores.add("server", mine)
+        if not own:
+            return scores.summary(["server"])
+        block = max(1, BLOCK_BYTES // (4 * self.layout.length + 1))
+        newcomer = self.layout.flat(x)
+        for first in range(0, len(users), block):
+            part = users[first : first + block]
+            kept = self.parts.read(part, newcomer)
+            with self.clients.dealt(part, number) as mine:
+                for place in mine:
+                    self.clients.model(self.own_model(x, kept[place], int(part[place]), number))
+                    scores.add("personal", [first + place])
+        return scores.summary(["personal", "server"])
+
+    def findings(self, state: PyTorchModel) -> dict[str, Any]:
+        """The scores on users' own images after the last round."""
+        clients = self.scores(self.means.num_rounds)
+        if is_main():
+            for group, found in clients.items():
+                print(shown(self.means.model.pytorch_model.task.headline[0], group, found))
+        return {"clients": clients}
+
+    def model(self, state: PyTorchModel) -> PyTorchModel:
+        """The server's."""
+        return state
+
+    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
+        """Of the model, the server's optimiser and the users."""
+        users = {USERS + name: tensor for name, tensor in self.parts.tensors().items()}
+        return {**checkpoint.model_tensors(state), **users, SEEN: self.seen}
+
+    def saved(self) -> None:
+        """What users keep at that checkpoint is not overwritten from here on."""
+        self.parts.saved()
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
+        """Put all of it back."""
+        checkpoint.restore_model(state, tensors)
+        self.parts.load(checkpoint.part(tensors, USERS))
+        self.seen = tensors[SEEN].cpu().clone()
+        return state
+
+    def bytes(self, state: PyTorchModel) -> Traffic:
+        """The shared variables, down and up."""
+        size = sum(p.numel() * p.element_size() for n, p in state.variable_map.items() if n in self.shared)
+        return Traffic(size, size)
+
+
+def shown(column: str, group: str, found: Mapping[str, Any]) -> str:
+    """The scores of a group of users in one line."""
+    parts = []
+    for kind in ("personal", "server"):
+        if kind not in found:
+            continue
+        users = found[kind]["users"].get(column, {"n": 0})
+        spread = ", ".join(f"{name} {value:.2f}" for name, value in users.items() if name != "n")
+        parts.append(f"{kind} models: pooled {found[kind]['pooled'][column]:.2f}, over users {spread}")
+    return f"own held-out images of {found['users']} {group} users, {column}: {'; '.join(parts)}"

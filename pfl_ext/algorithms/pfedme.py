@@ -1,0 +1,131 @@
+"""pFedMe: a user's own model is the proximal point of its loss at the model that it shares
+(Dinh, Tran, Nguyen 2020, "Personalized Federated Learning with Moreau Envelopes", arXiv 2006.08848,
+Algorithm 1).
+
+The server's w lowers the mean of the users' Moreau envelopes,
+``min_theta F_i(theta) + lambda / 2 |theta - w|^2``. A user of a round starts with w_i = theta_i = w. For each
+minibatch D of its local training (R of them, those of ``local.num_epochs`` epochs)
+
+    K times  theta_i <- theta_i - personal_learning_rate (grad F(theta_i; D) + lambda (theta_i - w_i)),
+    then     w_i <- w_i - eta lambda (w_i - theta_i),     eta = local.learning_rate,
+
+so that theta_i approximates the proximal point, and goes on from one minibatch to the next. The user sends
+``w_i - w``. The server has ``w <- (1 - beta) w + beta sum_i p_i w_i``: beta is ``server.learning_rate`` of
+the server optimiser sgd, and p_i is alike for all with ``federated.weighting users``, as in the paper.
+
+Nothing of a user goes into its next round. It keeps theta_i of its last one, which is what is scored as its
+own model, and what takes disk. Of the keys of ``local``, momentum, weight decay and clipping act on the steps
+of theta_i; the paper's are without them. The paper has all users train and averages those drawn; here only
+those who are drawn train.
+
+The engine does not know these steps; pfl's loop over users trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from pfl.context import CentralContext
+from pfl.hyperparam.base import get_param_value
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from pfl.stats import MappedVectorStatistics
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Means, Setup, register
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.personal_parts import trained_names
+from pfl_ext.algorithms.personal_steps import Descent, Pull
+from pfl_ext.algorithms.personalised import KeptOptions, Personalised
+from pfl_ext.configs import STRICT
+from pfl_ext.data.federated_dataset import UserImages
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+
+
+@dataclass(frozen=True, config=STRICT)
+class PFedMeOptions(KeptOptions):
+    """The steps of a user's own model; the defaults are the authors'."""
+
+    proximal_weight: PositiveFloat = 15.0
+    """Lambda: how strongly a user's own model is held near the one that it shares."""
+    personal_steps: PositiveInt = 5
+    """K: steps of the user's own model on each minibatch."""
+    personal_learning_rate: PositiveFloat = 0.09
+    """Factor of these steps; they diverge unless it times (lambda + the loss's curvature) is below 2."""
+
+
+@register("pfedme")
+class PFedMe(Personalised):
+    """pFedMe; a user keeps a whole model, to be scored."""
+
+    options: ClassVar[type] = PFedMeOptions
+    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(replace(means, engine=None))
+        self._envelope = Envelope(self.means.options)
+        self.clients = Clients(self.means, self._envelope)
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Also refuse a learning rate of the head's own.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        super().check(setup)
+        if setup.has_head_rate:
+            raise ValueError("pfedme moves all of w_i at one rate: set local.head_rate_factor to 1")
+
+    @classmethod
+    def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """All."""
+        return trained_names(module)
+
+    @classmethod
+    def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
+        """All, too."""
+        return trained_names(module)
+
+    def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
+        """``w_i - w`` and theta_i; what the user kept is not read."""
+        update, seen = self.clients.train_alone(x, user, number)
+        return update, self.layout.flat(self._envelope.theta), seen
+
+
+class Envelope:
+    """One user's part of a round."""
+
+    refusals: Refusals = PRIVACY_NOT_ARGUED
+    theta: Weights
+    """Of the user who trained last."""
+
+    def __init__(self, options: PFedMeOptions) -> None:
+        self._options = options
+
+    def simulate_one_user(
+        self, model: PyTorchModel, user_dataset: UserImages, central_context: CentralContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """``w_i - w``."""
+        start, local, options = model.get_parameters(), central_context.model_train_params, self._options
+        variables = model.variable_map
+        w = {name: p.detach().clone() for name, p in variables.items()}
+        pull = Pull(options.proximal_weight, w)
+        theta = Descent(model, local, set(variables), options.personal_learning_rate, pull)
+        rate = get_param_value(local.local_learning_rate) * options.proximal_weight
+        for _ in range(get_param_value(local.local_num_epochs)):
+            for batch in user_dataset.iter(local.local_batch_size):
+                for _ in range(options.personal_steps):
+                    theta.step(batch)
+                with torch.no_grad():
+                    for name, parameter in variables.items():
+                        w[name].sub_(w[name] - parameter, alpha=rate)
+        self.theta = {name: p.detach().clone() for name, p in variables.items()}
+        model.set_parameters(start)
+        update = {name: w[name] - p.detach() for name, p in variables.items()}
+        return MappedVectorStatistics(update), Metrics()

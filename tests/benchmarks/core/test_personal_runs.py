@@ -1,0 +1,237 @@
+"""Runs in which users keep something: they are killed and go on, are shared out, are scored, or refused.
+
+test_personal_runs DATA DIRECTORY          trains them, as one of the workers of a launcher
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pfl_ext as pfl_ext  # before pfl, see there
+
+# isort: split
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.core.config.trees import merge
+from benchmarks.core.execute import execute
+from benchmarks.core.federated import train_federated
+from benchmarks.core.run_directory import RunDirectory
+from benchmarks.flair.config import parse
+from benchmarks.flair.train import Flair
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.own_images import OwnImages
+from pfl_ext.algorithms.personal_parts import FILE
+from pfl_ext.workers.distributed import connected
+from tests.benchmarks.conftest import RESNET18, Train, killed_at
+from tests.benchmarks.core import quadratics
+from tests.benchmarks.core.quadratics import CLASSES, SIZES, Batch, Trace, run_of
+from tests.benchmarks.core.worker_runs import SMALL
+from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.test_train import error_line, lines, results
+from tests.launching import command, run
+
+OPTION = "--federated.options."
+WORDS = {
+    "fedper": (f"{OPTION}tune_epochs=1", f"{OPTION}score_every=2", "--server.optimizer=adam"),
+    "fedrep": (f"{OPTION}personal_epochs=2", "--local.clip_by=global"),
+    "ditto": (f"{OPTION}personal_learning_rate=0.02",),
+    "pfedme": (f"{OPTION}personal_steps=2", f"{OPTION}personal_learning_rate=0.02"),
+}
+
+
+def words(name: str) -> list[str]:
+    return [f"--federated.algorithm={name}", *WORDS[name]]
+
+
+def timeless(directory: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines(directory)]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_it_is_killed_and_goes_on_bit_for_bit(name: str, train: Train) -> None:
+    argv = (*words(name), "--federated.num_rounds=4", "--runtime.checkpoint_every=1")
+    whole = train(*argv, name="whole")
+    with killed_at(2):
+        directory = train(*argv, code=130)
+    assert len(lines(directory)) == 2
+    train(*argv)
+    assert timeless(directory) == timeless(whole)
+    for key in ("model_sha256", "val", "test", "last", "traffic", "clients"):
+        assert results(directory)[key] == results(whole)[key]
+    kept, again = (
+        checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (whole, directory)
+    )
+    assert torch.equal(kept["users/digests"], again["users/digests"]), "every user's own numbers"
+    assert int(kept["seen"].sum()) == int((kept["users/rows"] >= 0).sum()) > 4
+    clients = results(whole)["clients"]
+    assert set(clients["seen"]) > {"personal", "server"}
+    assert ("personal" in clients["new"]) == (name == "fedper"), "new users are tuned, or have the server's"
+    size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())
+    head = 4 * (84 * 17 + 17)
+    sent = size - head if name in ("fedper", "fedrep") else size
+    assert results(whole)["traffic"] == {"down": sent, "up": sent}
+    assert ("clients" in lines(whole)[1]) == (name == "fedper")
+
+
+def test_users_are_scored_on_images_that_they_do_not_train_on(tmp_path: Path) -> None:
+    """The scores are those of numpy in float64, from what each user has kept."""
+    options = {"personal": "1.bias", "held_out": 0.4}
+    tree = {"federated": {"algorithm": "fedper", "options": options, "cohort_size": 2, "num_rounds": 1}}
+    run_ = run_of(merge({"local": {"learning_rate": 0.5}}, tree), "fast")
+    files = RunDirectory(run_, tmp_path)
+    files.begin()
+    trace = Trace(files)
+    store = quadratics.Users()
+    train_federated(run_, store, store, quadratics.module(), trace)
+    algorithm: Any = trace.checkpoints.algorithm
+    x, found = trace.seen[-1], algorithm.scores(1)
+    images: OwnImages = algorithm.images
+    for user, size in enumerate(SIZES):
+        rows = range(store.user_offsets[user], store.user_offsets[user + 1])
+        kept, scored = images.users.partition.rows_of(user), images.held_out[user]
+        assert len(scored) == (0 if size == 1 else min(max(size - round(0.6 * size), 1), size - 1))
+        assert sorted([*kept, *scored]) == list(rows)
+    own = algorithm.parts.read(np.arange(5), algorithm.first).double().numpy()
+    trained = algorithm.seen.numpy()
+    assert trained.sum() == 2
+    for group, members in (("seen", np.flatnonzero(trained)), ("new", np.flatnonzero(~trained))):
+        for kind in ("personal", "server") if group == "seen" else ("server",):
+            right, losses = [], []
+            for user in members.tolist():
+                if not len(images.held_out[user]):
+                    continue
+                w = np.concatenate([x[:-CLASSES], own[user]]) if kind == "personal" else x
+                pixels, targets = store.read(images.held_out[user])
+                batch = Batch.of(
+                    torch.from_numpy(pixels), torch.from_numpy(targets), torch.tensor([[0, 0, 2, 2, 0, 0]])
+                )
+                z = batch.x @ np.hstack([w[:-CLASSES].reshape(CLASSES, -1), w[-CLASSES:, None]]).T
+                right.append(z.argmax(1) == batch.t.argmax(1))
+                losses.append(np.log(np.exp(z).sum(1)) - (z * batch.t).sum(1))
+            each = 100 * np.array([r.mean() for r in right])
+            users = found[group][kind]["users"]["accuracy"]
+            expected = {"n": len(each), "mean": each.mean(), "std": each.std()}
+            expected |= {"lowest decile": each.min(), "highest decile": each.max()}  # of fewer than 11
+            assert users == pytest.approx(expected, abs=1e-3)
+            pooled = found[group][kind]["pooled"]
+            assert pooled["accuracy"] == pytest.approx(100 * np.concatenate(right).mean(), abs=1e-3)
+            assert pooled["loss"] == pytest.approx(np.concatenate(losses).mean(), abs=1e-3)
+    assert found["seen"]["personal"]["pooled"]["loss"] != found["seen"]["server"]["pooled"]["loss"]
+    algorithm.seen[:] = True
+    assert list(algorithm.scores(1)) == ["seen"]
+    assert (quadratics.vector(algorithm.means.module) == x).all(), "the server's model is back"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["fedbn"], "no norm of this network is trained, so none can stay with the user: choose a model"),
+        (["fedper", f"{OPTION}personal=fc9"], "personal is fc9, and no trained variable begins with 'fc9'"),
+        (["fedper", f"{OPTION}personal=norms"], "no norm of this network is trained"),
+        (["fedrep", f"{OPTION}personal=fc3,,"], "no trained variable begins with 'nothing'"),
+        (["fedper", f"{OPTION}held_out=1"], "federated.options.held_out is '1': "),
+        (["fedper", f"{OPTION}tune_epochs=-1"], "federated.options.tune_epochs is '-1': "),
+        (["fedrep", f"{OPTION}personal_epochs=0"], "federated.options.personal_epochs is '0': "),
+        (["fedbn", f"{OPTION}personal=head"], "personal is no option of fedbn, which has held_out"),
+        (["ditto", f"{OPTION}proximal_weight=-1"], "federated.options.proximal_weight is '-1': "),
+        (["ditto", f"{OPTION}personal=head"], "personal is no option of ditto"),
+        (["ditto", f"{OPTION}max_state_gb=0.0001"], "Ditto keeps 1"),
+        (["pfedme", f"{OPTION}proximal_weight=0"], "federated.options.proximal_weight is '0': "),
+        (["pfedme", f"{OPTION}personal_steps=0"], "federated.options.personal_steps is '0': "),
+        (["pfedme", "--local.head_rate_factor=2"], "pfedme moves all of w_i at one rate: set local.head"),
+        (["fedper", "--federated.replacement=true"], "a user keeps one state of its own, and must come once"),
+        (["fedper", "--federated.reweight=fedir"], "--federated.reweight has no effect where federated.algo"),
+        (
+            ["fedrep", "--runtime.lanes=2"],
+            "--runtime.lanes has no effect where federated.algorithm is fedrep",
+        ),
+        *[
+            ([name, "--config=pfl-r-17"], f"privacy refuses federated.algorithm = {name}")
+            for name in (*WORDS, "fedbn")
+        ],
+        (["fedper", "--federated.weighting=users", "--local_privacy.epsilon=4"], "local_privacy refuses fed"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(
+    argv: list[str], message: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(f"--federated.algorithm={argv[0]}", *argv[1:], code=2)
+    assert message in error_line(capsys)
+
+
+def test_fedbn_averages_all_but_the_norms(train: Train) -> None:
+    directory = train("--federated.algorithm=fedbn", *RESNET18, "--federated.num_rounds=1")
+    kept, _ = checkpoint.load(directory / "checkpoint" / "last.safetensors")
+    assert (kept["model/backbone.layer2.0.downsample.1.weight"] == 1).all(), "as before training"
+    assert (kept["model/backbone.bn1.bias"] == 0).all()
+    content = np.fromfile(directory / "checkpoint" / FILE, "<f4").reshape(-1, 9600)
+    assert (np.abs(content - np.median(content, axis=0)).max(1) > 0).all(), "each user's own"
+    size = sum(w.numel() * 4 for w in checkpoint.part(kept, checkpoint.MODEL).values())
+    assert results(directory)["traffic"]["up"] == size - 4 * 9600
+    words = ("--federated.algorithm=fedper", f"{OPTION}personal=norms", "--federated.num_rounds=1")
+    same = train(*words, *RESNET18, name="same")
+    assert results(same)["clients"] == results(directory)["clients"]
+
+
+def test_another_file_of_users_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--federated.algorithm=fedper", "--runtime.checkpoint_every=1")
+    with killed_at(2):
+        directory = train(*argv, code=130)
+    path = directory / "checkpoint" / FILE
+    path.write_bytes(bytes(path.stat().st_size))
+    capsys.readouterr()
+    train(*argv, code=2)
+    assert f"{FILE} is not the one that the checkpoint was written with" in error_line(capsys)
+
+
+def trained(data: Path, directory: Path, names: Sequence[str] = tuple(WORDS)) -> None:
+    """A run of each."""
+    for name in names:
+        argv = [*SMALL, "--config=fl-r-17", "--runtime.engine=fast", *words(name)]
+        with sparingly():
+            execute(parse([*argv, f"--run_dir={directory / name}"]), data, Flair)
+
+
+def test_two_workers_hold_what_one_does(mini_file: Path, tmp_path: Path) -> None:
+    """One of the runs was begun by one worker."""
+    trained(mini_file, tmp_path / "1")
+    with killed_at(2), pytest.raises(KeyboardInterrupt):
+        trained(mini_file, tmp_path / "2", ["fedrep"])
+    run(
+        command(
+            "torchrun", 2, "tests.benchmarks.core.test_personal_runs", str(mini_file), str(tmp_path / "2")
+        )
+    )
+    for name in WORDS:
+        alone, together = (tmp_path / workers / name for workers in "12")
+        first, second = (
+            checkpoint.load(path / "checkpoint" / "last.safetensors")[0] for path in (alone, together)
+        )
+        for key, tensor in first.items():
+            if key.startswith(("model/", "seen")):
+                torch.testing.assert_close(second[key], tensor, rtol=1e-5, atol=1e-6)
+        ours_kept, theirs_kept = (np.fromfile(d / "checkpoint" / FILE, "<f4") for d in (alone, together))
+        assert torch.equal(first["users/rows"], second["users/rows"])
+        np.testing.assert_allclose(theirs_kept, ours_kept, rtol=1e-4, atol=1e-5)
+        ours, theirs = (results(path)["clients"] for path in (alone, together))
+        for group in ours:
+            for kind in ("personal", "server"):
+                if kind in ours[group]:
+                    assert theirs[group][kind]["pooled"] == pytest.approx(
+                        ours[group][kind]["pooled"], abs=1e-2
+                    )
+                    for column, spread in ours[group][kind]["users"].items():
+                        assert theirs[group][kind]["users"][column] == pytest.approx(spread, abs=1e-2)
+        assert len(lines(together)[2]["worker_seconds"]) == 2
+        assert ("worker_seconds" in lines(together)[0]) == (name != "fedrep")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with connected("auto", threads=1, timeout=60):
+        trained(Path(sys.argv[1]), Path(sys.argv[2]))
