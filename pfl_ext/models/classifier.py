@@ -27,10 +27,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
-from pfl_ext.models.cutout import cut_out
+from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
 from pfl_ext.models.drawing import DrawFrom, initialise
-from pfl_ext.models.dropout import DROPPING, dropping, keyed
+from pfl_ext.models.dropout import DROPPING, dropping, keyed, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -278,6 +278,7 @@ class ImageClassifier(nn.Module):
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
+        check_cutout(cutout, task)
         self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
         head = new_part(backbone)
@@ -312,7 +313,7 @@ class ImageClassifier(nn.Module):
         return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """In the memory format of the weights; another costs a copy in each layer, a third of a CPU's step."""
+        """In the memory format of the weights: another costs a CPU a third of a step, for copies."""
         if not self.is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
@@ -373,7 +374,7 @@ class ImageClassifier(nn.Module):
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
         """``loss`` as it is scored, as a pfl metric that adds up over batches, users and workers."""
-        x, targets = self.prepare(images, targets, crops)
+        x, targets = self.prepare(images, targets, without_keys(crops))
         losses, _ = self.task.scored(self.backbone(x), targets)
         return {"loss": Weighted(float(losses.sum()), len(images))}
 

@@ -13,15 +13,30 @@ from torch import Tensor
 
 from pfl_ext.data.transforms import KEY_BITS
 from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.tasks.task import Task
 
 STREAM = (1 << 20) + 2
 """Of draws, beyond those of dropout's layers and of detectors."""
 
 
-def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
-    """A network's input with a square of zeros, the mean colour, in each image.
+def check_cutout(side: int | None, task: Task) -> None:
+    """Refuse hidden squares for targets with a place in the image: what is hidden would still be asked for.
 
-    Its centre is any pixel of the image, all as likely, so that a part of it may lie outside.
+    Raises:
+        ValueError: in one line.
+    """
+    if side is not None and type(task).augment is not Task.augment:
+        raise ValueError(
+            f"augment.cutout is {side}, and {type(task).__name__} asks what is where in an image, also where "
+            "it is hidden: set augment.cutout to none"
+        )
+
+
+def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
+    """A network's input with a square of zeros in each image: after normalisation, the mean colour.
+
+    The square's centre (of an even side: the pixel below and right of it) is any pixel of the image, all as
+    likely, so that a part of the square may lie outside, as in the authors' code.
 
     Args:
         x: normalised, ``[B, 3, S, S]``.
@@ -35,4 +50,4 @@ def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
     low = (drawn(keys, STREAM, 2) * size >> KEY_BITS) - side // 2
     pixels = torch.arange(size, device=x.device)
     inside = (pixels >= low[..., None]) & (pixels < low[..., None] + side)
-    return x.masked_fill((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 0.0)
+    return x.clone().masked_fill_((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 0.0)

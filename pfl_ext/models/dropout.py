@@ -55,6 +55,11 @@ def keys_in(crops: Tensor | None) -> Tensor | None:
     return high << KEY_BITS | low
 
 
+def without_keys(crops: Tensor | None) -> Tensor | None:
+    """The same crops, by which nothing is dropped and nothing hidden. Arguments as `dropping`."""
+    return None if crops is None else crops[:, :CROP_COLUMNS]
+
+
 def keys_of_images() -> Tensor | None:
     """The keys of the images that go through the network now, int64 ``[B]``; None: nothing is dropped."""
     return _KEYS.get()

@@ -198,11 +198,7 @@ def check_training(config: TrainingConfig) -> None:
             f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
             "view of each image: set augment.views to none, or model.channel_norm to group"
         )
-    if config.augment.cutout is not None and config.augment.views is not None:
-        raise ValueError(
-            f"augment.cutout is {config.augment.cutout}, and augment.views {config.augment.views}, which stay"
-            " as they were drawn: set one of the two to none"
-        )
+    _check_cutout(config)
     federated, central = config.federated, config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
@@ -213,6 +209,7 @@ def check_training(config: TrainingConfig) -> None:
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)
+        central.check_warmup()
     if config.mode == "federated":
         local, server, rounds = config.local, config.server, federated.num_rounds
         local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
@@ -227,3 +224,18 @@ def check_training(config: TrainingConfig) -> None:
                 f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "
                 f"{federated.name} has no model of all users before its last round: set it to last"
             )
+
+
+def _check_cutout(config: TrainingConfig) -> None:
+    side, size = config.augment.cutout, config.model.input_size
+    if side is None:
+        return
+    if side > size:
+        raise ValueError(
+            f"augment.cutout is {side}, more than model.input_size = {size}: choose a smaller one"
+        )
+    if config.augment.views is not None:
+        raise ValueError(
+            f"augment.cutout is {side}, and augment.views {config.augment.views}, which stay as they were "
+            "drawn: set one of the two to none"
+        )

@@ -26,7 +26,7 @@ from pfl_ext.models.decoders import draws
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
-from pfl_ext.schedules import DecayConfig
+from pfl_ext.schedules import LEAST, DecayConfig
 
 BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
@@ -213,12 +213,34 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
     def scheduled(self, rate: float, step: int, num_steps: int) -> float:
         """The learning rate in epoch 0, 1, ...; after a warm-up that of `ScheduleConfig.scheduled`.
 
-        The schedule counts all epochs: those of the warm-up, too, as timm's do.
+        Epoch e of W has ``f + (rate - f) e / W`` with the warm-up's first rate f. The schedule then goes on
+        as if there had been no warm-up: it counts all epochs, as timm's schedulers do (``warmup_t`` and
+        ``warmup_lr_init`` there, without ``warmup_prefix``).
         """
         if step >= self.warmup_epochs:
             return super().scheduled(rate, step, num_steps)
         first = self.warmup_learning_rate
         return first + (rate - first) * step / self.warmup_epochs
+
+    def check_warmup(self) -> None:
+        """Refuse a warm-up that never ends, or that begins with no learning rate or above the schedule's.
+
+        Raises:
+            ValueError: in one line.
+        """
+        if not self.warmup_epochs:
+            return
+        if self.warmup_epochs >= self.num_epochs:
+            raise ValueError(
+                f"centralised.warmup_epochs is {self.warmup_epochs}, and centralised.num_epochs "
+                f"{self.num_epochs}: give fewer epochs of warm-up, or 0"
+            )
+        if not LEAST <= self.warmup_learning_rate * min(1.0, self.head_rate_factor) <= self.learning_rate:
+            raise ValueError(
+                f"centralised.warmup_learning_rate is {self.warmup_learning_rate:g}, with which the warm-up "
+                "would train nothing at first, or more than later: give a rate above 0 and up to "
+                f"centralised.learning_rate, which is {self.learning_rate:g}"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
