@@ -83,7 +83,7 @@ def _personalisation(config: Config) -> Personalisation:
         field.name: getattr(config.personal, field.name) for field in dataclasses.fields(config.personal)
     }
     batches = BatchConfig(num_epochs=fields.pop("num_epochs"), batch_size=fields.pop("batch_size"))
-    sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.model.dropout)
+    sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.keys)
     return Personalisation(sampling, **fields)
 
 
