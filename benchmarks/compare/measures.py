@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.core.config.trees import Tree
+from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import DAMAGE, RunRecord, reading
 from dataset.pages import bytes_in_words
 from pfl_ext.tasks.multi_label_scores import shown
@@ -75,9 +76,21 @@ def _measures(run: RunRecord) -> Iterator[Measure]:
                 yield Measure(section, head, "percent", values[key])
             if (deviation := _deviation_of_users(run, name)) is not None:
                 yield Measure(section, "standard deviation", "percent", deviation)
+        for each in single_users.of_run(run):
+            section = f"users' {shown(each.score)}, {each.kind}"
+            for key, value in each.values.items():
+                yield Measure(section, single_users.COLUMNS[key], _unit_of_users(key, each.score), value)
     yield from _time(run)
     yield from _traffic(run)
     yield from _cost(run)
+
+
+def _unit_of_users(key: str, score: str) -> Unit:
+    if key in single_users.COUNTS:
+        return "count"
+    if key == "variance without noise":
+        return "number"
+    return "loss" if score == "loss" else "percent"
 
 
 def _scores(results: Tree) -> Iterator[Measure]:

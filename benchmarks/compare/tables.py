@@ -154,9 +154,10 @@ def users(comparison: Comparison) -> Html:
     """The scores of single users: those that runs are judged by, and the others folded away."""
     first = [f"users' {shown(score)}" for score in comparison.headline]
     found = sections(comparison, "users'")
-    others = [section for section in found if section not in first]
+    shown_first = [section for section in found if section.partition(",")[0] in first]
+    others = [section for section in found if section not in shown_first]
     folded = tag("details", tag("summary", "Other scores of users"), measured(comparison, others))
-    parts = [measured(comparison, [section for section in first if section in found])]
+    parts = [measured(comparison, shown_first)]
     return join([*parts, folded] if others else parts)
 
 

@@ -22,7 +22,6 @@ from pfl_ext.engine.cpu.layers import kernels_for, layers_for
 from pfl_ext.engine.training import clip_each
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import RATE_FACTOR, ImageClassifier
-from pfl_ext.models.decoders import draws
 from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
 
@@ -65,7 +64,7 @@ def train_epoch(run: AnyRun, store: ImageStore, model: PyTorchModel, epoch: int)
     read = prefetched(store.read, batches, ahead=run.runtime.prefetch, threads=run.runtime.reader_threads)
     for images, targets in read:
         images, crops = augmented(images, rng, config.model.input_size, config.augment)
-        crops = draw_keys(keys, crops) if draws(config.model) else crops
+        crops = draw_keys(keys, crops) if config.keys else crops
         optimizer.zero_grad()
         with model.amp_context or contextlib.nullcontext():
             loss = module.loss(

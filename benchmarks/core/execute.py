@@ -32,6 +32,7 @@ from benchmarks.core.network import network_words
 from benchmarks.core.recorder import Checkpoints, Recorder, columns
 from benchmarks.core.run_directory import RunDirectory, directory_of
 from benchmarks.core.secret import statement_path
+from benchmarks.core.single_users import scores_of_users
 from benchmarks.core.tracking import Tracking
 from dataset.cli import held
 from dataset.files import file_digest, write_json
@@ -234,8 +235,14 @@ def _final_scores(
     if recorder.best.step != recorder.num_steps:
         model.pytorch_model.load_state_dict(recorder.best.weights)
         metrics = {name: evaluation(model) for name, evaluation in evaluations.items()}
+    users: Tree = {}
+    config = recorder.run.config
+    private = config.privacy is not None or config.local_privacy is not None
+    if experiment.scores_users and not private and "clients" not in recorder.findings:
+        users = scores_of_users(experiment, model, inputs)
     model._model = whole  # pfl has no way to set it
     return {
+        **users,
         **{name: columns(task, scored) for name, scored in metrics.items()},
         "last": last,
         "best_step": recorder.best.step,

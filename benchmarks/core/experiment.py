@@ -97,6 +97,9 @@ class Experiment(ABC, Generic[C]):
     def module(self) -> ImageClassifier:
         """The network before its first step."""
 
+    scores_users: ClassVar[bool] = False
+    """Whether users of val and test are scored one by one by `benchmarks.core.single_users`."""
+
     def partition(self) -> Partition | None:
         """Who owns the training images; None: the store's users."""
         return None
@@ -200,4 +203,5 @@ def build_model(
         std=scale.std,
         exact_crops=config.augment.crop != "resized",
         padding=config.augment.padding,
+        cutout=config.augment.cutout,
     )

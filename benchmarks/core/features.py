@@ -218,6 +218,8 @@ def reason_against(config: TrainingConfig) -> str | None:
     """Why an image has other features in each round; None where it always has the same, or the same few."""
     if config.model.dropout:
         return "model.dropout is true"
+    if config.augment.cutout is not None:
+        return f"augment.cutout is {config.augment.cutout}"
     if config.augment.views is not None:
         return None
     if config.augment.flip != "none":

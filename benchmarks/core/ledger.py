@@ -42,6 +42,7 @@ PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
 PUBLIC_RESULTS = (
     "setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
     "per_class_ap", "per_class_ap50", "per_class_accuracy", "per_class_iou", "prevalence", "per_user",
+    "clients",
     "weights", "parameters", "trainable_parameters", "norm", "start_probe", "hardware", "arithmetic",
     "commit", "torch", "config_sha256", "model_sha256", "model_probe",
 )  # fmt: skip

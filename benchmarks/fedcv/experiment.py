@@ -29,7 +29,7 @@ from dataset.store.annotated_view import AnnotatedView
 from dataset.store.annotations import IntArray
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import CARVED
-from pfl_ext.algorithms.per_user import quantiles
+from pfl_ext.algorithms.per_user import quantiles, spreads_by_group
 from pfl_ext.data.federated_dataset import ImageStore
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.tasks.task import Task
@@ -109,9 +109,10 @@ class OfAnnotatedImages(Experiment[C]):
     def user_scores(
         self, split: str, columns: Sequence[Mapping[str, float]], label: str, directory: Path, title: str
     ) -> Tree:
-        """Write ``per_user.json`` and ``plots/per_user.png``; the summary. The first worker alone calls it.
+        """Write ``per_user.json`` and ``plots/per_user.png``; the summaries for ``results.json``.
 
-        Their mean weighs users alike and says another thing than the scores of the split.
+        Their mean weighs users alike and says another thing than the scores of the split. The first worker
+        alone calls it.
 
         Args:
             split: whose users they are.
@@ -144,7 +145,8 @@ class OfAnnotatedImages(Experiment[C]):
         if 0 < len(shown) <= FEW_BARS:
             picture = directory / "plots" / "per_user.png"
             plots.bars(shown, f"{label} of a {split} user (%)", title, picture)
-        return summary
+        sizes, trained = np.diff(store.user_offsets), set(self.split("train").user_ids)
+        return {"per_user": summary, "clients": spreads_by_group(store.user_ids, trained, sizes, values)}
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
         """Below the splits' scores, the mean of those of single users."""

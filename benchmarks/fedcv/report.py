@@ -2,7 +2,8 @@
 
     python -m benchmarks.fedcv.report RUN_DIR... [--output_dir D]
 
-Folders are searched for runs. Written into D (default: report): report.md and report.csv. Scores are of test,
+Folders are searched for runs. Written into D (default: report): report.md, report.csv and, where users were
+scored one by one, users.csv. Scores are of test,
 in percent, mean and standard deviation over seeds. Runs are put into one row only where nothing but the seed
 differs. The paper's number stands beside a run of its setting where no key was changed; of any other row, the
 keys in which it differs from the setting of its name. Megabytes are those of one client in one round.
@@ -24,6 +25,7 @@ from benchmarks.fedcv.classification.train import FederatedClassification
 from benchmarks.fedcv.detection.train import FederatedDetection
 from benchmarks.fedcv.paper import ACCURACY, DATA
 from benchmarks.fedcv.segmentation.train import FederatedSegmentation
+from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, finished_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from dataset.cli import run as run_command
@@ -129,6 +131,11 @@ def main(argv: Sequence[str]) -> None:
         for number, (group, row) in enumerate(zip(groups, rows), 1)
         if (changed := changes(tasks[group[0].directory], group[0]))
     ]
+    of_users = [
+        line
+        for group, row in zip(groups, rows)
+        for line in single_users.rows(row[0], group, tasks[group[0].directory].headline[0])
+    ]
     hardware = sorted({str(run.outcome["hardware"]) for run in runs})
     commits = sorted({str(run.outcome["commit"])[:7] for run in runs})
     text = "\n".join(
@@ -137,6 +144,7 @@ def main(argv: Sequence[str]) -> None:
             "",
             markdown_table(HEADS, rows),
             "",
+            *single_users.section(of_users),
             *section("Not the setting as it is shipped:", apart),
             f"Hardware: {'; '.join(hardware)}. Commits: {', '.join(commits)}.",
             "",
@@ -146,6 +154,9 @@ def main(argv: Sequence[str]) -> None:
     written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
     write_bytes(written[0], f"{text.rstrip()}\n".encode())
     write_bytes(written[1], csv_table(HEADS, rows).encode())
+    if of_users:
+        written.append(options.output_dir / "users.csv")
+        write_bytes(written[-1], single_users.csv(of_users).encode())
     print(text)
     print(f"written: {', '.join(map(str, written))}")
 

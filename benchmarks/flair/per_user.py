@@ -69,7 +69,8 @@ def evaluate(directory: Path, run: Run) -> Tree:
             module.to(get_default_device()), optim.SGD, optim.SGD(module.parameters(), lr=1.0)
         )
         scored = CentralEvaluation(task.split(SPLIT), threads=run.runtime.reader_threads)(model)[SCORES]
-        return write_users(directory, config, module, task, scored)
+        summary: Tree = write_users(directory, config, module, task, scored)["per_user"]
+        return summary
 
 
 def quantile_table(summary: Tree) -> str:

@@ -20,6 +20,7 @@ from benchmarks.flair import paper
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.paper import SCORES, variant
 from benchmarks.flair.table import Cell, Row, classes_without_positives, make_rows
+from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import RunRecord, find_runs, read_run, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section
 from dataset.cli import run as run_command
@@ -129,6 +130,8 @@ def markdown(report: Report) -> str:
             further = _further_reasons(against, common)
             lines += [*further, ""] if further else []
         lines += [_table(rows), ""]
+        of_users = [line for row in rows for line in single_users.rows(row.label, row.runs, "O-AP")]
+        lines += single_users.section(of_users)
         absent = dict.fromkeys(classes_without_positives(run.outcome) for row in rows for run in row.runs)
         lines += [line for text in absent if text for line in (f"{text}.", "")]
         present = {row.variant.setting for row in rows if not row.variant.essential}

@@ -28,6 +28,7 @@ from pfl_ext.algorithms.per_user import (
     personalise,
     quantiles,
     shot_table,
+    spreads_by_group,
 )
 from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
@@ -51,7 +52,7 @@ def class_scores(
     per_class = {name: float(value) for name, value in zip(task.label_names, ap)}
     users: Tree = {}
     if config.evaluation.per_user or config.personal.num_epochs:
-        users["per_user"] = write_users(directory, config, model.pytorch_model, task, scores)
+        users = write_users(directory, config, model.pytorch_model, task, scores)
     counts = task.split("train").label_counts()
     return {
         "per_class_ap": per_class,
@@ -83,7 +84,7 @@ def _personalisation(config: Config) -> Personalisation:
         field.name: getattr(config.personal, field.name) for field in dataclasses.fields(config.personal)
     }
     batches = BatchConfig(num_epochs=fields.pop("num_epochs"), batch_size=fields.pop("batch_size"))
-    sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.model.dropout)
+    sampling = LocalSampling.of(batches, config.augment, config.model.input_size, config.keys)
     return Personalisation(sampling, **fields)
 
 
@@ -115,7 +116,7 @@ def _personal_tree(config: Config, scores: PersonalScores) -> tuple[Tree, Tree]:
 def write_users(
     directory: Path, config: Config, module: ImageClassifier, task: LabelSetView, scored: MultiLabelScores
 ) -> Tree:
-    """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summary for ``results.json``.
+    """Write ``per_user.json`` and ``plots/per_user.png`` of a model; the summaries for ``results.json``.
 
     All workers call this, and share the fine-tuning; the first writes.
 
@@ -147,7 +148,11 @@ def write_users(
         title = f"{config.setting}: {len(store.user_ids)} test users"
         picture = directory / "plots" / "per_user.png"
         plots.per_user_violins(violins, f"{shown('O-AP')} of one user (%)", title, picture)
-    return summary
+    columns = {name: values[name] for name in PER_USER}
+    groups = spreads_by_group(
+        store.user_ids, set(task.split("train").user_ids), np.diff(store.user_offsets), columns
+    )
+    return {"per_user": summary, "clients": groups}
 
 
 def _reasons_against(config: Config, results: Tree) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.core.commands import command_parser
 from benchmarks.core.config.digests import experiment
 from benchmarks.core.config.trees import Tree
+from benchmarks.reporting import single_users
 from benchmarks.reporting.runs import RunRecord, by_experiment, find_runs, split_duplicates
 from benchmarks.reporting.tables import csv_table, markdown_table, section, spread
 from benchmarks.visual_classification import figures, paper
@@ -136,6 +137,15 @@ def paper_cells(name: str, rounds: Sequence[int], batches: Sequence[int]) -> dic
     return {"setting": f"{name}, the paper's", **empty, **known}
 
 
+def users_of(rows: Sequence[Row]) -> list[list[str]]:
+    """How the accuracy of the model of each row differs over users."""
+    return [
+        line
+        for row in rows
+        for line in single_users.rows(f"{row.label}, {row.partition}", row.runs, "accuracy")
+    ]
+
+
 def markdown(
     rows: Sequence[Row], left_out: Sequence[str], rounds: Sequence[int], batches: Sequence[int]
 ) -> str:
@@ -160,6 +170,7 @@ def markdown(
         "",
         markdown_table(heads, lines),
         "",
+        *single_users.section(users_of(rows)),
         *section("Dirichlet's alpha:", alphas),
         *section("Not comparable with the paper:", apart),
         f"Hardware: {'; '.join(machines)}. Commits: {', '.join(commits)}.",
@@ -205,6 +216,9 @@ def main(argv: Sequence[str]) -> None:
     written = [options.output_dir / "report.md", options.output_dir / "report.csv"]
     write_bytes(written[0], text.encode())
     write_bytes(written[1], csv_table(list(table[0]), [list(line.values()) for line in table]).encode())
+    if of_users := users_of(rows):
+        written.append(options.output_dir / "users.csv")
+        write_bytes(written[-1], single_users.csv(of_users).encode())
     written += figures.draw_all(rows, options.output_dir)
     print(text)
     print(f"written: {', '.join(map(str, written))}")

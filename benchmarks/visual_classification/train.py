@@ -40,6 +40,7 @@ class VisualClassification(Experiment[Config]):
 
     benchmark = VISION
     headline = SingleLabel.headline
+    scores_users = True
     scores = ("loss", "accuracy", "C-accuracy")
 
     def __init__(self, run: Run, file: DataFile) -> None:

@@ -153,7 +153,10 @@ class FedGKT(Algorithm[GKTState]):
                 "fedgkt compares softmaxes of one label for each image: choose another algorithm"
             )
         if users.sampling.keys:
-            raise ValueError("fedgkt drops no units, as the server has no keys: set model.dropout to false")
+            raise ValueError(
+                "fedgkt drops no units and hides no squares, as the server has no keys: set model.dropout to "
+                "false and augment.cutout to none"
+            )
         if setup.has_head_rate:
             raise ValueError(
                 "fedgkt has the head of the network at the server, whose rate is federated.options."

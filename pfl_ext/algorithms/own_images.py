@@ -5,7 +5,6 @@ Letters: U users, M images that are scored.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from pfl.internal import ops
 from pfl.metrics import Metrics, Weighted
 from torch import Tensor
 
-from pfl_ext.algorithms.per_user import user_split
-from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Partition
+from pfl_ext.algorithms.per_user import spread, user_split
+from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, IntArray, Partition
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import current
@@ -79,23 +78,23 @@ class Scores:
     """The scores of some users' models on the users' own images; each may have models of several kinds.
 
     Args:
-        images: of the run.
-        users: who is scored, ``[U]`` numbers of users with images set aside, at least one.
+        store: where the images are.
+        held_out: of each user that is scored, at least one, the rows of its images, at least one.
         module: the network; where it stands is what is scored.
     """
 
-    def __init__(self, images: OwnImages, users: IntArray, module: ImageClassifier) -> None:
-        self._images, self._users, self._module = images, users, module
-        self._sizes = np.array([len(images.held_out[user]) for user in users.tolist()], np.int64)
+    def __init__(self, store: ImageStore, held_out: Sequence[IntArray], module: ImageClassifier) -> None:
+        self._store, self._held_out, self._module = store, held_out, module
+        self._sizes = np.array([len(rows) for rows in held_out], np.int64)
         self._offsets = np.cumsum([0, *self._sizes.tolist()]).astype(np.int64)
         self._scored = defaultdict[str, _Scored](_Scored)
-        self._names = list(self._columns(*self._score(images.held_out[users[0]][:1])))
+        self._names = list(self._columns(*self._score(held_out[0][:1])))
 
     @torch.no_grad()
     def _score(self, rows: IntArray) -> tuple[Tensor, Tensor, Any]:
         """Losses ``[m]`` and predictions ``[m, ...]`` of m rows, and their annotations."""
         task, device = self._module.task, self._module.mean.device
-        images, annotations = self._images.users.store.read(rows)
+        images, annotations = self._store.read(rows)
         scored = []
         for first in range(0, len(rows), BATCH):
             pixels, targets = images[first : first + BATCH], annotations[first : first + BATCH]
@@ -112,7 +111,7 @@ class Scores:
 
     def add(self, kind: str, places: Sequence[int]) -> None:
         """Score the network as the model of this kind of the users at these places; on one worker alone."""
-        held_out = [self._images.held_out[self._users[place]] for place in places]
+        held_out = [self._held_out[place] for place in places]
         first = 0
         while first < len(places):  # as many users as images go through a network at a time
             stop, count = first + 1, len(held_out[first])
@@ -143,7 +142,7 @@ class Scores:
         the task's columns over all images together, and ``users`` each column's `spread` over users, who
         count alike.
         """
-        sizes = {"users": len(self._users), "images": int(self._sizes.sum())}
+        sizes = {"users": len(self._sizes), "images": int(self._sizes.sum())}
         return {
             **sizes,
             "least images": int(self._sizes.min()),
@@ -152,11 +151,11 @@ class Scores:
 
     def _summary_of(self, scored: _Scored) -> dict[str, Any]:
         task, workers = self._module.task, current()
-        table = torch.zeros(len(self._users), len(self._names), dtype=torch.float64)
+        table = torch.zeros(len(self._sizes), len(self._names), dtype=torch.float64)
         for place, values in scored.columns.items():
             table[place] = torch.tensor(values, dtype=torch.float64)
         rows = np.concatenate([np.empty(0, np.int64), *scored.rows])
-        annotations = [self._images.users.store.targets(np.empty(0, np.int64)), *scored.annotations]
+        annotations = [self._store.targets(np.empty(0, np.int64)), *scored.annotations]
         loss = float(torch.cat(scored.losses).sum()) if scored.losses else 0.0
         statistics = task.statistics(int(self._sizes.sum()), rows, scored.predictions, annotations)
         metrics = Metrics([(LOSS, Weighted(loss, len(rows))), (SCORES, statistics)])
@@ -166,29 +165,8 @@ class Scores:
         pooled = {"loss": float(metrics[LOSS].overall_value), **task.summarise(metrics[SCORES])}
         return {
             "pooled": {name: round(value, 4) for name, value in pooled.items()},
-            "users": {name: spread(values) for name, values in zip(self._names, table.cpu().numpy().T)},
+            "users": {
+                name: spread(values, self._sizes, name in task.shares_of_images)
+                for name, values in zip(self._names, table.cpu().numpy().T)
+            },
         }
-
-
-def spread(values: FloatArray) -> dict[str, float]:
-    """How a column differs over users.
-
-    Args:
-        values: ``[U]``, NaN for a user of whom the column says nothing, and who is left out.
-
-    Returns:
-        ``mean``, ``std`` (of these users, not of a population), and ``lowest decile`` and ``highest decile``:
-        the mean over the tenth of the users, rounded up, with the lowest values and the highest. Without
-        users only ``n``, how many are counted.
-    """
-    known = np.sort(values[~np.isnan(values)])
-    if not len(known):
-        return {"n": 0}
-    tenth = math.ceil(len(known) / 10)
-    found = {
-        "mean": known.mean(),
-        "std": known.std(),
-        "lowest decile": known[:tenth].mean(),
-        "highest decile": known[-tenth:].mean(),
-    }
-    return {"n": len(known), **{name: round(float(value), 4) for name, value in found.items()}}

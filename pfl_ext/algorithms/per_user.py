@@ -6,7 +6,8 @@ Shape letters: U users, N images, K classes, M images that are scored.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +58,85 @@ def quantiles(values: FloatArray) -> dict[str, float]:
         return {"n": 0}
     places = {f"q{100 * q:g}": float(v) for q, v in zip(QUANTILES, np.quantile(known, QUANTILES))}
     return {"n": len(known), "mean": float(known.mean()), **places}
+
+
+def spread(values: FloatArray, sizes: IntArray | None = None, shares: bool = False) -> dict[str, float]:
+    """How a column differs over users, each of whom counts once, whatever its size.
+
+    Scores of few images differ by chance alone. A user who is right with probability p on n images has a
+    share a of right ones with the variance p (1 - p) / n, of which a (1 - a) / (n - 1) is an estimate without
+    bias. ``variance without noise`` is the variance of the U users' p, estimated without bias as
+
+        Var(a) - (1 - 1 / U) mean(a (1 - a) / (n - 1)),   Var(a) = mean (a - mean a)^2,
+
+    over the users with two images or more. It may come out below 0, and then says that nothing but chance is
+    seen.
+
+    Args:
+        values: ``[U]``, NaN for a user of whom the column says nothing, and who is left out.
+        sizes: ``[U]``, on how many images each value rests; None: not known.
+        shares: whether each value is the share, in percent, of the user's images that were right.
+
+    Returns:
+        ``n``, how many users are counted; without any, nothing else. ``mean``, ``std`` (of these users, not
+        of a population), and ``lowest decile`` and ``highest decile``: the mean over the tenth of the users,
+        rounded up, with the lowest values and the highest. With sizes, ``least images``: of the user with the
+        fewest. With shares, ``variance without noise`` in squared percent, if two users have two images.
+    """
+    counted = ~np.isnan(values)
+    known = np.sort(values[counted])
+    if not len(known):
+        return {"n": 0}
+    tenth = math.ceil(len(known) / 10)
+    found = {
+        "mean": known.mean(),
+        "std": known.std(),
+        "lowest decile": known[:tenth].mean(),
+        "highest decile": known[-tenth:].mean(),
+    }
+    if sizes is not None and shares and (several := counted & (sizes > 1)).sum() > 1:
+        a, n = values[several], sizes[several]
+        noise = (a * (100 - a) / (n - 1)).mean()
+        found["variance without noise"] = a.var() - (1 - 1 / len(a)) * noise
+    rounded = {name: round(float(value), 4) for name, value in found.items()}
+    least = {} if sizes is None else {"least images": int(sizes[counted].min())}
+    return {"n": len(known), **rounded, **least}
+
+
+def spreads_by_group(
+    users: Sequence[str],
+    trained: Collection[str],
+    sizes: IntArray,
+    columns: Mapping[str, FloatArray],
+    shares: Collection[str] = (),
+) -> dict[str, Any]:
+    """`spread` of users who have training images, ``seen``, and of others, ``new``, for ``results.json``.
+
+    Args:
+        users: ids, ``[U]``.
+        trained: ids of the users with training images.
+        sizes: ``[U]``, images on which each is scored.
+        columns: each ``[U]``, of one model.
+        shares: the columns that are shares of images.
+
+    Returns:
+        By group ``users``, ``images``, ``least images``, and as ``server`` the model's ``users`` by column,
+        in the form that scores on users' own images have. A group without users is left out.
+    """
+    seen, found = np.array([user in trained for user in users], bool), dict[str, Any]()
+    for group, members in (("seen", seen), ("new", ~seen)):
+        if members.any():
+            own = sizes[members]
+            of_users = {
+                name: spread(values[members], own, name in shares) for name, values in columns.items()
+            }
+            found[group] = {
+                "users": int(members.sum()),
+                "images": int(own.sum()),
+                "least images": int(own.min()),
+                "server": {"users": of_users},
+            }
+    return found
 
 
 def user_split(user_id: str, num_images: int, share: float, seed: int) -> tuple[IntArray, IntArray]:

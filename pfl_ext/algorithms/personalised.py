@@ -44,6 +44,7 @@ from pfl_ext.workers.distributed import current, is_main
 
 SEEN, USERS = "seen", "users/"
 """Names in a checkpoint: which users have trained; before what `UserParts` has there."""
+SHOWN = ("mean", "std", "lowest decile", "highest decile")
 BLOCK_BYTES = 2**28
 """Of the users' vectors that are in memory at a time where all are scored."""
 
@@ -183,7 +184,8 @@ class Personalised(Algorithm[PyTorchModel]):
 
     def _scores_of(self, x: Weights, users: IntArray, number: int, own: bool) -> dict[str, Any]:
         """``own``: whether users have another model than the server's, which is the run's here."""
-        scores = Scores(self.images, users, self.means.model.pytorch_model)
+        held_out = [self.images.held_out[user] for user in users.tolist()]
+        scores = Scores(self.images.users.store, held_out, self.means.model.pytorch_model)
         with self.clients.dealt(users, number) as mine:
             scores.add("server", mine)
         if not own:
@@ -240,6 +242,6 @@ def shown(column: str, group: str, found: Mapping[str, Any]) -> str:
         if kind not in found:
             continue
         users = found[kind]["users"].get(column, {"n": 0})
-        spread = ", ".join(f"{name} {value:.2f}" for name, value in users.items() if name != "n")
+        spread = ", ".join(f"{name} {value:.2f}" for name, value in users.items() if name in SHOWN)
         parts.append(f"{kind} models: pooled {found[kind]['pooled'][column]:.2f}, over users {spread}")
     return f"own held-out images of {found['users']} {group} users, {column}: {'; '.join(parts)}"

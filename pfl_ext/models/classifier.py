@@ -27,9 +27,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfl_ext.data.transforms import IMAGENET_MEAN, IMAGENET_STD, Framing, Padding, normalise
 from pfl_ext.models.config import ModelConfig
+from pfl_ext.models.cutout import check_cutout, cut_out
 from pfl_ext.models.decoders import Architecture, EncoderDecoder, taught
 from pfl_ext.models.drawing import DrawFrom, initialise
-from pfl_ext.models.dropout import DROPPING, dropping, keyed
+from pfl_ext.models.dropout import DROPPING, dropping, keyed, without_keys
 from pfl_ext.models.parties import PartyNetworks
 from pfl_ext.models.random_features import OnRandomFeatures, RandomFeatures
 from pfl_ext.models.small import NETWORKS, Configured
@@ -268,21 +269,22 @@ class ImageClassifier(nn.Module):
         std: Sequence[float] = IMAGENET_STD,
         exact_crops: bool | None = None,
         padding: Padding = "zero",
+        cutout: int | None = None,
     ):
         """``exact_crops``: see ``exact`` of `pfl_ext.data.transforms.cropped`; True where crop is "crop".
 
-        ``padding``: see there; a network's input is ``(pixels - mean) / std`` of pixels in 0..1.
-
-        ``task``: what the outputs mean, and which loss and score follow.
+        ``padding``: see there; a network's input is ``(pixels - mean) / std`` of pixels in 0..1; ``cutout``:
+        see `cut_out`; ``task``: what the outputs mean, and which loss and score follow.
         """
         super().__init__()
         assert_no_live_batchnorm(backbone)
+        check_cutout(cutout, task)
         self.noted: list[tuple[Tensor, int]] | None = None  # each batch's loss and size, where a list is here
         self.backbone = backbone
         head = new_part(backbone)
         self._new = f"backbone.{head}." if head else "backbone."
         self.framing = Framing(input_size, exact_crops, padding)
-        self.task = task
+        self.task, self._cutout = task, cutout
         self.cropping: Callable[[Tensor, Tensor], Tensor | None] | None = None
         """The engine's way from images and crops to the backbone's input; it gives None where it has none."""
         self.is_plain = tuple(mean) == (0, 0, 0) and tuple(std) == (1, 1, 1)
@@ -303,17 +305,15 @@ class ImageClassifier(nn.Module):
             targets: of these images.
             crops: ``[B, 6]`` or ``[B, 8]`` (`pfl_ext.data.transforms`); None takes the whole images.
         """
-        if self.cropping is not None and crops is not None:
-            x = self.cropping(images, crops)
-            if x is not None:
-                return x.contiguous(memory_format=self.memory_format), targets
-        pixels, targets = self.task.augment(images, targets, crops, self.framing)
-        return self._normalised(pixels), targets
+        x = None if self.cropping is None or crops is None else self.cropping(images, crops)
+        if x is None:
+            pixels, targets = self.task.augment(images, targets, crops, self.framing)
+            x = self._normalised(pixels)
+        x = x if self._cutout is None else cut_out(x, crops, self._cutout)
+        return x.contiguous(memory_format=self.memory_format), targets
 
     def _normalised(self, pixels: Tensor) -> Tensor:
-        """In the memory format of the backbone's weights: another costs a copy in every layer, which is a
-        third of a step on a CPU.
-        """
+        """In the memory format of the weights: another costs a CPU a third of a step, for copies."""
         if not self.is_plain:
             pixels = normalise(pixels, self.mean, self.std)
         return pixels.contiguous(memory_format=self.memory_format)
@@ -374,7 +374,7 @@ class ImageClassifier(nn.Module):
     @torch.no_grad()
     def metrics(self, images: Tensor, targets: Tensor, crops: Tensor | None = None) -> dict[str, MetricValue]:
         """``loss`` as it is scored, as a pfl metric that adds up over batches, users and workers."""
-        x, targets = self.prepare(images, targets, crops)
+        x, targets = self.prepare(images, targets, without_keys(crops))
         losses, _ = self.task.scored(self.backbone(x), targets)
         return {"loss": Weighted(float(losses.sum()), len(images))}
 

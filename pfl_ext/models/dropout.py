@@ -40,15 +40,24 @@ def dropping(crops: Tensor | None) -> Iterator[None]:
     Args:
         crops: ``[B, 6]`` or, with keys, ``[B, 8]``: of the images that go through the network within.
     """
-    keys = None
-    if crops is not None and crops.shape[1] > CROP_COLUMNS:
-        high, low = crops[:, CROP_COLUMNS:].to(torch.int64).unbind(1)
-        keys = high << KEY_BITS | low
-    token = _KEYS.set(keys)
+    token = _KEYS.set(keys_in(crops))
     try:
         yield
     finally:
         _KEYS.reset(token)
+
+
+def keys_in(crops: Tensor | None) -> Tensor | None:
+    """The keys in crops, int64 ``[B]``; None if they hold none. Arguments as `dropping`."""
+    if crops is None or crops.shape[1] == CROP_COLUMNS:
+        return None
+    high, low = crops[:, CROP_COLUMNS:].to(torch.int64).unbind(1)
+    return high << KEY_BITS | low
+
+
+def without_keys(crops: Tensor | None) -> Tensor | None:
+    """The same crops, by which nothing is dropped and nothing hidden. Arguments as `dropping`."""
+    return None if crops is None else crops[:, :CROP_COLUMNS]
 
 
 def keys_of_images() -> Tensor | None:
@@ -69,11 +78,11 @@ def draws_of_images(number: int, count: int, images: Tensor) -> Tensor:
     keys = keys_of_images()
     if keys is None:
         keys = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    return _drawn(keys, number, count).float() / (1 << KEY_BITS)
+    return drawn(keys, number, count).float() / (1 << KEY_BITS)
 
 
-def _drawn(keys: Tensor, number: int, count: int) -> Tensor:
-    """Whole numbers below 2**24, int64 ``[B, count]``."""
+def drawn(keys: Tensor, number: int, count: int) -> Tensor:
+    """Whole numbers below 2**24, int64 ``[B, count]``, from keys ``[B]``; see `draws_of_images`."""
     units = torch.arange(count, device=keys.device)
     streams = mixed(mixed(keys) + number)
     return _shifted(mixed(streams[:, None] + units * _STEP), 64 - KEY_BITS)
@@ -116,7 +125,7 @@ class KeyedDropout(nn.Module):
 
     def _kept(self, keys: Tensor, shape: torch.Size) -> Tensor:
         """Whether each unit of each image stays, ``[B, units]``."""
-        return _drawn(keys, self.number, shape.numel()) >= round(self.p * (1 << KEY_BITS))
+        return drawn(keys, self.number, shape.numel()) >= round(self.p * (1 << KEY_BITS))
 
     def extra_repr(self) -> str:
         """As torch's layers say it."""

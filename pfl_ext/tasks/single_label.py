@@ -35,6 +35,7 @@ class SingleLabel(WeightedTask):
     """
 
     headline = ("accuracy",)
+    shares_of_images = ("accuracy",)
     exclusive = True
 
     def __init__(self, label_smoothing: float = 0.0) -> None:

@@ -42,6 +42,8 @@ class Task(ABC):
     """Whether each image has exactly one label."""
     outputs: ClassVar[Outputs] = "image"
     """What a network must have outputs for."""
+    shares_of_images: ClassVar[tuple[str, ...]] = ()
+    """The columns of `summarise` that are the share of images, in percent, that were right."""
     scored_together: ClassVar[int] = 256
     """Most images of an evaluation's batch; fewer where the outputs of an image take much memory."""
 

@@ -166,7 +166,7 @@ def test_rounds_follow_the_golden_trajectory(engine: str, train: Train) -> None:
             assert low - 1e-6 <= value <= high + 1e-6, (step, name)  # of 100
 
 
-DROPPING = "--model.arch=simple_cnn --model.dropout=true"
+DROPPING = "--model.arch=simple_cnn --model.dropout=true --augment.cutout=6"
 
 
 @pytest.mark.parametrize(

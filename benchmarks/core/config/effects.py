@@ -110,6 +110,9 @@ def _idle_in_centralised(config: TrainingConfig) -> Iterator[Idle]:
         yield Idle(keys, "centralised.optimizer is sgd", "choose adam")
     else:
         yield Idle("centralised.momentum", "centralised.optimizer is adam", "choose sgd")
+    if not config.centralised.warmup_epochs:
+        because = "centralised.warmup_epochs is 0"
+        yield Idle("centralised.warmup_learning_rate", because, "give centralised.warmup_epochs")
 
 
 def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
@@ -195,6 +198,7 @@ def check_training(config: TrainingConfig) -> None:
             f"augment.views is {config.augment.views}, and model.channel_norm is data, with moments of one "
             "view of each image: set augment.views to none, or model.channel_norm to group"
         )
+    _check_cutout(config)
     federated, central = config.federated, config.centralised
     rates = (config.local, config.server, central)
     if config.model.parties is not None and any(section.head_rate_factor != 1 for section in rates):
@@ -205,6 +209,7 @@ def check_training(config: TrainingConfig) -> None:
     if config.mode == "centralised":
         rate, head = central.learning_rate, central.head_rate_factor
         central.check_schedule("centralised", rate, central.num_epochs, head)
+        central.check_warmup()
     if config.mode == "federated":
         local, server, rounds = config.local, config.server, federated.num_rounds
         local.check_schedule("local", config.local_learning_rate, rounds, local.head_rate_factor)
@@ -219,3 +224,18 @@ def check_training(config: TrainingConfig) -> None:
                 f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "
                 f"{federated.name} has no model of all users before its last round: set it to last"
             )
+
+
+def _check_cutout(config: TrainingConfig) -> None:
+    side, size = config.augment.cutout, config.model.input_size
+    if side is None:
+        return
+    if side > size:
+        raise ValueError(
+            f"augment.cutout is {side}, more than model.input_size = {size}: choose a smaller one"
+        )
+    if config.augment.views is not None:
+        raise ValueError(
+            f"augment.cutout is {side}, and augment.views {config.augment.views}, which stay as they were "
+            "drawn: set one of the two to none"
+        )

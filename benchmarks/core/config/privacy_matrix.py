@@ -90,7 +90,7 @@ TABLE: Mapping[str, Rule] = {
         *(name for name in get_args(Normalisation) if name != "data"),
     ),
     **each(BEFORE_CLIPPING, "model", "dropout feature_format"),
-    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing"),
+    **each(BEFORE_CLIPPING, "augment", "crop flip padding label_smoothing cutout"),
     "augment.views": Rule(
         "which views an image has, and which a step takes, follows from the seed and the image's and its "
         "user's place; the user's update is clipped as one, however many views its images have"
@@ -147,6 +147,7 @@ TABLE: Mapping[str, Rule] = {
     ),
     **each(UNUSED, "centralised", "momentum weight_decay max_grad_norm"),
     **each(UNUSED, "centralised", "schedule final_learning_rate schedule_power schedule_factor"),
+    **each(UNUSED, "centralised", "warmup_epochs warmup_learning_rate"),
     **each(UNUSED, "evaluation", "every_epochs"),
     **each(NOT_OF_TRAINING_USERS, "evaluation", "every_rounds best_by"),
     "privacy": Rule(ONE_KIND, None, (None,)),

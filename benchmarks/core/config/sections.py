@@ -26,7 +26,7 @@ from pfl_ext.models.decoders import draws
 from pfl_ext.privacy.accounting import Noise, PrivacyConfig
 from pfl_ext.privacy.local import LocalPrivacyConfig
 from pfl_ext.registry import Registry
-from pfl_ext.schedules import DecayConfig
+from pfl_ext.schedules import LEAST, DecayConfig
 
 BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
@@ -42,6 +42,9 @@ YOUNGER = {
     "augment.padding": "zero",
     "augment.views": None,
     "augment.label_smoothing": 0.0,
+    "augment.cutout": None,
+    "centralised.warmup_epochs": 0,
+    "centralised.warmup_learning_rate": 0.0,
     "model.normalisation": "imagenet",
     "model.dropout": False,
     "model.keep_head": False,
@@ -99,6 +102,8 @@ class AugmentSection(AugmentConfig):
 
     label_smoothing: Fraction = 0.0
     """Share of a label, or of each pixel's class, that all classes get alike; 0 for multi-label tasks."""
+    cutout: PositiveInt | None = None
+    """Side of a square that is hidden at a random place of each image, in pixels; none: nothing is hidden."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -200,6 +205,42 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
     """Multiple of the parameters that is added to their gradient."""
     max_grad_norm: PositiveFloat | None = None
     """Greatest L2 norm of each variable's gradient; none: no limit."""
+    warmup_epochs: NonNegativeInt = 0
+    """Epochs until the learning rate is that of its schedule."""
+    warmup_learning_rate: NonNegativeFloat = 0.0
+    """Rate of the first epoch of a warm-up, from which it goes straight up to `learning_rate`."""
+
+    def scheduled(self, rate: float, step: int, num_steps: int) -> float:
+        """The learning rate in epoch 0, 1, ...; after a warm-up that of `ScheduleConfig.scheduled`.
+
+        Epoch e of W has ``f + (rate - f) e / W`` with the warm-up's first rate f. The schedule then goes on
+        as if there had been no warm-up: it counts all epochs, as timm's schedulers do (``warmup_t`` and
+        ``warmup_lr_init`` there, without ``warmup_prefix``).
+        """
+        if step >= self.warmup_epochs:
+            return super().scheduled(rate, step, num_steps)
+        first = self.warmup_learning_rate
+        return first + (rate - first) * step / self.warmup_epochs
+
+    def check_warmup(self) -> None:
+        """Refuse a warm-up that never ends, or that begins with no learning rate or above the schedule's.
+
+        Raises:
+            ValueError: in one line.
+        """
+        if not self.warmup_epochs:
+            return
+        if self.warmup_epochs >= self.num_epochs:
+            raise ValueError(
+                f"centralised.warmup_epochs is {self.warmup_epochs}, and centralised.num_epochs "
+                f"{self.num_epochs}: give fewer epochs of warm-up, or 0"
+            )
+        if not LEAST <= self.warmup_learning_rate * min(1.0, self.head_rate_factor) <= self.learning_rate:
+            raise ValueError(
+                f"centralised.warmup_learning_rate is {self.warmup_learning_rate:g}, with which the warm-up "
+                "would train nothing at first, or more than later: give a rate above 0 and up to "
+                f"centralised.learning_rate, which is {self.learning_rate:g}"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -269,9 +310,14 @@ class TrainingConfig:
         return self.federated.num_rounds if self.mode == "federated" else self.centralised.num_epochs
 
     @property
+    def keys(self) -> bool:
+        """Whether training images bring keys, by which units are dropped and squares hidden."""
+        return draws(self.model) or self.augment.cutout is not None
+
+    @property
     def sampling(self) -> LocalSampling:
         """How a user's images become batches of augmented images."""
-        return LocalSampling.of(self.local, self.augment, self.model.input_size, draws(self.model))
+        return LocalSampling.of(self.local, self.augment, self.model.input_size, self.keys)
 
     @property
     def local_learning_rate(self) -> float:

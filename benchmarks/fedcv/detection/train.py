@@ -77,7 +77,7 @@ class FederatedDetection(OfAnnotatedImages[Config]):
             split = next((name for name, store in stores.items() if len(store.user_ids) > 1), "test")
             task, scores = model.pytorch_model.task, metrics[split][SCORES]
             columns = box_results.user_columns(stores[split], task, scores)
-            users["per_user"] = self.user_scores(split, columns, "mAP", directory, title)
+            users = self.user_scores(split, columns, "mAP", directory, title)
         return {**box_results.class_scores(self.view, metrics), **users}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:

@@ -61,7 +61,7 @@ class FederatedSegmentation(OfAnnotatedImages[Config]):
         users: Tree = {}
         if self.config.evaluation.per_user and is_main():
             columns = mask_results.user_columns(self.split("test"), model)
-            users["per_user"] = self.user_scores("test", columns, "mean IoU", directory, title)
+            users = self.user_scores("test", columns, "mean IoU", directory, title)
         return {**mask_results.class_scores(self.view, metrics), **users}
 
     def draw(self, results: Tree, title: str, folder: Path) -> None:

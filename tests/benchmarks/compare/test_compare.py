@@ -21,6 +21,7 @@ from benchmarks.compare.reading import compare, read_any
 from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, line_of
 from benchmarks.core.config.trees import Tree
 from dataset.cli import run
+from pfl_ext.algorithms.per_user import spreads_by_group
 from tests.benchmarks.made_runs import make_run
 from tests.benchmarks.visual_classification.test_visual_classification import made_run
 from tests.browser import SCHEMES, WIDTHS, check_seen
@@ -50,7 +51,9 @@ def quantiles(values: Sequence[float]) -> Tree:
 def whole_run(directory: Path, *argv: str, seed: int = 0, shift: float = 0.0, **more: Any) -> Path:
     """With traffic, users of rounds, and scores of single users."""
     summary = {"users": 5, "quantiles": {name: quantiles(USERS) for name in NAMES}}
-    make_run(directory, "fl-r-17", *argv, seed=seed, shift=shift, traffic=TRAFFIC, per_user=summary, **more)
+    groups = spreads_by_group("abcde", "abc", np.arange(3, 8), {"O-AP": np.array(USERS)})
+    more |= {"traffic": TRAFFIC, "per_user": summary, "clients": groups}
+    make_run(directory, "fl-r-17", *argv, seed=seed, shift=shift, **more)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line |= {"users": 8, "lost": 2, "images": 100, "train_loss": 1 / (1 + line["round"])}
@@ -182,6 +185,10 @@ def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:
     (row, *_) = page.rows("Users' C-AP exact")
     expected = [statistics.fmean(USERS), *np.quantile(USERS, [0.1, 0.5, 0.9]), statistics.stdev(USERS)]
     assert row[2:] == ["5", *(f"{value:.2f} ± 0.00" for value in expected)]
+    for kind, users, sizes in (("seen in training", USERS[:3], 3), ("new", USERS[3:], 6)):
+        (row, *_) = page.rows(f"Users' O-AP exact, {kind}")
+        expected = [np.mean(users), min(users), max(users), np.std(users)]
+        assert row[2:] == [str(len(users)), str(sizes), *(f"{value:.2f} ± 0.00" for value in expected)]
 
 
 def test_a_run_that_has_not_ended_is_shown_as_far_as_it_is(folder: Path, page: Page, tmp_path: Path) -> None:

@@ -371,7 +371,9 @@ def test_dropout_and_what_has_no_room_are_refused() -> None:
         cohort_size=4,
         options=FedGKTOptions(),
     )
-    with pytest.raises(ValueError, match="fedgkt drops no units, as the server has no keys"):
+    with pytest.raises(
+        ValueError, match="fedgkt drops no units and hides no squares, as the server has no keys"
+    ):
         FedGKT.check(dropping)
     dropping.module.task = MultiLabel()
     with pytest.raises(ValueError, match="one label for each image"):

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.core.config.digests import config_tree
 from benchmarks.core.config.effects import check_training
 from benchmarks.core.experiment import build_model
+from benchmarks.core.features import reason_against
 from benchmarks.flair.config import FLAIR
 from benchmarks.flair.config import parse as parse_flair
 from benchmarks.visual_classification.config import VISION, parse
@@ -52,6 +53,44 @@ def test_dropout_is_part_of_the_config_and_has_images_bring_keys() -> None:
     assert other.sampling.keys
 
 
+def test_cutout_is_part_of_the_config_and_has_images_bring_keys() -> None:
+    plain = parse([]).config
+    assert "cutout" not in config_tree(plain)["augment"]
+    other = parse(["--augment.cutout=5"]).config
+    tree = config_tree(other)
+    assert tree["augment"]["cutout"] == 5
+    assert VISION.read(tree, "config.yaml") == other
+    assert other.sampling.keys
+    assert parse(["--mode=centralised", "--augment.cutout=5"]).config.keys
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--augment.cutout=0"], r"augment\.cutout is '0'"),
+        (
+            ["--augment.cutout=33", "--model.input_size=32"],
+            "is 33, more than model.input_size = 32: choose a s",
+        ),
+        (
+            ["--augment.cutout=5", "--model.trained=head", "--augment.flip=horizontal", "--augment.views=2"],
+            "augment.cutout is 5, and augment.views 2, which stay as they were drawn: set one of the two",
+        ),
+    ],
+)
+def test_squares_that_could_not_be_hidden_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_features_are_not_kept_where_squares_are_hidden() -> None:
+    words = ["--model.trained=head", "--augment.flip=none", "--model.input_size=32", "--data.image_size=32"]
+    words += ["--augment.crop=crop"]
+    assert reason_against(parse(words).config) is None
+    assert reason_against(parse([*words, "--augment.cutout=5"]).config) == "augment.cutout is 5"
+
+
 def test_padding_is_refused_where_no_crop_is_padded() -> None:
     with pytest.raises(ValueError, match=r"--augment\.padding has no effect where augment\.crop is crop"):
         parse(["--augment.padding=reflect"])
@@ -61,7 +100,7 @@ def test_padding_is_refused_where_no_crop_is_padded() -> None:
 def test_private_runs_take_every_normalisation_that_is_not_of_the_data(privacy: list[str]) -> None:
     words = ["--federated.weighting=users", "--local.max_images=10", *privacy]
     for name in ("imagenet", "none", "half"):
-        dropout = ["--model.dropout=true", "--model.arch=vgg9"]
+        dropout = ["--model.dropout=true", "--model.arch=vgg9", "--augment.cutout=8"]
         parse([*words, f"--model.normalisation={name}", PADDED, "--augment.padding=reflect", *dropout])
     with pytest.raises(ValueError, match=r"privacy refuses model\.normalisation = data \(the mean"):
         parse([*words, "--model.normalisation=data"])

@@ -20,6 +20,7 @@ from tests.benchmarks.test_train import error_line
 POLY = ("--local.schedule=poly", "--local.schedule_power=0.9")
 COSINE = ("--server.schedule=cosine", "--server.final_learning_rate=0.02", "--server.optimizer=sgd")
 CENTRAL = ("--config=c-r-17", "--centralised.schedule=exponential", "--centralised.schedule_factor=0.5")
+WARM = ("--config=c-r-17", "--centralised.warmup_epochs=1")
 BY_ROUND = [0.1 * left**0.9 for left in (1, 2 / 3, 1 / 3)]
 
 
@@ -66,6 +67,25 @@ def test_epochs_have_their_own_rates_and_so_has_the_head(train: Train) -> None:
     assert seen == [[0.2, 0.8], [0.1, 0.4]]
 
 
+def test_a_warm_up_is_timms(train: Train) -> None:
+    """The rates of timm's StepLRScheduler(warmup_t=2, warmup_lr_init=0.01, decay_t=1, decay_rate=0.5)."""
+    seen: list[list[float]] = []
+    real = torch.optim.SGD.step
+
+    def watched(self: Any, *words: Any) -> Any:
+        seen.append([group["lr"] for group in self.param_groups])
+        return real(self, *words)
+
+    more = ("--centralised.optimizer=sgd", "--centralised.head_rate_factor=4", "--centralised.batch_size=999")
+    rates = ("--centralised.learning_rate=0.2", "--centralised.warmup_learning_rate=0.01")
+    epochs = ("--centralised.num_epochs=4", "--centralised.warmup_epochs=2")
+    with mock.patch.object(torch.optim.SGD, "step", watched):
+        train(*CENTRAL, *more, *rates, *epochs)
+    of_epochs = [0.01, 0.01 + (0.2 - 0.01) / 2, 0.2 * 0.5**2, 0.2 * 0.5**3]
+    assert [rate for rate, _ in seen] == pytest.approx(of_epochs)
+    assert [head for _, head in seen] == pytest.approx([4 * rate for rate in of_epochs])
+
+
 def test_scaffold_and_fednova_reckon_with_the_rate_of_the_round(train: Train) -> None:
     """SCAFFOLD divides by it, and the pull of FedNova's proximal term is in proportion to it."""
     rates: dict[str, set[float]] = {"scaffold": set(), "fednova": set()}
@@ -107,6 +127,15 @@ def test_an_effective_rate_is_what_the_schedule_begins_with() -> None:
         (["--local.schedule=exponential"], "local.schedule_factor is none"),
         (["--local.schedule=poly", "--local.schedule_power=1e300"], "last of 5,000 learning rates is 0"),
         (["--config=c-r-17", "--centralised.schedule=exponential"], "centralised.schedule_factor is none"),
+        (["--config=c-r-17", "--centralised.warmup_epochs=1000"], "give fewer epochs of warm-up, or 0"),
+        (
+            ["--config=c-r-17", "--centralised.warmup_epochs=1"],
+            "warmup_learning_rate is 0, .* a rate above 0",
+        ),
+        ([*WARM, "--centralised.warmup_learning_rate=1"], "warmup_learning_rate is 1, .* a rate above 0"),
+        ([*WARM, "--centralised.warmup_learning_rate=1e-45"], "warmup_learning_rate is 1e-45, .* above 0"),
+        (["--config=c-r-17", "--centralised.warmup_learning_rate=0.1"], "centralised.warmup_epochs is 0"),
+        (["--centralised.warmup_epochs=1"], "has no effect where mode is federated"),
         (["--config=c-r-17", "--local.schedule=poly"], "has no effect where mode is centralised"),
         (
             ["--federated.algorithm=fedncm", "--evaluation.best_by=last", "--local.schedule=poly"],

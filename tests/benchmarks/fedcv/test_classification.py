@@ -18,7 +18,7 @@ from tests.benchmarks.sparing import sparingly
 
 SMALL = ("--scale=mini", "--model.arch=lenet", "--data.image_size=20", "--model.input_size=20")
 ROUND = ("--federated.num_rounds=1", "--federated.cohort_size=3")
-EPOCH = ("--centralised.num_epochs=1",)
+EPOCH = ("--centralised.num_epochs=1", "--centralised.warmup_epochs=0")
 
 
 @pytest.mark.parametrize("name", CLASSIFICATION.settings)

@@ -143,8 +143,11 @@ def test_test_users_are_scored_one_by_one_if_asked_for(
     assert accuracy == pytest.approx(found["test"]["pixel accuracy"], abs=1e-3)
     assert found["per_user"]["quantiles"]["mIoU"]["mean"] == pytest.approx(np.mean(whole["mIoU"]), abs=1e-3)
     assert "mean of 3 test users" in capsys.readouterr().out
+    (group,) = found["clients"].values()
+    assert group["images"] == sum(whole["images"])
+    assert group["server"]["users"]["mIoU"]["std"] == pytest.approx(np.std(whole["mIoU"]), abs=1e-3)
     without = train("--evaluation.per_user=false", name="without")
-    assert "per_user" not in results(without)
+    assert not {"per_user", "clients"} & {*results(without)}
     assert not (without / "per_user.json").exists()
 
 

@@ -26,6 +26,7 @@ from benchmarks.flair.results import draw, final_rows, show
 from benchmarks.flair.table import tolerance
 from benchmarks.reporting.runs import find_runs, read_run
 from dataset.cli import run
+from pfl_ext.algorithms.per_user import spreads_by_group
 from pfl_ext.tasks.multi_label_scores import COLUMNS, for_people, shown, summarise
 from tests.benchmarks.made_runs import FLAIR, LOCALLY, make_run
 
@@ -46,6 +47,18 @@ def test_mean_std_and_difference_equal_values_by_hand(tmp_path: Path) -> None:
     assert float(cell["difference_in_std"]) == pytest.approx(0.2 / math.sqrt(0.5**2 + std**2))
     assert float(cell["tolerance"]) == pytest.approx(1.5)
     assert (cell["verdict"], cell["seeds"], cell["scored_as"]) == ("agrees", "0 1 2", "C-AP-binned200")
+
+
+def test_scores_of_single_users_stand_below_the_table(tmp_path: Path) -> None:
+    assert "Single users" not in markdown(collect([make_run(tmp_path / "none")]))
+    for seed, shift in enumerate((0.0, 2.0)):
+        values = {"O-AP": np.array([10.0, 30.0, 50.0 + shift])}
+        groups = spreads_by_group("abc", "a", np.array([2, 4, 8]), values)
+        make_run(tmp_path / "runs" / str(seed), seed=seed, clients=groups)
+    said = markdown(collect([tmp_path / "runs"]))
+    deviation = "0.7"  # of 40 and 41
+    assert f"| FL-R-17 | 2 new | 4 | 40.5 ± {deviation} | 30.0 ± 0.0 | 51.0 ± 1.4 | 10.5 ± 0.7 | - |" in said
+    assert "| FL-R-17 | 1 seen in training | 2 | 10.0 ± 0.0 | " in said
 
 
 def test_the_papers_ap_is_met_by_the_binned_one_and_the_exact_stands_apart(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     told, results = tree(directory / "per_user.json"), tree(directory / "results.json")
     assert len(told["user_ids"]) == len(told["O-AP"]) == results["per_user"]["users"] == TINY.test_users
     assert results["per_user"]["quantiles"]["O-AP"]["n"] == TINY.test_users
+    new = results["clients"]["new"]
+    assert list(results["clients"]) == ["new"]
+    assert new["users"] == TINY.test_users
+    assert new["images"] == sum(told["images"])
+    assert new["server"]["users"]["O-AP"]["lowest decile"] == pytest.approx(min(told["O-AP"]), abs=1e-3)
     personal = told["personal"]
     assert personal["images_trained_on"] == sum(personal["trained_on"])
     assert personal["images_scored"] == sum(personal["scored_on"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pfl_ext.algorithms.own_images import spread
+from pfl_ext.algorithms.per_user import spread
 from pfl_ext.algorithms.personal_parts import Layout, UserParts, personal_names
 from pfl_ext.models.classifier import ImageClassifier, build_backbone
 from pfl_ext.models.config import ModelConfig

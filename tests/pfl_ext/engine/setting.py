@@ -196,6 +196,8 @@ class Setting:
     algorithm: Any = None
     """Another one whose parameters are FedAvg's."""
     scaffold: tuple[Option, Correction] | None = None
+    cutout: int | None = None
+    exact_crops: bool = True
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
     check: Any = None
@@ -206,7 +208,9 @@ class Setting:
     def run(self, engine: bool, **options: Any) -> tuple[dict[str, Tensor], float, Metrics]:
         """Sum of updates by variable, its weight, and the metrics; of the last round."""
         backbone = self.backbone() if self.inexact is None else in_float64(self.backbone(), *self.inexact)
-        module = ImageClassifier(backbone, input_size=10, exact_crops=True, task=self.task)
+        module = ImageClassifier(
+            backbone, input_size=10, exact_crops=self.exact_crops, task=self.task, cutout=self.cutout
+        )
         variable = self.clipping == "variable"
         more: dict[str, Any] = {"momentum": self.momentum, "weight_decay": self.weight_decay}
 

@@ -1,0 +1,74 @@
+"""How the model that a run reports does on each user by itself: ``clients`` of ``results.json``.
+
+Users of val and test are scored one by one, those who have training images (``seen``) apart from others
+(``new``): seen users on val, where they have images there, and else on test; new ones on test, and else on
+val. So a val of `data.val_share` scores each training user on images of its own that were set aside. A split
+that belongs to fewer than two users of a kind says nothing about differences between users, and is left out.
+
+Algorithms with a model for each user write ``clients`` themselves, in the same form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from pfl.model.pytorch import PyTorchModel
+
+from benchmarks.core.config.trees import Tree
+from benchmarks.core.experiment import Experiment
+from benchmarks.core.features import Inputs
+from pfl_ext.algorithms.own_images import Scores
+from pfl_ext.data.federated_dataset import ImageStore, IntArray
+from pfl_ext.data.schedule import longest_first
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.workers.distributed import apart, begin_work, current
+
+ORDER = {"seen": ("val", "test"), "new": ("test", "val")}
+"""Where the users of a kind are looked for, in turn."""
+
+
+def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: Inputs) -> Tree:
+    """The scores by kind of user. All workers call this.
+
+    Args:
+        experiment: of the run, which is not private.
+        model: is scored where it stands.
+        inputs: what it is fed.
+
+    Returns:
+        By kind, as `Scores.summary` has it for the model ``server``, and the ``split``; empty without users.
+    """
+    partition, train = experiment.partition(), inputs.split("train")
+    trained = set(train.user_ids if partition is None else partition.user_ids)
+    module, found = model.pytorch_model, {}
+    for kind, splits in ORDER.items():
+        for name in splits:
+            if name == "val" and experiment.followed != "val":
+                continue  # it is test, by another name
+            if name != "val" and name not in experiment.final_splits:
+                continue
+            store = inputs.split(name)
+            users = _users(store, trained, kind == "seen")
+            if len(users) > 1:
+                found[kind] = {"split": name, **_scored(store, users, module)}
+                break
+    return {"clients": found} if found else {}
+
+
+def _users(store: ImageStore, trained: set[str], seen: bool) -> IntArray:
+    """The numbers of the users with images, who have training images, or have none."""
+    kind = np.array([(user in trained) == seen for user in store.user_ids], bool)
+    return np.flatnonzero(kind & (np.diff(store.user_offsets) > 0)).astype(np.int64)
+
+
+def _scored(store: ImageStore, users: IntArray, module: ImageClassifier) -> Tree:
+    offsets, workers = store.user_offsets, current()
+    rows = [np.arange(offsets[user], offsets[user + 1]) for user in users.tolist()]
+    scores = Scores(store, rows, module)
+    sizes = np.array([len(each) for each in rows], np.float64)
+    mine = longest_first(sizes, 1 if workers is None else workers.world_size)
+    begin_work(single_users=len(users))
+    with apart():
+        scores.add("server", sorted(mine[0 if workers is None else workers.global_rank]))
+    return scores.summary(["server"])

@@ -1,0 +1,166 @@
+"""Averaging in which users count the more, the greater their losses: what q-FFL and tilted losses share.
+
+In a round t every user i of the cohort S first has its loss F_i at the model x that it received: the mean of
+the training loss over those of its images that take part in the round, each with a crop of its own. Then it
+trains as FedAvg's users do, which gives the update u_i. The server's optimiser steps on
+
+    d = sum_{i in S} p_i c_i u_i / sum_{i in S} p_i c_i s_i,
+
+with FedAvg's weight p_i (1, or the user's images), and what the algorithm makes of the losses: a tilt
+``c_i = exp(a_i - max a)`` and a stretch ``s_i >= 1``. Where all c_i and s_i are 1, d is FedAvg's mean update.
+A user without images has no loss, and counts for nothing.
+
+It costs one more forward pass over a cohort's images than FedAvg; and users are trained one after another, so
+that one lane of the engine works, and users with a single step do not share a pass.
+
+Not for private training: a user's weight is a function of its images, and of the others' losses.
+
+Letters: n users of a cohort.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor
+
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Traffic, trained_bytes
+from pfl_ext.algorithms.clients import Clients, Weights, line_of
+from pfl_ext.data.federated_dataset import IntArray
+from pfl_ext.models.classifier import ImageClassifier
+from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
+from pfl_ext.workers.distributed import current
+
+LOSS_BYTES = 4
+
+
+class ByLoss(Algorithm[PyTorchModel]):
+    """Such an algorithm; its state is the model with the server's optimiser."""
+
+    refusals: ClassVar[Refusals] = {
+        **PRIVACY_NOT_ARGUED,
+        "replacement": "users are trained one by one, and a user that is drawn twice would bring the same "
+        "batches twice: set federated.replacement to false",
+    }
+    idle: ClassVar[str] = "federated.reweight federated.max_importance"
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self.clients = Clients(means)
+
+    @abstractmethod
+    def tilts(self, losses: Tensor) -> Tensor:
+        """The a_i, ``[n]``, of losses F_i ``[n]``; both float64, finite and not negative in F_i."""
+
+    def stretch(self, loss: float, squared_norm: float, rate: float) -> float:
+        """s_i of a user with this loss, whose update has this squared norm; ``rate``: of its steps."""
+        return 1.0
+
+    def init(self, seed: int) -> PyTorchModel:
+        """The run's model, whose weights were drawn from the run's seed."""
+        return self.means.model
+
+    def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
+        """Losses of the cohort, its training, and a step of the server's optimiser.
+
+        Raises:
+            ValueError: when a user's loss is no number.
+        """
+        x, users = self.clients.weights(), self.clients.cohort(number)
+        losses = self._losses(users, number)
+        counted = losses[:, 1] > 0
+        weights = torch.zeros(len(users), dtype=torch.float64)
+        if counted.any():
+            tilts = self.tilts(losses[counted, 0])
+            weights[counted] = (tilts - tilts.max()).exp()
+        weights *= losses[:, 1] if self.means.by_images else 1.0
+        total, weight, seen = self._trained(x, users, losses[:, 0], weights, number)
+        update = {name: torch.zeros_like(w) for name, w in x.items()}
+        for name, tensor in total.items() if weight else ():
+            update[name] = (tensor / weight).to(update[name].dtype)
+        rate = self.clients.server_step(x, update, number)
+        line = {**line_of(seen), "learning_rate": rate}
+        if counted.any():
+            line["largest_user_loss"] = round(float(losses[counted, 0].max()), 6)
+        return state, line
+
+    def _trained(
+        self, x: Weights, users: IntArray, losses: Tensor, weights: Tensor, number: int
+    ) -> tuple[dict[str, Tensor], float, Tensor]:
+        """Both sums of the cohort, that of updates and that of weights; and what users say, ``[n, 3]``."""
+        rate = float(self.means.local_in(number).local_learning_rate)
+        total = {name: torch.zeros_like(w, dtype=self.means.accumulate) for name, w in x.items()}
+        seen, stretches = self.clients.unseen(users), torch.zeros(len(users), dtype=torch.float64)
+        with self.clients.dealt(users, number) as mine:
+            for place in mine:
+                update, seen[place] = self.clients.train_alone(x, int(users[place]), number)
+                for name, tensor in total.items():
+                    tensor.add_(update[name].to(tensor.dtype), alpha=float(weights[place]))
+                stretches[place] = self.stretch(float(losses[place]), squared_norm(update), rate)
+        self._gather(stretches)
+        if (workers := current()) is not None:
+            workers.sum_model([seen], list(total.values()))
+        return total, float((weights * stretches).sum()), seen
+
+    def _losses(self, users: IntArray, number: int) -> Tensor:
+        """``[n, 2]`` float64: each user's loss at the run's model, 0 without images; and its images."""
+        found = torch.zeros(len(users), 2, dtype=torch.float64)
+        with self.clients.dealt(users, number) as mine:
+            self.means.users.set_round(number)
+            for place in mine:
+                found[place] = torch.tensor(self._loss(int(users[place])), dtype=torch.float64)
+        self._gather(found)
+        if not found.isfinite().all():
+            raise ValueError(
+                f"the loss of a user in round {number} is {float(found.sum()):g}: lower local.learning_rate"
+            )
+        return found
+
+    def _gather(self, table: Tensor) -> None:
+        """Numbers of the cohort's users, of which each worker has those of its own, and zeros."""
+        if (workers := current()) is not None:
+            there = table.to(self.means.model.pytorch_model.mean.device)
+            table.copy_(workers.all_reduce([there])[0])
+
+    def _loss(self, user: int) -> tuple[float, float]:
+        """A user's mean loss, and its images."""
+        model = self.means.model
+        module: ImageClassifier = model.pytorch_model
+        noted, module.noted = module.noted, None  # it is the loss of no step
+        total, images = 0.0, 0
+        for batch in self.means.users.user_dataset(user).once():
+            with torch.no_grad(), model.amp_context or contextlib.nullcontext():
+                total += float(module.loss(*model._prepare_batch(batch))) * len(batch[0])
+            images += len(batch[0])
+        module.noted = noted
+        return (total / images if images else 0.0), float(images)
+
+    def model(self, state: PyTorchModel) -> PyTorchModel:
+        """The state itself."""
+        return state
+
+    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
+        """Of the model and the server's optimiser."""
+        return checkpoint.model_tensors(state)
+
+    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
+        """Put both back."""
+        checkpoint.restore_model(state, tensors)
+        return state
+
+    def bytes(self, state: PyTorchModel) -> Traffic:
+        """A user gets the trained variables, and sends an update and its loss."""
+        size = trained_bytes(self.means.module)
+        return Traffic(size, size + LOSS_BYTES)
+
+
+def squared_norm(update: Weights) -> float:
+    """Of all variables together."""
+    return math.fsum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in update.values())

@@ -1,0 +1,76 @@
+"""q-FFL: users whose loss is high count more, so that accuracy differs less between users
+(Li, Sanjabi, Beirami and Smith 2020, "Fair Resource Allocation in Federated Learning", arXiv 1905.10497).
+
+With a weight p_i of each user, the objective (equation 1) is
+
+    f_q(x) = sum_i p_i F_i(x)^(q + 1) / (q + 1),
+
+which is FedAvg's for q = 0, and the greatest user's loss for q to infinity. It is trained by q-FedAvg
+(Algorithm 2). With L the Lipschitz constant of the gradients, and x_i user i's model after its local steps,
+
+    D_i = L (x - x_i),   h_i = q F_i^(q - 1) |D_i|^2 + L F_i^q,   x <- x - sum_i F_i^q D_i / sum_i h_i.
+
+h_i bounds the curvature of F_i^(q + 1) / (q + 1) at x (Lemma 3), so that one L serves for every q. As the
+authors do, L is 1 / the users' learning rate, found good for q = 0, where `lipschitz` is none.
+
+With the update u_i = x_i - x, and both sums divided by L, this is `pfl_ext.algorithms.by_loss` with the tilt
+a_i = q log F_i and the stretch s_i = 1 + q L |u_i|^2 / F_i, where p_i weighs both sums. With q = 0 it is
+FedAvg. The authors draw users in proportion to p_i instead and weigh those of a cohort alike:
+`federated.sampling` proportional and `federated.weighting` users.
+
+A loss below 1e-10 counts as that, which is what the authors add to each loss.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.algorithms.algorithm import Setup, register
+from pfl_ext.algorithms.by_loss import ByLoss
+from pfl_ext.configs import STRICT
+
+LEAST_LOSS = 1e-10
+
+
+@dataclass(frozen=True, config=STRICT)
+class QFFLOptions:
+    """How much more users count whose loss is high."""
+
+    q: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """Power of a user's loss that its update is weighted by; 0: FedAvg."""
+    lipschitz: PositiveFloat | None = None
+    """L of the users' losses' gradients; none: 1 / the users' learning rate in the round."""
+
+
+@register("qffl")
+class QFFL(ByLoss):
+    """q-FedAvg."""
+
+    options: ClassVar[type] = QFFLOptions
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse to take L from two learning rates.
+
+        Raises:
+            ValueError: one line with the reason.
+        """
+        if setup.has_head_rate and setup.options.lipschitz is None:
+            raise ValueError(
+                "qffl divides by the users' learning rate, and local.head_rate_factor makes two of it: set "
+                "it to 1, or give federated.options.lipschitz"
+            )
+
+    def tilts(self, losses: Tensor) -> Tensor:
+        """``q log F_i``."""
+        return losses.clamp(min=LEAST_LOSS).log() * float(self.means.options.q)
+
+    def stretch(self, loss: float, squared_norm: float, rate: float) -> float:
+        """``h_i / (L F_i^q)``."""
+        options = self.means.options
+        lipschitz = 1 / rate if options.lipschitz is None else options.lipschitz
+        return float(1 + options.q * lipschitz * squared_norm / max(loss, LEAST_LOSS))

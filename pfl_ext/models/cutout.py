@@ -1,0 +1,53 @@
+"""Cutout: a square of each training image is hidden (DeVries and Taylor 2017, arXiv 1708.04552).
+
+Where it lies follows from the key that an image brings (`pfl_ext.models.dropout`), a function of (seed,
+round, user, step): the same on any device and whichever images stand beside it.
+
+Shape letters: B images of a batch, S the side of the network's input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pfl_ext.data.transforms import KEY_BITS
+from pfl_ext.models.dropout import drawn, keys_in
+from pfl_ext.tasks.task import Task
+
+STREAM = (1 << 20) + 2
+"""Of draws, beyond those of dropout's layers and of detectors."""
+
+
+def check_cutout(side: int | None, task: Task) -> None:
+    """Refuse hidden squares for targets with a place in the image: what is hidden would still be asked for.
+
+    Raises:
+        ValueError: in one line.
+    """
+    if side is not None and type(task).augment is not Task.augment:
+        raise ValueError(
+            f"augment.cutout is {side}, and {type(task).__name__} asks what is where in an image, also where "
+            "it is hidden: set augment.cutout to none"
+        )
+
+
+def cut_out(x: Tensor, crops: Tensor | None, side: int) -> Tensor:
+    """A network's input with a square of zeros in each image: after normalisation, the mean colour.
+
+    The square's centre (of an even side: the pixel below and right of it) is any pixel of the image, all as
+    likely, so that a part of the square may lie outside, as in the authors' code.
+
+    Args:
+        x: normalised, ``[B, 3, S, S]``.
+        crops: ``[B, 8]`` with keys; without keys, as in evaluation, nothing is hidden.
+        side: of the square, in pixels.
+    """
+    keys = keys_in(crops)
+    if keys is None:
+        return x
+    size = x.shape[2]
+    low = (drawn(keys, STREAM, 2) * size >> KEY_BITS) - side // 2
+    pixels = torch.arange(size, device=x.device)
+    inside = (pixels >= low[..., None]) & (pixels < low[..., None] + side)
+    return x.clone().masked_fill_((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 0.0)
