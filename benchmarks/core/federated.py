@@ -17,12 +17,14 @@ from torch import nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.updates import check_kept
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.fedir import importance_weights
+from pfl_ext.compression.compressor import PLAIN, Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
@@ -81,6 +83,13 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
         return config.local.optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
 
     return PyTorchModel(module, of_user, optimizer, amp_dtype=precision)
+
+
+def compressor(config: TrainingConfig) -> Compressor | None:
+    """What compresses updates; None: nothing does."""
+    section = config.compression
+    chosen: Compressor = section.chosen(section.chosen_options)
+    return None if section.kind == PLAIN else chosen
 
 
 def setup(
@@ -148,6 +157,7 @@ def means(
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
         if runtime.check_engine
         else None,
+        compressor=compressor(config),
     )
 
 
@@ -167,7 +177,9 @@ def check_federated(
     users = training_data(run, store, module.task, partition)
     users.cohort(federated.cohort_size)
     refuse(federated.chosen.refusals, workers=current() is not None)
-    federated.chosen.check(setup(config, module, users))
+    chosen = setup(config, module, users)
+    federated.chosen.check(chosen)
+    check_kept(config, chosen)
 
 
 def train_federated(

@@ -20,7 +20,9 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor
 
+from pfl_ext.algorithms.channel import Channel
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
@@ -94,6 +96,8 @@ class Means(Setup):
     config_hash: str
     check: SelfCheck | None = None
     """Of the engine, on a GPU."""
+    compressor: Compressor | None = None
+    """Of updates; None: they are sent as they are."""
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -101,12 +105,19 @@ class Means(Setup):
             return self.local
         return replace(self.local, local_learning_rate=self.local_rate(number))
 
-    def backend(self) -> CentrallyEvaluatedBackend:
-        """What trains a cohort."""
+    def channel(self, names: Sequence[str]) -> Channel | None:
+        """The way of updates of these variables to the server; None: they are sent as they are."""
+        if self.compressor is None or not names:
+            return None
+        module = self.model.pytorch_model
+        return Channel(self.compressor, self.users, module, names, self.seed, self.folder)
+
+    def backend(self, before: Sequence[Postprocessor] = ()) -> CentrallyEvaluatedBackend:
+        """What trains a cohort; ``before``: what is done to an update before it is weighted."""
         return CentrallyEvaluatedBackend(
             self.users,
             seed=self.seed,
-            postprocessors=self.postprocessors,
+            postprocessors=[*before, *self.postprocessors],
             engine=self.engine,
             accumulate=self.accumulate,
             config_hash=self.config_hash,
@@ -129,14 +140,19 @@ class Choice:
     """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False
     """Whether only the model of the last round is one of all users."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Sections of a config that it works with, of those that change users' updates on their way. A class says
+    so for itself, as its subclasses may send something else."""
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
     def __init_subclass__(cls) -> None:
-        """A subclass inherits what is refused; the argument for privacy was about another class."""
+        """A subclass inherits what is refused, and nothing that had to be argued for another class."""
         super().__init_subclass__()
         if "refusals" not in vars(cls):
             cls.refusals = {**PRIVACY_NOT_ARGUED, **cls.refusals}
+        if "takes" not in vars(cls):
+            cls.takes = ()
 
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:
@@ -158,7 +174,7 @@ class Choice:
 
 
 class Traffic(NamedTuple):
-    """Bytes between the server and each user of a round, uncompressed."""
+    """Bytes between the server and each user of a round; of an update as it is compressed."""
 
     down: int
     up: int

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.updates import check_updates
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
@@ -52,7 +53,7 @@ def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
 def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
-        federated = "local. server. federated. evaluation.every_rounds"
+        federated = "local. server. federated. compression. evaluation.every_rounds"
         return Idle(federated, "mode is centralised", "set mode to federated")
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
@@ -214,6 +215,7 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        check_updates(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
                 f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "

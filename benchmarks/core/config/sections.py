@@ -17,6 +17,7 @@ from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
+from pfl_ext.compression.compressor import COMPRESSORS, PLAIN
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
@@ -63,9 +64,13 @@ YOUNGER = {
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,
     "centralised.head_rate_factor": 1.0,
+    "compression.kind": PLAIN,
+    "compression.options": None,
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
+YOUNG_SECTIONS = ("compression",)
+"""Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
 """By key, the old name of a value, which the config.yaml of runs still has, and today's."""
 
@@ -185,6 +190,15 @@ class FederatedConfig(ChoosingSection, ScaffoldOptions, ProximalOptions, Importa
 
 
 @dataclass(frozen=True, config=STRICT)
+class CompressionSection(ChoosingSection):
+    """How users make their updates small before they send them."""
+
+    registry = COMPRESSORS
+    kind: str = PLAIN
+    """Name of a kind of pfl_ext/compression: top_k, random_k, uniform, sign, low_rank; float32: none."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CentralisedConfig(DecayConfig, OptimizerConfig):
     """Training on all images in one place."""
 
@@ -251,6 +265,7 @@ class TrainingConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerSection = field(default_factory=ServerSection)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
+    compression: CompressionSection = field(default_factory=CompressionSection)
     centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     privacy: PrivacySection | None = None
