@@ -20,7 +20,11 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor
 
+from pfl_ext.aggregation.norm_bound import BoundedUpdates, NormBound
+from pfl_ext.aggregation.rule import AggregationRule, Mean
 from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.spooled import SpooledRounds
+from pfl_ext.attacks.attack import Attack, Attackers
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
@@ -31,6 +35,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.registry import Registry
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
+from pfl_ext.stage import Stage
 
 State = TypeVar("State")
 
@@ -98,6 +103,12 @@ class Means(Setup):
     """Of the engine, on a GPU."""
     compressor: Compressor | None = None
     """Of updates; None: they are sent as they are."""
+    rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
+    """What makes one update of many."""
+    attack: Attack | None = None
+    """What attackers do; None: there are none."""
+    attack_share: float = 0.0
+    """Of all users, those who attack."""
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -111,6 +122,30 @@ class Means(Setup):
             return None
         module = self.model.pytorch_model
         return Channel(self.compressor, self.users, module, names, self.seed, self.folder)
+
+    def stages(self, names: Sequence[str]) -> list[Stage]:
+        """What is done to updates of these variables before they are weighted: attackers change theirs, all
+        are compressed, and a rule other than the mean takes them.
+        """
+        module, attackers = self.model.pytorch_model, None
+        if self.attack is not None:
+            attackers = Attackers(self.attack, self.users, self.attack_share, names, self.seed)
+        colludes = self.attack is not None and self.attack.colludes
+        last: Stage | None = None
+        if isinstance(self.rule, NormBound) and not colludes:
+            last = BoundedUpdates(self.rule.chosen.bound)
+        elif colludes or not isinstance(self.rule, Mean):
+            last = SpooledRounds(
+                self.rule,
+                self.users,
+                module,
+                names,
+                attackers if colludes else None,
+                seed=self.seed,
+                by_images=self.by_images,
+                folder=self.folder,
+            )
+        return [stage for stage in (attackers, self.channel(names), last) if stage is not None]
 
     def backend(self, before: Sequence[Postprocessor] = ()) -> CentrallyEvaluatedBackend:
         """What trains a cohort; ``before``: what is done to an update before it is weighted."""

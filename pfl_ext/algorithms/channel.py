@@ -23,7 +23,6 @@ import torch
 from pfl.context import UserContext
 from pfl.internal.ops.pytorch_ops import get_default_device
 from pfl.metrics import Metrics
-from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from pfl_ext.algorithms.user_vectors import UserVectors
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray
 from pfl_ext.randomness import stream
+from pfl_ext.stage import Stage
 from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
 
 FILE = "compression_errors.f32"
@@ -112,7 +112,7 @@ class Errors:
             self._rows.load(tensors)
 
 
-class Channel(Postprocessor):
+class Channel(Stage):
     """Compression of the updates of a run; of pfl's postprocessors the one before the weighting.
 
     `begin` comes before a round, `end` after it.

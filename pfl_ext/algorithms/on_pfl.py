@@ -24,6 +24,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from pfl_ext import checkpoint
+from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
     Algorithm,
     Choice,
@@ -33,6 +34,8 @@ from pfl_ext.algorithms.algorithm import (
     UserState,
     trained_bytes,
 )
+from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
@@ -42,6 +45,10 @@ from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE, CHANNEL = "algorithm/", "compression/"
 """Before the names in a checkpoint: of the users' states, and of what they keep of their updates."""
+
+
+ABOUT_UPDATES = {"bounded": BOUNDED, "left_out": LEFT_OUT}
+"""What a line of ``metrics.jsonl`` says of updates, by the metric of the round."""
 
 
 class Steps(NamedTuple):
@@ -220,8 +227,8 @@ class PflLoop(Algorithm[PyTorchModel]):
             train_cohort_size=means.cohort_size,
             val_cohort_size=None,  # the model is scored between rounds
         )
-        self._channel = means.channel(list(means.model.variable_map))
-        self._backend = means.backend([] if self._channel is None else [self._channel])
+        self._stages = means.stages(list(means.model.variable_map))
+        self._backend = means.backend(self._stages)
 
     @property
     def engine(self) -> CohortEngine | None:
@@ -237,8 +244,8 @@ class PflLoop(Algorithm[PyTorchModel]):
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         watch = _Watch()
-        if self._channel is not None:
-            self._channel.begin(number, self.means.users.cohort(self.means.cohort_size, number))
+        for stage in self._stages:
+            stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))
         self._algorithm._current_central_iteration = number
         self._algorithm.run(
             replace(self._params, central_num_iterations=number + 1),
@@ -249,8 +256,8 @@ class PflLoop(Algorithm[PyTorchModel]):
             callbacks=[watch],
             send_metrics_to_platform=False,
         )
-        if self._channel is not None:
-            self._channel.end()
+        for stage in self._stages:
+            stage.end()
         return state, self._line(watch.metrics)
 
     def _line(self, metrics: Metrics) -> dict[str, Any]:
@@ -261,6 +268,9 @@ class PflLoop(Algorithm[PyTorchModel]):
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }
+        for key, name in ABOUT_UPDATES.items():
+            if str(name) in values:
+                line[key] = values[str(name)]
         for mechanism in self.means.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
@@ -279,6 +289,10 @@ class PflLoop(Algorithm[PyTorchModel]):
             for name, tensor in part.tensors().items()
         }
         return checkpoint.model_tensors(state) | kept
+
+    @property
+    def _channel(self) -> Channel | None:
+        return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
 
     def _kept(self) -> dict[str, UserState]:
         """What a run goes on from besides, by what its names in a checkpoint begin with."""

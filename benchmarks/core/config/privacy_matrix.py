@@ -33,7 +33,9 @@ from benchmarks.core.config.trees import as_word, dotted
 from benchmarks.reporting.tables import markdown_table
 from dataset.cli import run as run_command
 from dataset.files import imported
+from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.attacks.attack import HONEST
 from pfl_ext.compression.compressor import PLAIN
 from pfl_ext.data.normalisation import Normalisation
 
@@ -148,6 +150,15 @@ TABLE: Mapping[str, Rule] = {
         None,
         (PLAIN,),
     ),
+    "aggregation.kind": only(
+        "a user's own update is scaled before it is clipped; every other rule chooses among updates, so that "
+        "one user can move its result by more than the bound",
+        MEAN,
+        "norm_bound",
+    ),
+    "aggregation.options": Rule("read by the rule alone: of norm_bound, the bound of a user's own update"),
+    "attack.kind": only("simulated attackers may look at the updates of all others", HONEST),
+    **each("read by attackers alone, which are refused", "attack", "share options"),
     "compression.options": Rule("read by the compressor alone, before clipping"),
     "compression.options.error_feedback": only(
         "what a message left out outlives the round, and so would what it tells of the user", False, None

@@ -30,8 +30,10 @@ from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
+from pfl_ext.aggregation.rule import RULES as RULES_BY_NAME
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
+from pfl_ext.attacks.attack import ATTACKS
 from pfl_ext.compression.compressor import COMPRESSORS, FeedbackOptions
 from pfl_ext.data.augmented_views import AugmentedViews, IntArray
 from pfl_ext.models.features import Split
@@ -66,6 +68,8 @@ BY_KEY = {
 RULES = {**rules_for(VISION.kind), **rules_for(FLAIR.kind)}
 BY_KEY["server.optimizer"] = (Literal[tuple(SERVER_OPTIMIZERS.names())], "sgd")
 BY_KEY["federated.algorithm"] = (Literal[tuple(ALGORITHMS.names())], "fedavg")
+BY_KEY["aggregation.kind"] = (Literal[tuple(RULES_BY_NAME.names())], "mean")
+BY_KEY["attack.kind"] = (Literal[tuple(ATTACKS.names())], "honest")
 BY_KEY["compression.kind"] = (Literal[tuple(COMPRESSORS.names())], "float32")
 WITHIN = {key: rule for key, rule in RULES.items() if ".options." in key}
 """Rows of options that the chosen thing declares itself."""
@@ -307,7 +311,7 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
 
 
 TRAINING = (
-    *("local.", "augment.", "federated.", "compression.", "privacy.", "runtime."),
+    *("local.", "augment.", "federated.", "compression.", "aggregation.", "privacy.", "runtime."),
     *("model.dropout", "model.trained"),
 )
 NOT_OF_THE_SUM = (
