@@ -47,10 +47,6 @@ STATE, CHANNEL = "algorithm/", "compression/"
 """Before the names in a checkpoint: of the users' states, and of what they keep of their updates."""
 
 
-ABOUT_UPDATES = {"bounded": BOUNDED, "left_out": LEFT_OUT}
-"""What a line of ``metrics.jsonl`` says of updates, by the metric of the round."""
-
-
 class Steps(NamedTuple):
     """Of users' SGD: learning rate, each variable's factor of it (empty: all 1), and momentum."""
 
@@ -268,9 +264,10 @@ class PflLoop(Algorithm[PyTorchModel]):
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }
-        for key, name in ABOUT_UPDATES.items():
-            if str(name) in values:
-                line[key] = values[str(name)]
+        if str(BOUNDED) in values:
+            line["bounded"] = round(values[str(BOUNDED)], 6)
+        if str(LEFT_OUT) in values:
+            line["left_out"] = int(values[str(LEFT_OUT)])
         for mechanism in self.means.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
