@@ -84,13 +84,20 @@ def _check_enough(config: TrainingConfig) -> None:
 
 
 def check_kept(config: TrainingConfig, setup: Setup) -> None:
-    """Refuse updates on disk, of users or of a round, that are larger than the config allows.
+    """Refuse updates on disk, of users or of a round, that are larger than the config allows; and an attack
+    of nobody.
 
     Raises:
         ValueError: one line with both sizes.
     """
+    attack, users = config.attack, setup.users.num_users
+    if attack.kind != HONEST and round(attack.share * users) == 0:
+        raise ValueError(
+            f"attack.share is {attack.share:g}, which makes none of {users:,} users an attacker: raise it, "
+            f"or set attack.kind to {HONEST}"
+        )
     size, options = trained_bytes(setup.module) / 1e9, config.compression.chosen_options
-    touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
+    touched = min(users, setup.cohort_size * setup.num_rounds)
     if getattr(options, "error_feedback", False) and touched * size > options.max_state_gb:
         raise ValueError(
             f"error feedback keeps {touched * size:,.1f} GB for {touched:,} users, above "

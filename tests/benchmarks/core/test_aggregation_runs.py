@@ -235,6 +235,7 @@ NEEDS = (
         ),
         ([f"{ATTACK}share=0.3"], "--attack.share has no effect where attack.kind is honest"),
         ([f"{ATTACK}kind=alie", f"{ATTACK}share=0.5"], "attack.share is '0.5': "),
+        ([f"{ATTACK}kind=alie", f"{ATTACK}share=0.02"], "attack.share is 0.02, which makes none of 12 users"),
         (
             [f"{RULE}kind=median", "--federated.algorithm=fednova"],
             "federated.algorithm fednova does not take",
