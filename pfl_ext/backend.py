@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pfl.aggregate.base import SumAggregator
 from pfl.aggregate.simulate import (
     SimulatedBackend,
     get_num_datapoints_weight_name,
@@ -33,16 +32,18 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from pfl.stats import MappedVectorStatistics
 
+from pfl_ext.aggregation.norm_bound import BoundedUpdates
 from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray, Member
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine_trial import Trial, few_of
-from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, is_private
+from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
 from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
-from pfl_ext.workers.distributed import begin_work, current
+from pfl_ext.summing import FlatSumAggregator
+from pfl_ext.workers.distributed import begin_work
 
 TRAIN_LOSS = StringMetricName("training loss")
 """The mean over a round's images of the loss that local training lowers, at the step that an image was in."""
@@ -72,42 +73,6 @@ def cohort_line(metrics: Metrics) -> dict[str, Any]:
     line = {"users": int(get_overall_value(values["train population | number of devices"])), "images": images}
     loss = get_overall_value(values[str(TRAIN_LOSS)])
     return {**line, "train_loss": round(loss, 6)} if images and math.isfinite(loss) else line
-
-
-class FlatSumAggregator(SumAggregator):
-    """pfl's sum, kept in ``dtype``, and over workers one reduction for statistics and metrics together.
-
-    float64 makes the sum the same, to 1e-15, in whatever order and on however many workers users come; in
-    float32 the order shows at 1e-7 of a round's update.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def accumulate(self, *, accumulated: Any, user_stats: Any) -> Any:
-        """The sum so far and one user more."""
-        if accumulated is None:
-            return user_stats.apply_elementwise(lambda tensor: tensor.to(self._dtype))
-        return super().accumulate(accumulated=accumulated, user_stats=user_stats)
-
-    def worker_reduce(
-        self,
-        *,
-        aggregated_worker_stats: Any,
-        central_context: CentralContext,
-        aggregated_worker_metrics: Metrics,
-    ) -> tuple[Any, Metrics]:
-        """Sums of all workers, on every worker."""
-        workers = current()
-        assert workers is not None, "several workers, but not connected through pfl_ext.workers.distributed"
-        metadata, tensors = aggregated_worker_stats.get_weights()
-        vectors = [get_ops().to_tensor(v) for v in aggregated_worker_metrics.to_vectors()]
-        workers.sum_model([metadata, *vectors], tensors)
-        return (
-            aggregated_worker_stats.from_weights(metadata, tensors),
-            aggregated_worker_metrics.from_vectors([get_ops().to_numpy(v) for v in vectors]),
-        )
 
 
 class _OneByOne:
@@ -238,7 +203,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         if isinstance(local, LocalTraining):
             assert self.engine is not None
             assert rule is not None
-            if self._only_norms_matter() and (rule.sends_update_alone or not self._is_private):
+            if self._only_norms_matter() and (rule.sends_update_alone or self._weighting()[1] is None):
                 return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:
                 algorithm = _OneByOne(self.engine, local, rule)
@@ -312,26 +277,27 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         return self.engine is not None
 
     def _only_norms_matter(self) -> bool:
-        """Whether all that is done to a user's update is weighting, then scaling by its norms."""
-        kinds = [type(p) for p in self._postprocessors]
-        weighting, rest = kinds[:1], self._postprocessors[1:]
-        return weighting in ([WeightByDatapoints], [WeightByUser]) and (
-            not rest or (len(rest) == 1 and isinstance(rest[0], PrivateMean))
-        )
+        """Whether all that is done to a user's update is weighting, and scaling by its norms once at most."""
+        weightings = [p for p in self._postprocessors if type(p) in (WeightByDatapoints, WeightByUser)]
+        if len(weightings) != 1:
+            return False
+        first, last = self._postprocessors[0], self._postprocessors[-1]
+        is_scaled = isinstance(first, BoundedUpdates) ^ isinstance(last, PrivateMean)
+        return len(self._postprocessors) == 1 + is_scaled
 
     def _train_cohort(
         self, engine: CohortEngine, local: LocalTraining, context: CentralContext, rule: Rule
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
-        by_images, private = self._weighting()
-        tasks = engine.tasks(self._images.members(context.cohort_size), local, private)
+        by_images, scaling = self._weighting()
+        tasks = engine.tasks(self._images.members(context.cohort_size), local, scaling)
         workers = get_ops().distributed
         mine = dealt(tasks, workers.world_size)[workers.global_rank]
 
         def weight(member: Member) -> float:
             return float(member.num_images) if by_images else 1.0
 
-        done = engine.train(self._images, mine, local, weight, private, rule)
+        done = engine.train(self._images, mine, local, weight, scaling, rule)
         members = [member for task in mine for member in task.members]
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))
         for name in rule.counts(0):
@@ -339,10 +305,12 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             stats[name] = torch.tensor([count], device=next(iter(done.update.values())).device)
         for name, sent in done.besides.items():
             stats[name] = sent
-        if private is not None:
+        if self._is_private:
             nothing = torch.zeros(5, device=next(iter(done.update.values())).device)
             stats[TALLY] = nothing if done.tally is None else done.tally
         metrics = _cohort_metrics(context.population, done.num_users, done.num_images)
+        if isinstance(scaling, BoundedUpdates):
+            metrics |= scaling.metrics(done.tally)
         metrics[TRAIN_LOSS] = Weighted(*engine.take_losses())
         return stats, metrics
 
@@ -350,8 +318,9 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         self, algorithm: AddsUsers, context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of what users send, clipped where the run is private, and its metrics."""
-        by_images, private = self._weighting()
+        by_images, scaling = self._weighting()
         assert not by_images, "every user has the weight 1"
+        private = scaling if isinstance(scaling, PrivateMean) else None
         members = self._images.share(context.cohort_size)
         total, tally = algorithm.sum_of(self._images, members, private)
         stats = MappedVectorStatistics(total, weight=float(len(members)))
@@ -362,13 +331,13 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         metrics[TRAIN_LOSS] = Weighted(0, 0)
         return stats, metrics
 
-    def _weighting(self) -> tuple[bool, PrivateMean | None]:
-        """Whether users weigh by their images, and the mechanism; where `_only_norms_matter`."""
-        by_images = isinstance(self._postprocessors[0], WeightByDatapoints)
-        private = self._postprocessors[1] if len(self._postprocessors) > 1 else None
-        if private is not None and by_images:
+    def _weighting(self) -> tuple[bool, ScalesUpdates | None]:
+        """Whether users weigh by their images, and what scales updates; where `_only_norms_matter`."""
+        by_images = any(isinstance(p, WeightByDatapoints) for p in self._postprocessors)
+        scales = [p for p in self._postprocessors if isinstance(p, (BoundedUpdates, PrivateMean))]
+        if by_images and self._is_private:
             raise ValueError("private training weights every user by 1: set federated.weighting to users")
-        return by_images, private
+        return by_images, scales[0] if scales else None
 
     def _finish(
         self, context: CentralContext, stats: MappedVectorStatistics, metrics: Metrics

@@ -19,7 +19,7 @@ from pfl_ext.engine.card import ieee_float32
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import PATHS, SelfCheck, fingerprint
 from pfl_ext.engine.training import LocalTraining
-from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.rules import Rule
 
 Sent = dict[str, Tensor]
@@ -55,7 +55,7 @@ class Trial:
     context: CentralContext[Any, Any]
     postprocessors: Sequence[Postprocessor]
     """What is done to each user's update."""
-    weighting: tuple[bool, PrivateMean | None] | None
+    weighting: tuple[bool, ScalesUpdates | None] | None
     """Whether users weigh by their images, and the mechanism; None: the engine trains them one by one."""
 
     def settled(self, check: SelfCheck) -> bool:

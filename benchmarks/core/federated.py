@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from pfl.aggregate.weighting import WeightByDatapoints, WeightByUser
 from pfl.hyperparam.base import NNTrainHyperParams
@@ -17,13 +18,22 @@ from torch import nn
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
 from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.updates import check_kept
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
 from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.fedir import importance_weights
-from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
+from pfl_ext.attacks.attack import HONEST, Attack, attackers
+from pfl_ext.compression.compressor import PLAIN, Compressor
+from pfl_ext.data.federated_dataset import (
+    FederatedImageDataset,
+    ImageStore,
+    Partition,
+    Sampler,
+    natural_partition,
+)
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.evaluation import CentralEvaluation
@@ -55,6 +65,12 @@ def training_data(
     ``secret``: of a private run, whose noise comes from it, and with central privacy the cohorts too.
     """
     config, runtime = run.config, run.runtime
+    if (found := attack(config)) is not None:
+        owners = natural_partition(store) if partition is None else partition
+        bad = attackers(config.seed, len(owners.user_ids), config.attack.share)
+        owned = np.zeros(int(store.user_offsets[-1]), bool)
+        owned[owners.rows[np.repeat(bad, owners.sizes)]] = True
+        store = found.images(store, owned)
     return FederatedImageDataset(
         store,
         config.sampling,
@@ -81,6 +97,20 @@ def pfl_model(run: AnyRun, module: ImageClassifier) -> PyTorchModel:
         return config.local.optimizer(module.rate_groups(lr, config.local.head_rate_factor), lr)
 
     return PyTorchModel(module, of_user, optimizer, amp_dtype=precision)
+
+
+def attack(config: TrainingConfig) -> Attack | None:
+    """What attackers do; None: there are none."""
+    section = config.attack
+    chosen: Attack = section.chosen(section.chosen_options)
+    return None if section.kind == HONEST else chosen
+
+
+def compressor(config: TrainingConfig) -> Compressor | None:
+    """What compresses updates; None: nothing does."""
+    section = config.compression
+    chosen: Compressor = section.chosen(section.chosen_options)
+    return None if section.kind == PLAIN else chosen
 
 
 def setup(
@@ -148,6 +178,10 @@ def means(
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
         if runtime.check_engine
         else None,
+        compressor=compressor(config),
+        rule=config.aggregation.chosen(config.aggregation.chosen_options),
+        attack=attack(config),
+        attack_share=config.attack.share,
     )
 
 
@@ -167,7 +201,9 @@ def check_federated(
     users = training_data(run, store, module.task, partition)
     users.cohort(federated.cohort_size)
     refuse(federated.chosen.refusals, workers=current() is not None)
-    federated.chosen.check(setup(config, module, users))
+    chosen = setup(config, module, users)
+    federated.chosen.check(chosen)
+    check_kept(config, chosen)
 
 
 def train_federated(

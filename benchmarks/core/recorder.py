@@ -28,6 +28,7 @@ from benchmarks.core.tracking import Tracking
 from dataset.cli import Held
 from pfl_ext import checkpoint
 from pfl_ext.algorithms.algorithm import Algorithm
+from pfl_ext.algorithms.channel import FILE as ERRORS_FILE
 from pfl_ext.evaluation import LOSS, SCORES
 from pfl_ext.tasks.task import Task
 from pfl_ext.workers.distributed import barrier, from_main, is_main, tensors_from_main
@@ -111,7 +112,8 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove what only a run that goes on needs."""
-        users = [self.last.with_name(name) for name in self._run.config.federated.chosen.files]
+        names = (*self._run.config.federated.chosen.files, ERRORS_FILE)
+        users = [self.last.with_name(name) for name in names]
         for path in (self.last, checkpoint.previous(self.last), *users):
             path.unlink(missing_ok=True)
 

@@ -20,7 +20,13 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.postprocessor.base import Postprocessor
 from torch import Tensor
 
+from pfl_ext.aggregation.norm_bound import BoundedUpdates, NormBound
+from pfl_ext.aggregation.rule import AggregationRule, Mean
+from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.spooled import SpooledRounds
+from pfl_ext.attacks.attack import Attack, Attackers
 from pfl_ext.backend import CentrallyEvaluatedBackend
+from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.engine.cohort import CohortEngine
@@ -29,6 +35,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.registry import Registry
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals, refuse
+from pfl_ext.stage import Stage
 
 State = TypeVar("State")
 
@@ -94,6 +101,14 @@ class Means(Setup):
     config_hash: str
     check: SelfCheck | None = None
     """Of the engine, on a GPU."""
+    compressor: Compressor | None = None
+    """Of updates; None: they are sent as they are."""
+    rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
+    """What makes one update of many."""
+    attack: Attack | None = None
+    """What attackers do; None: there are none."""
+    attack_share: float = 0.0
+    """Of all users, those who attack."""
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -101,12 +116,43 @@ class Means(Setup):
             return self.local
         return replace(self.local, local_learning_rate=self.local_rate(number))
 
-    def backend(self) -> CentrallyEvaluatedBackend:
-        """What trains a cohort."""
+    def channel(self, names: Sequence[str]) -> Channel | None:
+        """The way of updates of these variables to the server; None: they are sent as they are."""
+        if self.compressor is None or not names:
+            return None
+        module = self.model.pytorch_model
+        return Channel(self.compressor, self.users, module, names, self.seed, self.folder)
+
+    def stages(self, names: Sequence[str]) -> list[Stage]:
+        """What is done to updates of these variables before they are weighted: attackers change theirs, all
+        are compressed, and a rule other than the mean takes them.
+        """
+        module, attackers = self.model.pytorch_model, None
+        if self.attack is not None:
+            attackers = Attackers(self.attack, self.users, self.attack_share, names, self.seed)
+        colludes = self.attack is not None and self.attack.colludes
+        last: Stage | None = None
+        if isinstance(self.rule, NormBound) and not colludes:
+            last = BoundedUpdates(self.rule.chosen.bound)
+        elif colludes or not isinstance(self.rule, Mean):
+            last = SpooledRounds(
+                self.rule,
+                self.users,
+                module,
+                names,
+                attackers if colludes else None,
+                seed=self.seed,
+                by_images=self.by_images,
+                folder=self.folder,
+            )
+        return [stage for stage in (attackers, self.channel(names), last) if stage is not None]
+
+    def backend(self, before: Sequence[Postprocessor] = ()) -> CentrallyEvaluatedBackend:
+        """What trains a cohort; ``before``: what is done to an update before it is weighted."""
         return CentrallyEvaluatedBackend(
             self.users,
             seed=self.seed,
-            postprocessors=self.postprocessors,
+            postprocessors=[*before, *self.postprocessors],
             engine=self.engine,
             accumulate=self.accumulate,
             config_hash=self.config_hash,
@@ -129,14 +175,19 @@ class Choice:
     """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False
     """Whether only the model of the last round is one of all users."""
+    takes: ClassVar[tuple[str, ...]] = ()
+    """Sections of a config that it works with, of those that change users' updates on their way. A class says
+    so for itself, as its subclasses may send something else."""
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
     def __init_subclass__(cls) -> None:
-        """A subclass inherits what is refused; the argument for privacy was about another class."""
+        """A subclass inherits what is refused, and nothing that had to be argued for another class."""
         super().__init_subclass__()
         if "refusals" not in vars(cls):
             cls.refusals = {**PRIVACY_NOT_ARGUED, **cls.refusals}
+        if "takes" not in vars(cls):
+            cls.takes = ()
 
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:
@@ -158,7 +209,7 @@ class Choice:
 
 
 class Traffic(NamedTuple):
-    """Bytes between the server and each user of a round, uncompressed."""
+    """Bytes between the server and each user of a round; of an update as it is compressed."""
 
     down: int
     up: int

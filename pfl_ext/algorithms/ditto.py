@@ -49,6 +49,7 @@ class Ditto(Personalised):
     """Ditto; a user keeps a whole model."""
 
     options: ClassVar[type] = DittoOptions
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)

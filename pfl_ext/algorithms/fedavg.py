@@ -23,3 +23,4 @@ class FedAvg(OnPfl):
     """pfl's algorithm; its parameters are ``NNAlgorithmParams``."""
 
     refusals: ClassVar[Refusals] = {}
+    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack")

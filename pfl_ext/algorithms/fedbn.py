@@ -23,6 +23,7 @@ class FedBN(FedPer):
     """FedBN."""
 
     options: ClassVar[type] = TunedOptions
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:

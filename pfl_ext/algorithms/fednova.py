@@ -85,6 +85,7 @@ class FedNova(OnPfl):
         "privacy": "FedNova divides updates by their steps, for which private training has no bound: choose "
         "algorithm fedavg or fedprox"
     }
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:

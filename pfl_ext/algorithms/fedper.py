@@ -48,6 +48,7 @@ class FedPer(Personalised):
     """FedPer; a subclass has other personal variables, or another order of local training."""
 
     options: ClassVar[type] = FedPerOptions
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)

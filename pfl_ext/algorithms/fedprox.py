@@ -40,6 +40,7 @@ class FedProx(OnPfl):
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {}
+    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack")
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class FedRep(FedPer):
     """FedRep."""
 
     options: ClassVar[type] = FedRepOptions
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
     idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
 
     def __init__(self, means: Means) -> None:

@@ -24,6 +24,7 @@ from pfl.stats import MappedVectorStatistics
 from torch import Tensor, nn
 
 from pfl_ext import checkpoint
+from pfl_ext.aggregation.norm_bound import BOUNDED
 from pfl_ext.algorithms.algorithm import (
     Algorithm,
     Choice,
@@ -33,6 +34,8 @@ from pfl_ext.algorithms.algorithm import (
     UserState,
     trained_bytes,
 )
+from pfl_ext.algorithms.channel import Channel
+from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
@@ -40,8 +43,8 @@ from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
-STATE = "algorithm/"
-"""Before the names of the users' states in a checkpoint."""
+STATE, CHANNEL = "algorithm/", "compression/"
+"""Before the names in a checkpoint: of the users' states, and of what they keep of their updates."""
 
 
 class Steps(NamedTuple):
@@ -220,7 +223,8 @@ class PflLoop(Algorithm[PyTorchModel]):
             train_cohort_size=means.cohort_size,
             val_cohort_size=None,  # the model is scored between rounds
         )
-        self._backend = means.backend()
+        self._stages = means.stages(list(means.model.variable_map))
+        self._backend = means.backend(self._stages)
 
     @property
     def engine(self) -> CohortEngine | None:
@@ -236,6 +240,8 @@ class PflLoop(Algorithm[PyTorchModel]):
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         watch = _Watch()
+        for stage in self._stages:
+            stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))
         self._algorithm._current_central_iteration = number
         self._algorithm.run(
             replace(self._params, central_num_iterations=number + 1),
@@ -246,6 +252,8 @@ class PflLoop(Algorithm[PyTorchModel]):
             callbacks=[watch],
             send_metrics_to_platform=False,
         )
+        for stage in self._stages:
+            stage.end()
         return state, self._line(watch.metrics)
 
     def _line(self, metrics: Metrics) -> dict[str, Any]:
@@ -256,6 +264,10 @@ class PflLoop(Algorithm[PyTorchModel]):
             "learning_rate": values["learning rate"],
             "max_local_steps": max((m.num_steps for m in members), default=0),
         }
+        if str(BOUNDED) in values:
+            line["bounded"] = round(values[str(BOUNDED)], 6)
+        if str(LEFT_OUT) in values:
+            line["left_out"] = int(values[str(LEFT_OUT)])
         for mechanism in self.means.postprocessors:
             if isinstance(mechanism, NoisyMean):
                 line["privacy"] = mechanism.line(metrics)
@@ -268,23 +280,37 @@ class PflLoop(Algorithm[PyTorchModel]):
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
         """Of the model, the server's optimiser and the users."""
-        users = self._algorithm.user_state
-        kept = {} if users is None else {STATE + name: t for name, t in users.tensors().items()}
+        kept = {
+            prefix + name: tensor
+            for prefix, part in self._kept().items()
+            for name, tensor in part.tensors().items()
+        }
         return checkpoint.model_tensors(state) | kept
+
+    @property
+    def _channel(self) -> Channel | None:
+        return next((stage for stage in self._stages if isinstance(stage, Channel)), None)
+
+    def _kept(self) -> dict[str, UserState]:
+        """What a run goes on from besides, by what its names in a checkpoint begin with."""
+        parts = {STATE: self._algorithm.user_state, CHANNEL: self._channel}
+        return {prefix: part for prefix, part in parts.items() if part is not None}
 
     def saved(self) -> None:
         """The users' states of the checkpoint are not overwritten from here on."""
-        if self._algorithm.user_state is not None:
-            self._algorithm.user_state.saved()
+        for part in self._kept().values():
+            part.saved()
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
         """Put all of it back."""
         checkpoint.restore_model(state, tensors)
-        if self._algorithm.user_state is not None:
-            self._algorithm.user_state.load(checkpoint.part(tensors, STATE))
+        for prefix, part in self._kept().items():
+            part.load(checkpoint.part(tensors, prefix))
         return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """As the algorithm says."""
+        """As the algorithm says, its update as it is compressed."""
         traffic: Traffic = self._algorithm.bytes(state)
-        return traffic
+        if self._channel is None:
+            return traffic
+        return Traffic(traffic.down, traffic.up - trained_bytes(self.means.module) + self._channel.num_bytes)

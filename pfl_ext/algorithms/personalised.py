@@ -42,8 +42,8 @@ from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 from pfl_ext.workers.distributed import current, is_main
 
-SEEN, USERS = "seen", "users/"
-"""Names in a checkpoint: which users have trained; before what `UserParts` has there."""
+SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
+"""Names in a checkpoint: which users have trained; before what `UserParts` and a `Channel` have there."""
 SHOWN = ("mean", "std", "lowest decile", "highest decile")
 BLOCK_BYTES = 2**28
 """Of the users' vectors that are in memory at a time where all are scored."""
@@ -82,6 +82,7 @@ class Personalised(Algorithm[PyTorchModel]):
         self.layout = Layout(module, self.kept_names(module, means.options))
         shared = set(self.shared_names(module, means.options))
         self.shared = [name for name in trained_names(module) if name in shared]
+        self.channel = self.means.channel(self.shared)
         path = None if means.folder is None else means.folder / FILE
         self.parts = UserParts(means.users.num_users, self.layout, path)
         self.seen = torch.zeros(means.users.num_users, dtype=torch.bool)
@@ -147,14 +148,20 @@ class Personalised(Algorithm[PyTorchModel]):
         kept, seen = self.parts.read(users, self.first), self.clients.unseen(users)
         after = torch.zeros_like(kept)
         total = {name: torch.zeros_like(x[name], dtype=self.means.accumulate) for name in self.shared}
+        if self.channel is not None:
+            self.channel.begin(number, users)
         with self.clients.dealt(users, number) as mine:
             for place in mine:
                 update, after[place], seen[place] = self.train_user(x, kept[place], int(users[place]), number)
+                if self.channel is not None and seen[place, 0]:
+                    update = self.channel.sent(update, int(users[place]))
                 weight = float(seen[place, 0]) if self.means.by_images else 1.0
                 for name, tensor in total.items():
                     tensor.add_(update[name].to(tensor.dtype), alpha=weight)
         if (workers := current()) is not None:
             workers.sum_model([seen, after], list(total.values()))
+        if self.channel is not None:
+            self.channel.end()
         self.parts.write(users, after)
         self.seen[users] = True
         weight = float(seen[:, 0].double().sum()) if self.means.by_images else float(len(users))
@@ -216,23 +223,29 @@ class Personalised(Algorithm[PyTorchModel]):
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
         """Of the model, the server's optimiser and the users."""
         users = {USERS + name: tensor for name, tensor in self.parts.tensors().items()}
-        return {**checkpoint.model_tensors(state), **users, SEEN: self.seen}
+        errors = {} if self.channel is None else self.channel.tensors()
+        sent = {CHANNEL + name: tensor for name, tensor in errors.items()}
+        return {**checkpoint.model_tensors(state), **users, **sent, SEEN: self.seen}
 
     def saved(self) -> None:
         """What users keep at that checkpoint is not overwritten from here on."""
         self.parts.saved()
+        if self.channel is not None:
+            self.channel.saved()
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
         """Put all of it back."""
         checkpoint.restore_model(state, tensors)
         self.parts.load(checkpoint.part(tensors, USERS))
+        if self.channel is not None:
+            self.channel.load(checkpoint.part(tensors, CHANNEL))
         self.seen = tensors[SEEN].cpu().clone()
         return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """The shared variables, down and up."""
+        """The shared variables, down and, as they are compressed, up."""
         size = sum(p.numel() * p.element_size() for n, p in state.variable_map.items() if n in self.shared)
-        return Traffic(size, size)
+        return Traffic(size, size if self.channel is None else self.channel.num_bytes)
 
 
 def shown(column: str, group: str, found: Mapping[str, Any]) -> str:

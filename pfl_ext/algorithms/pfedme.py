@@ -64,6 +64,7 @@ class PFedMe(Personalised):
     """pFedMe; a user keeps a whole model, to be scored."""
 
     options: ClassVar[type] = PFedMeOptions
+    takes: ClassVar[tuple[str, ...]] = ("compression",)
     idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
 
     def __init__(self, means: Means) -> None:

@@ -36,7 +36,7 @@ from pfl_ext.engine.trim import Trimmed
 from pfl_ext.engine.watch import Watch
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.features import FeatureClassifier
-from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.rules import Rule
 
 GPU_LANES = 4
@@ -147,7 +147,7 @@ class CohortEngine:
         self._pool.close()
 
     def tasks(
-        self, members: Sequence[Member], local: LocalTraining, scaling: PrivateMean | None = None
+        self, members: Sequence[Member], local: LocalTraining, scaling: ScalesUpdates | None = None
     ) -> list[Task]:
         """A whole cohort's tasks, of which each worker then takes its part (`dealt`).
 
@@ -156,7 +156,7 @@ class CohortEngine:
         local = self._prepare(local)
         return grouped(members, most_images(self._central), self._fuses(local, scaling), self._max_users)
 
-    def _fuses(self, local: LocalTraining, scaling: PrivateMean | None) -> bool:
+    def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
         """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
         correction is each user's own.
         """
@@ -181,7 +181,7 @@ class CohortEngine:
         tasks: Sequence[Task],
         local: LocalTraining,
         weight_of: Callable[[Member], float],
-        scaling: PrivateMean | None,
+        scaling: ScalesUpdates | None,
         rule: Rule = PLAIN,
     ) -> CohortSum:
         """Train the users of these tasks and add up what they send, times ``weight_of(member)`` of each.
@@ -224,7 +224,7 @@ class CohortEngine:
         return total
 
     def _rehearse(
-        self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None, lanes: Sequence[Lane]
+        self, sample: Batch, local: LocalTraining, scaling: ScalesUpdates | None, lanes: Sequence[Lane]
     ) -> None:
         """Before the first round on a GPU: record the graphs, and try a group of the size that is planned."""
         self._rehearsed = {local.form}
@@ -236,7 +236,7 @@ class CohortEngine:
         while self._fuses(local, scaling) and not fits(self._try_group, sample, local, scaling):
             self._shrink(local, True)
 
-    def _try_group(self, sample: Batch, local: LocalTraining, scaling: PrivateMean | None) -> None:
+    def _try_group(self, sample: Batch, local: LocalTraining, scaling: ScalesUpdates | None) -> None:
         most, lane = self._most(local), self.lanes[0]
         users = min(self._max_users, most)
         each = -(-most // users)
@@ -282,7 +282,7 @@ class CohortEngine:
         dataset: FederatedImageDataset,
         local: LocalTraining,
         weight_of: Callable[[Member], float],
-        scaling: PrivateMean | None,
+        scaling: ScalesUpdates | None,
         rule: Rule,
     ) -> None:
         """Train these one after another."""

@@ -24,7 +24,7 @@ from pfl_ext.engine.one_step import Sums
 from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining, clip_gradients
 from pfl_ext.models.classifier import ImageClassifier
-from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.privacy.central import ScalesUpdates
 
 AHEAD = 8
 """Users that a lane may have asked a GPU to train beyond the one that it trains."""
@@ -305,7 +305,7 @@ class Lane:
             if place not in self._places or not self._places[place].done:
                 torch.sub(source, gradient, alpha=local.learning_rate, out=weight)
 
-    def decay(self, weight: float, local: LocalTraining, scaling: PrivateMean | None) -> None:
+    def decay(self, weight: float, local: LocalTraining, scaling: ScalesUpdates | None) -> None:
         """Add the weight decay of users of one step, ``-lr * decay * central weights`` each, to the sum."""
         if not local.weight_decay:
             return
@@ -315,7 +315,7 @@ class Lane:
             view.add_(start, alpha=-local.learning_rate * factor * local.weight_decay * weight)
 
     @torch.no_grad()
-    def add(self, weight: float, scaling: PrivateMean | None) -> None:
+    def add(self, weight: float, scaling: ScalesUpdates | None) -> None:
         """Add the update of the user just trained, times ``weight`` and its scale, to the sum."""
         if scaling is None:
             length = PIECE if self._stream is None else len(self._local)

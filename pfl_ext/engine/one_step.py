@@ -21,7 +21,7 @@ from pfl_ext.engine.tape import TapedNetwork
 from pfl_ext.engine.training import Batch, LocalTraining
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.models.dropout import dropping
-from pfl_ext.privacy.central import PrivateMean
+from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.privacy.mechanisms import LARGEST
 
 
@@ -55,7 +55,7 @@ def train_one_step(
     sizes: Sequence[int],
     weights: Sequence[float],
     local: LocalTraining,
-    scaling: PrivateMean | None,
+    scaling: ScalesUpdates | None,
     sums: Sums,
 ) -> None:
     """Add ``weights[u] * scale_u * update_u`` of U users to ``sums``.
@@ -89,7 +89,7 @@ def train_one_step(
 
 class _Adding:
     def __init__(
-        self, local: LocalTraining, weights: Tensor, scaling: PrivateMean | None, sums: Sums
+        self, local: LocalTraining, weights: Tensor, scaling: ScalesUpdates | None, sums: Sums
     ) -> None:
         self._local, self._weights, self._scaling, self._sums = local, weights, scaling, sums
         self._kept: dict[str, Gradient] = {}

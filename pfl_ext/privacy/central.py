@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pfl.context import CentralContext, UserContext
@@ -83,6 +83,19 @@ def tally_of(norm: Tensor, whole: Tensor, finite: Tensor) -> Tensor:
     one, kept = torch.ones_like(norm), (whole & finite).double()
     norm = torch.where(finite, norm, 0.0)
     return torch.stack([one, one - kept, one - finite.double(), norm, kept - 0.5], -1).float()
+
+
+class ScalesUpdates(Protocol):
+    """What the engine asks where each user's update is scaled by its norms."""
+
+    @property
+    def clipping_bound(self) -> float:
+        """Greatest norm of a scaled update."""
+        ...
+
+    def user_scales(self, names: Sequence[str], squared_norms: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors ``[U, V]`` and tallies ``[U, 5]`` from the squared norms ``[U, V]`` of V variables."""
+        ...
 
 
 class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):

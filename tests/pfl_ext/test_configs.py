@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
+from pfl_ext.aggregation.geometric_median import WeiszfeldOptions
+from pfl_ext.aggregation.krum import MultiKrumOptions
+from pfl_ext.aggregation.norm_bound import NormBoundOptions
+from pfl_ext.aggregation.rule import SpooledOptions, ToleratedOptions
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fednova import FedNova
 from pfl_ext.algorithms.fedprox import FedProx, ProximalOptions
 from pfl_ext.algorithms.optimizers import ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
+from pfl_ext.attacks.alie import ALIEOptions
+from pfl_ext.attacks.on_updates import BoostOptions, GaussianOptions, SignFlipOptions
+from pfl_ext.compression.compressor import FeedbackOptions
+from pfl_ext.compression.low_rank import LowRankOptions
+from pfl_ext.compression.quantised import UniformOptions
+from pfl_ext.compression.sparse import RandomKOptions, TopKOptions
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import ModelConfig
@@ -103,6 +113,7 @@ MODEL = {
     "channel_norm": "group",
     "feature_format": "float32",
 }
+SPOOLED = {"bucket_size": 1, "max_state_gb": 16.0}
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 
 
@@ -115,6 +126,20 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
         (PrivacyConfig(epsilon=2.0), PRIVACY),
         (LocalPrivacyConfig(), LOCAL_PRIVACY),
         (ModelConfig(), MODEL),
+        (FeedbackOptions(), {"error_feedback": True, "max_state_gb": 16.0}),
+        (TopKOptions(), {"share": 0.01, "error_feedback": True, "max_state_gb": 16.0}),
+        (RandomKOptions(), {"share": 0.01}),
+        (UniformOptions(), {"bits": 8}),
+        (LowRankOptions(), {"rank": 2, "iterations": 2, "error_feedback": True, "max_state_gb": 16.0}),
+        (SpooledOptions(), SPOOLED),
+        (ToleratedOptions(), {**SPOOLED, "tolerated": 0.2}),
+        (MultiKrumOptions(), {**SPOOLED, "tolerated": 0.2, "kept": None}),
+        (WeiszfeldOptions(), {**SPOOLED, "iterations": 4, "least_distance": 1e-5}),
+        (NormBoundOptions(), {"bound": 1.0}),
+        (SignFlipOptions(), {"scale": 1.0}),
+        (BoostOptions(), {"scale": None}),
+        (GaussianOptions(), {"scale": 1.0}),
+        (ALIEOptions(), {"z": None}),
         (ImportanceOptions(), {"reweight": "none", "max_importance": None}),
         (ScaffoldOptions(), {"scaffold_option": None, "scaffold_correction": None, "max_state_gb": 16.0}),
     ],

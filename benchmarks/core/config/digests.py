@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.core.config.sections import OLD_WORDS, REPETITION, YOUNGER, TrainingConfig
+from benchmarks.core.config.sections import OLD_WORDS, REPETITION, YOUNG_SECTIONS, YOUNGER, TrainingConfig
 from benchmarks.core.config.trees import Tree, dotted, leaves, put
 
 
@@ -29,6 +29,9 @@ def config_tree(config: TrainingConfig) -> Tree:
         if key in flat and flat[key] == neutral:
             section, _, name = key.partition(".")
             del tree[section][name]
+    for section in YOUNG_SECTIONS:
+        if not tree[section]:
+            del tree[section]
     for key, (old, new) in OLD_WORDS.items():
         if dotted(tree).get(key) == new:
             put(tree, key, old)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
+from benchmarks.core.config.updates import check_updates, counts_alike
+from pfl_ext.attacks.attack import HONEST
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
@@ -52,7 +54,7 @@ def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
 def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
-        federated = "local. server. federated. evaluation.every_rounds"
+        federated = "local. server. federated. compression. aggregation. attack. evaluation.every_rounds"
         return Idle(federated, "mode is centralised", "set mode to federated")
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
@@ -125,6 +127,11 @@ def _idle_in_federated(config: TrainingConfig) -> Iterator[Idle]:
             if section.name not in names and not is_read:
                 because = f"{section.registry.key} is {section.name}"
                 yield Idle(key, because, f"choose {' or '.join(names)}")
+    if counts_alike(config):
+        because = f"aggregation.kind is {config.aggregation.kind}, for which users count alike"
+        yield Idle("federated.weighting", because, "set aggregation.kind to mean")
+    if config.attack.kind == HONEST:
+        yield Idle("attack.share", f"attack.kind is {HONEST}", "choose an attack")
     if federated.reweight == "none":
         yield Idle("federated.max_importance", "federated.reweight is none", "choose fedir")
     if local.effective_learning_rate is not None:
@@ -219,6 +226,7 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        check_updates(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
                 f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "

@@ -33,7 +33,10 @@ from benchmarks.core.config.trees import as_word, dotted
 from benchmarks.reporting.tables import markdown_table
 from dataset.cli import run as run_command
 from dataset.files import imported
+from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.algorithms.algorithm import ALGORITHMS
+from pfl_ext.attacks.attack import HONEST
+from pfl_ext.compression.compressor import PLAIN
 from pfl_ext.data.normalisation import Normalisation
 
 OF_THE_NETWORK = "fixed before training, and looks at no training image"
@@ -140,6 +143,26 @@ TABLE: Mapping[str, Rule] = {
     "federated.scaffold_correction": only("read for scaffold alone, which is refused", None),
     "federated.options": Rule("read by the algorithm alone, whose file argues for it"),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
+    "compression.kind": Rule(
+        "an update is compressed before it is clipped, so that a user moves the sum by the bound at most, "
+        "and what adaptive clipping measures is compressed; local noise makes every message dense, so that "
+        "no bytes would be saved",
+        None,
+        (PLAIN,),
+    ),
+    "aggregation.kind": only(
+        "a user's own update is scaled before it is clipped; every other rule chooses among updates, so that "
+        "one user can move its result by more than the bound",
+        MEAN,
+        "norm_bound",
+    ),
+    "aggregation.options": Rule("read by the rule alone: of norm_bound, the bound of a user's own update"),
+    "attack.kind": only("simulated attackers may look at the updates of all others", HONEST),
+    **each("read by attackers alone, which are refused", "attack", "share options"),
+    "compression.options": Rule("read by the compressor alone, before clipping"),
+    "compression.options.error_feedback": only(
+        "what a message left out outlives the round, and so would what it tells of the user", False, None
+    ),
     **each(
         UNUSED,
         "centralised",
@@ -209,7 +232,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     unread = dict.fromkeys(config.federated.chosen.idle.split(), "")
     for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
         head, within_options, _ = key.partition(".options.")
-        rule = rules.get(f"{head}.options" if within_options else key)
+        rule = rules.get(key) or (rules.get(f"{head}.options") if within_options else None)
         if rule is None:
             raise ValueError(
                 f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "

@@ -7,16 +7,19 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.trees import build
+from pfl_ext.aggregation.rule import MEAN, RULES
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.fedir import ImportanceOptions
 from pfl_ext.algorithms.fedprox import ProximalOptions
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS, OptimizerConfig, ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
+from pfl_ext.attacks.attack import ATTACKS, HONEST
+from pfl_ext.compression.compressor import COMPRESSORS, PLAIN
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
@@ -66,9 +69,18 @@ YOUNGER = {
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,
     "centralised.head_rate_factor": 1.0,
+    "compression.kind": PLAIN,
+    "compression.options": None,
+    "aggregation.kind": MEAN,
+    "aggregation.options": None,
+    "attack.kind": HONEST,
+    "attack.options": None,
+    "attack.share": 0.2,
     **YOUNG_SCHEDULES,
 }
 """Keys that are younger than the first runs, and the value that says what those runs did."""
+YOUNG_SECTIONS = ("compression", "aggregation", "attack")
+"""Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
 """By key, the old name of a value, which the config.yaml of runs still has, and today's."""
 
@@ -190,6 +202,35 @@ class FederatedConfig(ChoosingSection, ScaffoldOptions, ProximalOptions, Importa
 
 
 @dataclass(frozen=True, config=STRICT)
+class CompressionSection(ChoosingSection):
+    """How users make their updates small before they send them."""
+
+    registry = COMPRESSORS
+    kind: str = PLAIN
+    """Name of a kind of pfl_ext/compression: top_k, random_k, uniform, sign, low_rank; float32: none."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AggregationSection(ChoosingSection):
+    """How the server makes one update of those of a round."""
+
+    registry = RULES
+    kind: str = MEAN
+    """Name of a rule of pfl_ext/aggregation: mean, norm_bound, median, trimmed_mean, krum, and others."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class AttackSection(ChoosingSection):
+    """What simulated attackers do, to see what a rule of aggregation is worth."""
+
+    registry = ATTACKS
+    kind: str = HONEST
+    """Name of an attack of pfl_ext/attacks: sign_flip, boost, gaussian, alie, label_flip; honest: none."""
+    share: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+    """Share of all training users who attack, the same ones in every round."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CentralisedConfig(DecayConfig, OptimizerConfig):
     """Training on all images in one place."""
 
@@ -292,6 +333,9 @@ class TrainingConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
     server: ServerSection = field(default_factory=ServerSection)
     federated: FederatedConfig = field(default_factory=FederatedConfig)
+    compression: CompressionSection = field(default_factory=CompressionSection)
+    aggregation: AggregationSection = field(default_factory=AggregationSection)
+    attack: AttackSection = field(default_factory=AttackSection)
     centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     privacy: PrivacySection | None = None

@@ -15,7 +15,13 @@ import torch
 from benchmarks.core.config.benchmark import AnyRun, Run
 from benchmarks.core.config.privacy_matrix import TABLE, main, markdown, rules_for
 from benchmarks.core.config.privacy_rules import Rule
-from benchmarks.core.config.sections import LocalPrivacySection, PrivacySection, Runtime, TrainingConfig
+from benchmarks.core.config.sections import (
+    CompressionSection,
+    LocalPrivacySection,
+    PrivacySection,
+    Runtime,
+    TrainingConfig,
+)
 from benchmarks.core.experiment import build_model
 from benchmarks.core.federated import train_federated
 from benchmarks.core.recorder import Recorder
@@ -24,8 +30,11 @@ from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair.config import FLAIR
 from benchmarks.visual_classification.config import VISION
+from pfl_ext.aggregation.rule import RULES as RULES_BY_NAME
 from pfl_ext.algorithms.algorithm import ALGORITHMS
 from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
+from pfl_ext.attacks.attack import ATTACKS
+from pfl_ext.compression.compressor import COMPRESSORS, FeedbackOptions
 from pfl_ext.data.augmented_views import AugmentedViews, IntArray
 from pfl_ext.models.features import Split
 from pfl_ext.privacy.central import NoisyMean
@@ -59,6 +68,11 @@ BY_KEY = {
 RULES = {**rules_for(VISION.kind), **rules_for(FLAIR.kind)}
 BY_KEY["server.optimizer"] = (Literal[tuple(SERVER_OPTIMIZERS.names())], "sgd")
 BY_KEY["federated.algorithm"] = (Literal[tuple(ALGORITHMS.names())], "fedavg")
+BY_KEY["aggregation.kind"] = (Literal[tuple(RULES_BY_NAME.names())], "mean")
+BY_KEY["attack.kind"] = (Literal[tuple(ATTACKS.names())], "honest")
+BY_KEY["compression.kind"] = (Literal[tuple(COMPRESSORS.names())], "float32")
+WITHIN = {key: rule for key, rule in RULES.items() if ".options." in key}
+"""Rows of options that the chosen thing declares itself."""
 
 
 GENOTYPE = " ".join(
@@ -109,11 +123,20 @@ def with_value(tree: Any, key: str, value: Any) -> Any:
     )
 
 
+def without_feedback(kind: str) -> CompressionSection:
+    """Of a kind of compression that has error feedback, which has a row of its own."""
+    has_feedback = issubclass(COMPRESSORS[kind].options, FeedbackOptions)
+    return CompressionSection(kind=kind, options={"error_feedback": False} if has_feedback else None)
+
+
 def run_of(section: str, key: str, value: Any) -> AnyRun:
     name, _, rest = key.partition(".")
     if name == "runtime":
         return Run(private(section), with_value(Runtime(), rest, value))
     kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
+    if key == "compression.kind":
+        config = dataclasses.replace(private(section, kind), compression=without_feedback(value))
+        return Run(config, Runtime())
     one_head = key in ("model.random_features", "model.random_features_width", "model.parties")
     alone = (key, value) == ("model.trained", "head") or one_head
     bottleneck = None if alone else 64
@@ -121,7 +144,9 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
 
 
 def test_every_option_has_a_row_and_every_row_an_option() -> None:
-    assert set(RULES) == set(BY_KEY)
+    assert set(RULES) - set(WITHIN) == set(BY_KEY)
+    declared = {f"compression.options.{item.name}" for item in dataclasses.fields(FeedbackOptions)}
+    assert set(WITHIN) <= declared
     assert all(rule.argument for rule in RULES.values())
     for kind in (FLAIR.kind, VISION.kind, SEGMENTATION.kind, DETECTION.kind):
         assert not set(kind.privacy_rules) & set(TABLE)
@@ -285,7 +310,10 @@ def moved(argv: tuple[str, ...], folder: Path) -> tuple[float, float]:
     return float((whole - less).norm()), float(2**-22 * whole.norm())
 
 
-TRAINING = ("local.", "augment.", "federated.", "privacy.", "runtime.", "model.dropout", "model.trained")
+TRAINING = (
+    *("local.", "augment.", "federated.", "compression.", "aggregation.", "privacy.", "runtime."),
+    *("model.dropout", "model.trained"),
+)
 NOT_OF_THE_SUM = (
     "privacy.accountant",
     "privacy.noise",
@@ -304,9 +332,11 @@ CHOICES = [
     if value is not None and RULES[key].allows("privacy", value)
 ]
 ONCE = ("--model.trained=head", "--federated.cohort_size=5")
-BESIDE = {
+BIASED = [name for name in COMPRESSORS.names() if issubclass(COMPRESSORS[name].options, FeedbackOptions)]
+BESIDE: dict[tuple[str, Any], tuple[str, ...]] = {
     ("federated.algorithm", "fedncm"): ONCE,
     ("federated.algorithm", "fed3r"): ONCE,
+    **{("compression.kind", kind): ("--compression.options.error_feedback=false",) for kind in BIASED},
     ("privacy.sampler", "fixed"): ("--federated.cohort_size=5",),
     ("privacy.sampler", "cyclic"): ("--federated.cohort_size=5",),
     ("augment.padding", "reflect"): ("--augment.crop=padded",),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]
 
-from pfl_ext.backend import FlatSumAggregator
+from pfl_ext.summing import FlatSumAggregator
 from pfl_ext.workers import transport
 from pfl_ext.workers import watchdog as watchdog_module
 from pfl_ext.workers.distributed import (

@@ -1,0 +1,113 @@
+"""Which settings go with the sections that change users' updates on their way to the server: compression,
+aggregation and attack."""
+
+from __future__ import annotations
+
+from benchmarks.core.config.sections import ChoosingSection, TrainingConfig
+from pfl_ext.aggregation.rule import MEAN, SpooledOptions
+from pfl_ext.algorithms.algorithm import ALGORITHMS, Setup, trained_bytes
+from pfl_ext.attacks.attack import HONEST
+from pfl_ext.compression.compressor import PLAIN
+
+
+def is_spooled(config: TrainingConfig) -> bool:
+    """Whether all updates of a round are kept until the last has come."""
+    return config.attack.chosen.colludes or isinstance(config.aggregation.chosen_options, SpooledOptions)
+
+
+def counts_alike(config: TrainingConfig) -> bool:
+    """Whether users' weights have no effect."""
+    return not config.aggregation.chosen.weighs
+
+
+def check_updates(config: TrainingConfig) -> None:
+    """Refuse an algorithm that does not take such a section, and what the section cannot do.
+
+    Raises:
+        ValueError: one line that names the key and what to do.
+    """
+    for section, neutral in (
+        (config.compression, PLAIN),
+        (config.aggregation, MEAN),
+        (config.attack, HONEST),
+    ):
+        if section.name != neutral:
+            _check_taken(config, section, neutral)
+    if getattr(config.compression.chosen_options, "error_feedback", False) and config.federated.replacement:
+        raise ValueError(
+            "compression.options.error_feedback is true, and a user keeps one state of its own, so must come "
+            "once in a cohort: set federated.replacement or compression.options.error_feedback to false"
+        )
+    if is_spooled(config) and config.federated.replacement:
+        key = "attack.kind" if config.attack.chosen.colludes else "aggregation.kind"
+        section = config.attack if config.attack.chosen.colludes else config.aggregation
+        raise ValueError(
+            f"{key} is {section.name}, for which each user of a round has one update: set "
+            "federated.replacement to false"
+        )
+    _check_enough(config)
+
+
+def _check_taken(config: TrainingConfig, section: ChoosingSection, neutral: str) -> None:
+    """Refuse an algorithm whose users send something else than one update that is averaged."""
+    key, federated = section.registry.key, config.federated
+    name = key.partition(".")[0]
+    if name not in federated.chosen.takes:
+        others = [other for other in ALGORITHMS.names() if name in ALGORITHMS[other].takes]
+        raise ValueError(
+            f"{key} is {section.name}, and federated.algorithm {federated.name} does not take it: set {key} "
+            f"to {neutral}, or choose {' or '.join(others)}"
+        )
+
+
+def _check_enough(config: TrainingConfig) -> None:
+    """Refuse a rule for which a cohort is too small; of what is asked of a cohort, not of the population.
+
+    Raises:
+        ValueError: one line with both numbers.
+    """
+    section = config.aggregation
+    options, rule = section.chosen_options, section.chosen(section.chosen_options)
+    n = -(-config.federated.cohort_size // getattr(options, "bucket_size", 1))
+    if not rule.works_with(n):
+        raise ValueError(
+            f"aggregation.kind is {section.kind}, which needs {rule.least()}, and a round has n = {n} "
+            f"updates of which f = {rule.bad(n)} may be bad: lower aggregation.options.tolerated, or raise "
+            "federated.cohort_size"
+        )
+    kept = getattr(options, "kept", None)
+    if kept is not None and kept > n - rule.bad(n):
+        raise ValueError(
+            f"aggregation.options.kept is {kept}, above n - f = {n - rule.bad(n)} of a round: lower it, or "
+            "set it to none"
+        )
+
+
+def check_kept(config: TrainingConfig, setup: Setup) -> None:
+    """Refuse updates on disk, of users or of a round, that are larger than the config allows; and an attack
+    of nobody.
+
+    Raises:
+        ValueError: one line with both sizes.
+    """
+    attack, users = config.attack, setup.users.num_users
+    if attack.kind != HONEST and round(attack.share * users) == 0:
+        raise ValueError(
+            f"attack.share is {attack.share:g}, which makes none of {users:,} users an attacker: raise it, "
+            f"or set attack.kind to {HONEST}"
+        )
+    size, options = trained_bytes(setup.module) / 1e9, config.compression.chosen_options
+    touched = min(users, setup.cohort_size * setup.num_rounds)
+    if getattr(options, "error_feedback", False) and touched * size > options.max_state_gb:
+        raise ValueError(
+            f"error feedback keeps {touched * size:,.1f} GB for {touched:,} users, above "
+            f"compression.options.max_state_gb = {options.max_state_gb:g}: raise it, choose random_k or "
+            "uniform, or set compression.options.error_feedback to false"
+        )
+    rule, cohort = config.aggregation.chosen_options, setup.cohort_size
+    most = getattr(rule, "max_state_gb", None)
+    if most is not None and cohort * size > most:
+        raise ValueError(
+            f"the updates of a round are {cohort * size:,.1f} GB for {cohort:,} users, above "
+            f"aggregation.options.max_state_gb = {most:g}: raise it, or choose norm_bound"
+        )

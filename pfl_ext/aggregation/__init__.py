@@ -1,0 +1,1 @@
+"""How the server makes one update of many, some of which may be made to harm it."""

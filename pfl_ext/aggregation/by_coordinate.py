@@ -1,0 +1,54 @@
+"""Rules that treat each coordinate by itself
+(Yin et al. 2018, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", arXiv
+1803.01498, definitions 1 and 2).
+
+Letters: n updates, f of them bad.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from pfl_ext.aggregation.rule import AggregationRule, SpooledOptions, ToleratedOptions, register
+from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+
+
+class ByCoordinate(AggregationRule):
+    """Of all values of a coordinate in their order, a mean of some of the middle ones."""
+
+    @abstractmethod
+    def dropped(self, n: int) -> int:
+        """How many are left out at either end."""
+
+    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+        """The mean of those that are left, summed by themselves: nothing is subtracted from a total."""
+        out, ends = np.zeros(spool.length), self.dropped(len(rows))
+        for part, block in spool.coordinates(rows):
+            block.sort(axis=0)
+            out[part] = block[ends : len(rows) - ends].mean(0)
+        return out
+
+
+@register("median")
+class Median(ByCoordinate):
+    """The median of each coordinate; of an even number of updates, the mean of the two in the middle."""
+
+    options: ClassVar[type] = SpooledOptions
+
+    def dropped(self, n: int) -> int:
+        """All but one or two."""
+        return (n - 1) // 2
+
+
+@register("trimmed_mean")
+class TrimmedMean(ByCoordinate):
+    """The mean of each coordinate without its f greatest and its f least values."""
+
+    options: ClassVar[type] = ToleratedOptions
+
+    def dropped(self, n: int) -> int:
+        """f."""
+        return self.bad(n)

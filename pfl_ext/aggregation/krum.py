@@ -1,0 +1,84 @@
+"""Krum and Multi-Krum
+(Blanchard et al. 2017, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", arXiv
+1703.02757, sections 4 and 5.2).
+
+The score of an update is the sum of its squared distances to the n - f - 2 others that are nearest. Krum is
+the update of the least score, the first of equal ones, and Multi-Krum the mean of the m of least scores.
+Squared distances are summed over blocks of coordinates, in float64 and from updates, not from whole models,
+beside which differences of updates vanish.
+
+Letters: n updates, f of them bad, m that are kept.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.aggregation.rule import AggregationRule, ToleratedOptions, by_blocks, register
+from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class MultiKrumOptions(ToleratedOptions):
+    """How many are kept."""
+
+    kept: PositiveInt | None = None
+    """Updates whose mean is taken, at most n - f; none: n - f."""
+
+
+def squared_distances(spool: Spool, rows: IntArray) -> DoubleArray:
+    """``[n, n]``, at least 0."""
+    products, squares = np.zeros((len(rows), len(rows))), np.zeros(len(rows))
+    for _, block in spool.coordinates(rows):
+        products += block @ block.T
+        squares += (block * block).sum(1)
+    found = np.maximum(squares[:, None] + squares[None] - 2 * products, 0)
+    np.fill_diagonal(found, 0)
+    return found
+
+
+class OfScores(AggregationRule):
+    """A mean of the updates of the least scores."""
+
+    def least(self) -> str:
+        """For a refusal."""
+        return "n > 2 f + 2"
+
+    def works_with(self, n: int) -> bool:
+        """``n > 2 f + 2``."""
+        return n > 2 * self.bad(n) + 2
+
+    def best(self, n: int) -> int:
+        """m."""
+        return 1
+
+    def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
+        """The mean of the m of least scores, all of the same weight."""
+        n = len(rows)
+        nearest = np.sort(squared_distances(spool, rows), axis=1)[:, 1 : n - self.bad(n) - 1]
+        chosen = np.argsort(nearest.sum(1), kind="stable")[: self.best(n)]
+        return by_blocks(spool, rows[chosen], np.full(len(chosen), 1 / len(chosen)))
+
+
+@register("krum")
+class Krum(OfScores):
+    """The update of the least score."""
+
+    options: ClassVar[type] = ToleratedOptions
+
+
+@register("multi_krum")
+class MultiKrum(OfScores):
+    """The mean of those of the least scores."""
+
+    options: ClassVar[type] = MultiKrumOptions
+
+    def best(self, n: int) -> int:
+        """m."""
+        most = n - self.bad(n)
+        return most if self.chosen.kept is None else min(self.chosen.kept, most)

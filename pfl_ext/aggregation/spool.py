@@ -1,0 +1,117 @@
+"""The updates of a round on disk, from which a rule reads all users' values of some coordinates at a time.
+
+A cohort of 200 ResNets is 9 GB of updates; a block of their coordinates is `BLOCK_BYTES`, and no more is in
+memory.
+
+Letters: n users of a round, P numbers of an update, w coordinates of a block.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.files import written
+
+FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BLOCK_BYTES = 2**25
+"""Of a block in float64."""
+
+
+class Spool:
+    """``[n, P]`` float32 in a file without a name, which is gone with the process.
+
+    Args:
+        rows: n.
+        length: P.
+        folder: on whose disk the file lies; None: that of temporary files.
+
+    Raises:
+        OSError: when the disk is full; one clause with the folder.
+    """
+
+    def __init__(self, rows: int, length: int, folder: Path | None = None) -> None:
+        self.length = length
+        where = Path(tempfile.gettempdir()) if folder is None else folder
+        with written(where):
+            where.mkdir(parents=True, exist_ok=True)
+            self._file, name = tempfile.mkstemp(dir=where)
+            Path(name).unlink()
+            os.truncate(self._file, max(1, 4 * rows * length))
+        weakref.finalize(self, os.close, self._file)
+        self._where = where
+        mapped = mmap.mmap(self._file, max(1, 4 * rows * length))
+        self._all: FloatArray = np.frombuffer(mapped, "<f4", rows * length).reshape(rows, length)
+        self.weights: DoubleArray = np.zeros(rows)
+        """``[n]``; 0: nothing was written there."""
+
+    def write(self, row: int, values: npt.ArrayLike, weight: float) -> None:
+        """One user's update ``[P]``, and its weight in a mean, above 0."""
+        content = np.ascontiguousarray(values, "<f4")
+        assert content.shape == (self.length,)
+        left, offset = content.data.cast("B"), 4 * row * self.length
+        with written(self._where):
+            while left:
+                done = os.pwrite(self._file, left, offset)
+                left, offset = left[done:], offset + done
+        self.weights[row] = weight
+
+    def overwrite(self, rows: IntArray, part: slice, values: DoubleArray) -> None:
+        """Give rows that were written before the same values ``[w]`` at these coordinates."""
+        self._all[rows, part] = values
+
+    def read(self, row: int) -> FloatArray:
+        """One user's update ``[P]``, a view."""
+        found: FloatArray = self._all[row]
+        return found
+
+    def written_rows(self) -> IntArray:
+        """The rows that hold an update."""
+        return np.flatnonzero(self.weights > 0)
+
+    def finite_rows(self) -> IntArray:
+        """Those of them that hold nothing but finite numbers."""
+        rows = self.written_rows()
+        known = np.ones(len(rows), bool)
+        for block in self._blocks(rows):
+            known &= np.isfinite(block).all(1)
+        return rows[known]
+
+    def _blocks(self, rows: IntArray) -> Iterator[FloatArray]:
+        for _, block in self.coordinates(rows, np.float32):
+            yield block
+
+    def coordinates(self, rows: IntArray, kind: type = np.float64) -> Iterator[tuple[slice, npt.NDArray]]:  # type: ignore[type-arg]
+        """Some rows' values of one block of coordinates after another.
+
+        Args:
+            rows: ``[n']``, of which a row of the blocks is.
+            kind: of the numbers.
+
+        Yields:
+            Which coordinates, and a copy of their values ``[n', w]``.
+        """
+        width = max(1, BLOCK_BYTES // (8 * max(1, len(rows))))
+        for first in range(0, self.length, width):
+            part = slice(first, min(first + width, self.length))
+            yield part, self._all[rows, part].astype(kind)
+
+    def bucketed(self, groups: Sequence[IntArray], folder: Path | None) -> Spool:
+        """Another spool whose rows are the weighted means of these groups of rows; of their joint weight."""
+        made = Spool(len(groups), self.length, folder)
+        for number, rows in enumerate(groups):
+            mean = np.zeros(self.length, np.float32)
+            weights = self.weights[rows] / self.weights[rows].sum()
+            for part, block in self.coordinates(rows):
+                mean[part] = weights @ block
+            made.write(number, mean, float(self.weights[rows].sum()))
+        return made

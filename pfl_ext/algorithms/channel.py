@@ -1,0 +1,205 @@
+"""The way of users' updates to the server: each is compressed, and what was left out is kept.
+
+**Where it stands.** A user's update is compressed before it is weighted, and before a privacy mechanism clips
+it. Clipping comes last on purpose: whatever a compressor makes of an update, what is added to the sum has a
+norm of at most C, so the sensitivity of the sum is C for every compressor, and the norms that adaptive
+clipping measures are those of compressed updates. Clipping first would leave ``d / k C`` for random-k, and C
+and a step of the levels times ``sqrt(d)`` for stochastic rounding. The draws of compression come from the
+public seed; no guarantee rests on them. Not private: error feedback, whose state outlives the round, and any
+compression with local privacy, whose noise makes every message dense.
+
+**Replacement.** A user who comes twice in a cohort has the same draws both times, which leaves each of them
+without bias.
+
+Letters: P numbers of an update, n users of a cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pfl.context import UserContext
+from pfl.internal.ops.pytorch_ops import get_default_device
+from pfl.metrics import Metrics
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor, nn
+
+from pfl_ext.algorithms.user_vectors import UserVectors
+from pfl_ext.compression.compressor import Compressor
+from pfl_ext.data.federated_dataset import FederatedImageDataset, IntArray
+from pfl_ext.randomness import stream
+from pfl_ext.stage import Stage
+from pfl_ext.workers.distributed import Workers, current, is_main, tensors_from_main
+
+FILE = "compression_errors.f32"
+"""The file of what users keep, beside a run's checkpoints."""
+
+
+class Errors:
+    """e of every user, ``[P]``, on worker 0's disk; the others get those of their users in a round.
+
+    Args:
+        users: of the run.
+        length: P.
+        path: of the file; None: a temporary one.
+    """
+
+    def __init__(self, users: FederatedImageDataset, length: int, path: Path | None) -> None:
+        self._users, self._length = users, length
+        self._rows = UserVectors(users.num_users, length, path) if is_main() else None
+        self._cohort: IntArray | None = None
+        self._workers: Workers | None = None
+        self._here: dict[int, Tensor] = {}
+
+    def begin(self, cohort: IntArray) -> None:
+        """Before a round: with several workers, each takes those of the users that it trains."""
+        self._cohort, self._here, self._workers = cohort, {}, current()
+        workers = self._workers  # who may work apart within the round
+        if workers is None:
+            return
+        mine = {int(cohort[p]) for p in self._users.assign(cohort, workers.world_size)[workers.global_rank]}
+        for user in cohort.tolist():
+            row = None if self._rows is None else self._rows.read(user)
+            found = {} if row is None else {"e": torch.tensor(row)}
+            sent = tensors_from_main(found if is_main() else None)
+            if user in mine and "e" in sent:
+                self._here[user] = sent["e"]
+
+    def read(self, user: int) -> Tensor | None:
+        """At the start of the round; None: 0."""
+        if self._workers is not None:
+            return self._here.get(user)
+        assert self._rows is not None
+        row = self._rows.read(user)
+        return None if row is None else torch.tensor(row)
+
+    def write(self, user: int, vector: Tensor) -> None:
+        """From the end of the round on."""
+        if self._workers is not None:
+            self._here[user] = vector.cpu()
+        elif self._rows is not None:
+            self._rows.write(user, vector.cpu().numpy())
+
+    def end(self) -> None:
+        """After a round: worker 0 gets what all workers have written."""
+        assert self._cohort is not None
+        if self._workers is not None:
+            device = torch.device(get_default_device())
+            for user in self._cohort.tolist():
+                vector = self._here.pop(user, None)
+                known = torch.tensor([0.0 if vector is None else 1.0], device=device)
+                whole = torch.zeros(self._length, device=device) if vector is None else vector.to(device)
+                self._workers.all_reduce([known, whole])
+                if self._rows is not None and known:
+                    self._rows.write(user, whole.cpu().numpy())
+        if self._rows is not None:
+            self._rows.end_round()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, on worker 0."""
+        return {} if self._rows is None else self._rows.tensors()
+
+    def saved(self) -> None:
+        """That checkpoint has taken its name."""
+        if self._rows is not None:
+            self._rows.saved()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint's `tensors`; ValueError as `UserVectors.load`."""
+        if self._rows is not None:
+            self._rows.load(tensors)
+
+
+class Channel(Stage):
+    """Compression of the updates of a run; of pfl's postprocessors the one before the weighting.
+
+    `begin` comes before a round, `end` after it.
+
+    Args:
+        compressor: the kind.
+        users: of the run.
+        module: the network.
+        names: of the variables that are sent.
+        seed: of the run.
+        folder: where the run's checkpoints lie; None: what users keep goes to a temporary file.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        users: FederatedImageDataset,
+        module: nn.Module,
+        names: Sequence[str],
+        seed: int,
+        folder: Path | None,
+    ) -> None:
+        variables = dict(module.named_parameters())
+        self._shapes = {name: variables[name].shape for name in names}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._compressor, self._seed, self._round = compressor, seed, 0
+        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._errors: Errors | None = None
+        if getattr(compressor.chosen, "error_feedback", False):
+            self._errors = Errors(users, sum(self._sizes), None if folder is None else folder / FILE)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a message."""
+        return self._compressor.num_bytes(list(self._shapes.values()))
+
+    def begin(self, number: int, cohort: IntArray) -> None:
+        """All workers call this before round ``number`` of these users."""
+        self._round = number
+        if self._errors is not None:
+            self._errors.begin(cohort)
+
+    def end(self) -> None:
+        """All workers call this after the round."""
+        if self._errors is not None:
+            self._errors.end()
+
+    @torch.no_grad()
+    def sent(self, update: Mapping[str, Tensor], user: int) -> dict[str, Tensor]:
+        """What the server has of a user's update, by variable; what else is in ``update`` is left as it is.
+
+        An update that is not finite is sent as it is, and changes nothing of what the user keeps.
+        """
+        tensors = [update[name].detach() for name in self._shapes]
+        error = None if self._errors is None else self._errors.read(user)
+        if error is not None:
+            parts = torch.split(error.to(tensors[0].device), self._sizes)
+            tensors = [t + part.view(t.shape) for t, part in zip(tensors, parts)]
+        if not all(bool(torch.isfinite(t).all()) for t in tensors):
+            return dict(update)
+        rng = stream(self._seed, "compression", self._round, user)
+        decoded = self._compressor.decoded(tensors, rng)
+        if self._errors is not None:
+            left = [(x - y).reshape(-1) for x, y in zip(tensors, decoded)]
+            self._errors.write(user, torch.cat(left))
+        return {**update, **dict(zip(self._shapes, decoded))}
+
+    def postprocess_one_user(
+        self, *, stats: MappedVectorStatistics, user_context: UserContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """`sent`; of a user without images nothing is."""
+        if user_context.num_datapoints:
+            sent = self.sent(dict(stats.items()), self._numbers[str(user_context.user_id)])
+            for name in self._shapes:
+                stats[name] = sent[name]
+        return stats, Metrics()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For the checkpoint that is about to be written."""
+        return {} if self._errors is None else self._errors.tensors()
+
+    def saved(self) -> None:
+        """That checkpoint has taken its name."""
+        if self._errors is not None:
+            self._errors.saved()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from the tensors of a checkpoint; ValueError as `UserVectors.load`."""
+        if self._errors is not None:
+            self._errors.load(tensors)

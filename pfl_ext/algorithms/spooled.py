@@ -1,0 +1,150 @@
+"""Rounds whose updates go to a file on disk, from which a rule makes one.
+
+A user's row is its place in the cohort, so the result is the same on any number of workers: each worker
+writes its users' updates to a file of its own, then worker 0 gets them one after another, applies the rule,
+and sends the result to all. Nothing of a round is needed after it. A user without images sends nothing, and
+an update that is not finite is left out and counted.
+
+Letters: n users of a cohort, P numbers of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pfl.context import CentralContext, UserContext
+from pfl.metrics import Metrics, StringMetricName, Weighted
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor, nn
+
+from pfl_ext.aggregation.rule import AggregationRule
+from pfl_ext.aggregation.spool import IntArray, Spool
+from pfl_ext.attacks.attack import Attackers
+from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.randomness import stream
+from pfl_ext.stage import Stage
+from pfl_ext.workers.distributed import current, is_main, tensors_from_main
+
+LEFT_OUT = StringMetricName("updates left out")
+"""The metric of a round: how many updates were not finite."""
+
+
+class SpooledRounds(Stage):
+    """Of pfl's postprocessors the one before the weighting.
+
+    Args:
+        rule: makes one update of many.
+        users: of the run.
+        module: the network.
+        names: of the variables that are sent.
+        attackers: who may look at all other updates before they send theirs; None: nobody.
+        seed: of the run.
+        by_images: whether updates weigh by their users' images, for a rule that weighs them.
+        folder: on whose disk updates lie; None: that of temporary files.
+    """
+
+    def __init__(
+        self,
+        rule: AggregationRule,
+        users: FederatedImageDataset,
+        module: nn.Module,
+        names: Sequence[str],
+        attackers: Attackers | None,
+        *,
+        seed: int,
+        by_images: bool,
+        folder: Path | None,
+    ) -> None:
+        variables = dict(module.named_parameters())
+        self._shapes = {name: variables[name].shape for name in names}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._rule, self._attackers, self._seed, self._folder = rule, attackers, seed, folder
+        self._by_images = by_images and rule.weighs
+        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._round, self._cohort = 0, np.zeros(0, np.int64)
+
+    def begin(self, number: int, cohort: IntArray) -> None:
+        """All workers call this before round ``number`` of these users."""
+        self._round, self._cohort = number, cohort
+        self._places = {user: place for place, user in enumerate(cohort.tolist())}
+        self._spool = Spool(len(cohort), sum(self._sizes), self._folder)
+
+    def end(self) -> None:
+        """All workers call this after the round."""
+        del self._spool
+
+    def postprocess_one_user(
+        self, *, stats: MappedVectorStatistics, user_context: UserContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """Put the update aside; nothing of it is in the sum."""
+        images = user_context.num_datapoints
+        if images:
+            place = self._places[self._numbers[str(user_context.user_id)]]
+            flat = torch.cat([stats[name].detach().reshape(-1) for name in self._shapes])
+            self._spool.write(place, flat.cpu().numpy(), float(images) if self._by_images else 1.0)
+        for name in self._shapes:
+            stats[name] = stats[name].new_zeros(0)
+        return stats, Metrics()
+
+    def postprocess_server(
+        self, *, stats: MappedVectorStatistics, central_context: CentralContext, aggregate_metrics: Metrics
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """The rule's update, of weight 1, in place of the sum."""
+        device = next(iter(stats.values())).device
+        self._gather(device)
+        found: dict[str, Tensor] = {}
+        if is_main():
+            update, left_out = self._one_update()
+            found = {"update": update, "left out": torch.tensor(left_out)}
+        found = tensors_from_main(found)
+        parts = torch.split(found["update"].to(device), self._sizes)
+        for part, (name, shape) in zip(parts, self._shapes.items()):
+            stats[name] = part.view(shape)
+        stats.weight = 1.0
+        return stats, Metrics([(LEFT_OUT, Weighted.from_unweighted(float(found["left out"])))])
+
+    def _gather(self, device: torch.device) -> None:
+        """With several workers, worker 0's file gets the rows of all."""
+        workers = current()
+        if workers is None:
+            return
+        for place in range(len(self._cohort)):
+            mine = self._spool.weights[place] > 0
+            row = torch.from_numpy(self._spool.read(place).copy()) if mine else torch.zeros(sum(self._sizes))
+            weight, vector = torch.tensor([self._spool.weights[place]], device=device), row.to(device)
+            workers.all_reduce([weight, vector])
+            if is_main() and float(weight) and not mine:
+                self._spool.write(place, vector.float().cpu().numpy(), float(weight))
+
+    def _one_update(self) -> tuple[Tensor, int]:
+        """``[P]`` float32, and how many updates were left out.
+
+        Raises:
+            ValueError: when too few are left.
+        """
+        spool = self._spool
+        if self._attackers is not None:
+            rows = spool.finite_rows()
+            bad = self._attackers.among(self._cohort[rows])
+            self._attackers.attack.collude(spool, rows[~bad], rows[bad])
+        rows = spool.finite_rows()
+        left_out = len(spool.written_rows()) - len(rows)
+        size = getattr(self._rule.chosen, "bucket_size", 1)
+        if size > 1 and len(rows):
+            order = stream(self._seed, "aggregation buckets", self._round).permutation(rows)
+            groups = [np.sort(order[first : first + size]) for first in range(0, len(order), size)]
+            spool = spool.bucketed(groups, self._folder)
+            rows = spool.finite_rows()
+        if not len(rows):
+            return torch.zeros(sum(self._sizes)), left_out
+        if not self._rule.works_with(len(rows)):
+            raise ValueError(
+                f"round {self._round} has {len(rows)} finite updates, and this aggregation needs "
+                f"{self._rule.least()}: lower aggregation.options.tolerated, or let more users take part"
+            )
+        update: Any = self._rule.aggregate(spool, rows).astype(np.float32)
+        return torch.from_numpy(update), left_out

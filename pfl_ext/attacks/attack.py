@@ -1,0 +1,117 @@
+"""What every attack offers, the attacks by name, and who the attackers are.
+
+An attack is a class under ``@register("name")`` in this folder: ``attack.kind: name`` chooses it, and each
+field of its ``options`` is set as ``attack.options.FIELD``. Attacks are simulated, to see what a rule of
+aggregation is worth.
+
+Letters: U users, n users of a round, m of them attackers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.context import UserContext
+from pfl.metrics import Metrics
+from pfl.stats import MappedVectorStatistics
+from torch import Tensor
+
+from pfl_ext.aggregation.spool import Spool
+from pfl_ext.configs import NoOptions
+from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, IntArray
+from pfl_ext.randomness import derive, stream
+from pfl_ext.registry import Registry
+from pfl_ext.stage import Stage
+
+HONEST = "honest"
+"""The name of no attack."""
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Attack:
+    """One attack with its options; this one is none."""
+
+    options: ClassVar[type] = NoOptions
+    """The frozen dataclass of its options."""
+    colludes: ClassVar[bool] = False
+    """Whether attackers look at all honest updates of a round: `collude`."""
+
+    def __init__(self, options: Any) -> None:
+        self.chosen = options
+
+    def images(self, store: ImageStore, owned: BoolArray) -> ImageStore:
+        """The training images, where ``owned`` ``[N]`` says which belong to attackers.
+
+        Raises:
+            ValueError: for images that the attack knows nothing of.
+        """
+        return store
+
+    def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
+        """What an attacker sends in place of its own update, tensor by tensor."""
+        return list(update)
+
+    def collude(self, spool: Spool, honest: IntArray, bad: IntArray) -> None:
+        """Overwrite the rows of attackers, having seen those of all others."""
+
+
+ATTACKS: Registry[type[Attack]] = Registry("pfl_ext.attacks", "attack.kind")
+"""What ``attack.kind`` chooses by name."""
+register = ATTACKS.register
+"""Decorator of an attack's class."""
+register(HONEST)(Attack)
+
+
+def attackers(seed: int, num_users: int, share: float) -> BoolArray:
+    """``[U]``: who attacks, the same in every round: the nearest number to ``share`` of all users, those with
+    the least draws of (seed, user).
+    """
+    order = sorted(range(num_users), key=lambda user: derive(seed, "attacker", user))
+    found = np.zeros(num_users, bool)
+    found[order[: round(share * num_users)]] = True
+    return found
+
+
+class Attackers(Stage):
+    """The attackers of a run; of pfl's postprocessors the first.
+
+    Args:
+        attack: what they do.
+        users: of the run.
+        share: of them who attack.
+        names: of the variables that are sent.
+        seed: of the run.
+    """
+
+    def __init__(
+        self, attack: Attack, users: FederatedImageDataset, share: float, names: Sequence[str], seed: int
+    ) -> None:
+        self.attack, self._seed, self._names = attack, seed, names
+        self._bad = attackers(seed, users.num_users, share)
+        self._numbers = {user: number for number, user in enumerate(users.partition.user_ids)}
+        self._round = self._cohort_size = 0
+
+    def among(self, users: IntArray) -> BoolArray:
+        """Which of these users attack."""
+        return self._bad[users]
+
+    def begin(self, number: int, cohort: IntArray) -> None:
+        """All workers call this before round ``number`` of these users."""
+        self._round, self._cohort_size = number, len(cohort)
+
+    @torch.no_grad()
+    def postprocess_one_user(
+        self, *, stats: MappedVectorStatistics, user_context: UserContext
+    ) -> tuple[MappedVectorStatistics, Metrics]:
+        """What the user sends."""
+        user = self._numbers.get(str(user_context.user_id))
+        if user is not None and self._bad[user] and user_context.num_datapoints:
+            own = [stats[name].detach() for name in self._names]
+            rng = stream(self._seed, "attack", self._round, user)
+            for name, tensor in zip(self._names, self.attack.update(own, rng, self._cohort_size)):
+                stats[name] = tensor
+        return stats, Metrics()

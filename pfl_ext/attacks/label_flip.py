@@ -1,0 +1,54 @@
+"""Attackers who train on wrong labels: class k becomes class K - 1 - k of K.
+
+Letters: N images, n of them that are read, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pfl_ext.attacks.attack import Attack, BoolArray, register
+from pfl_ext.data.federated_dataset import Annotations, ImageStore, IntArray
+
+
+class FlippedLabels:
+    """A store whose images have, where ``owned`` ``[N]`` says so, the labels in the opposite order."""
+
+    def __init__(self, store: ImageStore, owned: BoolArray) -> None:
+        self._store, self._owned = store, owned
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _flipped(self, rows: IntArray, targets: Annotations) -> Annotations:
+        return np.where(self._owned[rows][:, None], targets[:, ::-1], targets)
+
+    def read(self, rows: IntArray) -> tuple[Any, Annotations]:
+        """Images and labels of these rows."""
+        images, targets = self._store.read(rows)
+        return images, self._flipped(rows, targets)
+
+    def targets(self, rows: IntArray) -> Annotations:
+        """The labels of `read`."""
+        return self._flipped(rows, self._store.targets(rows))
+
+
+@register("label_flip")
+class LabelFlip(Attack):
+    """Wrong labels; the update is what training on them gives."""
+
+    def images(self, store: ImageStore, owned: BoolArray) -> ImageStore:
+        """With the attackers' labels ``[n, K]`` flipped.
+
+        Raises:
+            ValueError: for masks or boxes.
+        """
+        if store.targets(np.zeros(1, np.int64)).ndim != 2:
+            raise ValueError(
+                "attack.kind is label_flip, which is for images with labels, and these have masks or boxes: "
+                "choose another attack"
+            )
+        flipped: Any = FlippedLabels(store, owned)
+        return flipped  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""Attackers who change their own update, knowing no other: its sign, its length, or all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from pfl_ext.attacks.attack import Attack, register
+from pfl_ext.configs import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class SignFlipOptions:
+    """How far."""
+
+    scale: PositiveFloat = 1.0
+    """The update is sent times minus this."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class BoostOptions:
+    """How far."""
+
+    scale: PositiveFloat | None = None
+    """The update is sent times this; none: the users of the round, so that it replaces the mean."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class GaussianOptions:
+    """How far."""
+
+    scale: PositiveFloat = 1.0
+    """Standard deviation of the noise, over that of all numbers of the attacker's own update."""
+
+
+@register("sign_flip")
+class SignFlip(Attack):
+    """``-scale x``."""
+
+    options: ClassVar[type] = SignFlipOptions
+
+    def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
+        """The other way."""
+        return [-self.chosen.scale * tensor for tensor in update]
+
+
+@register("boost")
+class Boost(Attack):
+    """``scale x`` (Bagdasaryan et al. 2020, "How To Backdoor Federated Learning", arXiv 1807.00459)."""
+
+    options: ClassVar[type] = BoostOptions
+
+    def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
+        """The same way, further."""
+        scale = cohort_size if self.chosen.scale is None else self.chosen.scale
+        return [scale * tensor for tensor in update]
+
+
+@register("gaussian")
+class Gaussian(Attack):
+    """Noise as large as the update."""
+
+    options: ClassVar[type] = GaussianOptions
+
+    def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
+        """Independent normal numbers of mean 0."""
+        deviation = self.chosen.scale * float(torch.cat([t.double().reshape(-1) for t in update]).std())
+        noise = [torch.from_numpy(rng.standard_normal(tuple(t.shape), dtype=np.float32)) for t in update]
+        return [deviation * n.to(t.device, t.dtype) for n, t in zip(noise, update)]
