@@ -79,7 +79,7 @@ def listed(
             labels = [label, rest[columns.fine]] if columns.fine else [label]
             if in_split_folder and stated and (folder.root / stated / folder.named(path, where)).exists():
                 path = f"{stated}/{path}"
-            values = [_separated(one, columns.separator, where) for one in labels]
+            values = [_separated(one, columns.separator) for one in labels]
             rows.put(where, client, path + suffix, split, values)
             numbers.append(line)
         parts.append(rows.part(str(table), _Lines(str(table), numbers)))
@@ -98,14 +98,11 @@ class _Lines:
         return f"{self.table}, line {self.numbers[row]}"
 
 
-def _separated(cell: str, separator: str, where: str) -> object:
+def _separated(cell: str, separator: str) -> object:
     """A label, or several; a cell without any means that the image has none."""
     if not separator:
         return cell
-    labels = [label.strip() for label in cell.split(separator)] if cell.strip() else []
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"{where} has a label twice in {shown(cell)}")
-    return labels
+    return [label.strip() for label in cell.split(separator)] if cell.strip() else []
 
 
 def unread_columns(table: Path, columns: Columns) -> list[str]:

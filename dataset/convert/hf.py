@@ -237,6 +237,4 @@ def _labels(value: Any, column: str, where: str) -> Any:
     """A label, or a list of labels."""
     if value is None or (isinstance(value, list) and None in value):
         raise ValueError(f"{where} has no value in the column {column!r}")
-    if isinstance(value, list) and len(set(value)) < len(value):
-        raise ValueError(f"{where} has a label twice in {shown(value)}")
     return value
