@@ -14,6 +14,7 @@ very pixels. What was stopped goes on with the same command; the file has its na
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,12 +43,9 @@ def _parser() -> OneLineParser:
         dest="format", required=True, metavar="FORMAT", parser_class=OneLineParser
     )
     for name, (reader, add_to) in FORMATS.items():
-        chosen = formats.add_parser(
-            name,
-            help=(reader.__doc__ or "").partition("\n")[0],
-            formatter_class=shape,
-            description=reader.__doc__,
-        )
+        says = inspect.cleandoc(reader.__doc__ or "")
+        first = says.partition("\n")[0]
+        chosen = formats.add_parser(name, help=first, formatter_class=shape, description=says)
         add_to(chosen)
         _add_common(chosen)
     return parser
@@ -321,13 +319,19 @@ def _say(output: Path) -> None:
         for name in file.splits:
             split = file.split(name)
             print(f"{name}: {split.num_users:,} users, {split.num_images:,} images", file=sys.stderr)
+        if "train" not in file.splits:
+            return
         classes = {name: len(file.label_mapping(name)) for name in file.annotation_names}
-        several = [
-            name for name in classes if file.split(file.splits[0]).annotations[name].kind == "label set"
-        ]
-        print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
-    target, scale = ("flair-fl", "small") if "labels" in several else ("vision-fl", "mini")
-    print(f'train on it: make {target} DATA={output} ARGS="--scale {scale}"', file=sys.stderr)
+        several = file.split("train").annotations["labels"].kind == "label set"
+        users = file.split("train").num_users
+        missing = [name for name in (OTHERS if several else OTHERS[1:]) if name not in file.splits]
+    print("; ".join(f"{count:,} classes of {name}" for name, count in classes.items()), file=sys.stderr)
+    target, scale, cohort = ("flair-fl", "small", 20) if several else ("vision-fl", "mini", 10)
+    if missing:
+        print(f"make {target} needs {missing[0]}: convert with --{missing[0]}_share {SHARE}", file=sys.stderr)
+        return
+    few = f" --federated.cohort_size {users}" if users < cohort else ""
+    print(f'train on it: make {target} DATA={output} ARGS="--scale {scale}{few}"', file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class _File:
         return parquet.batches(self.path, columns, start)
 
     def schema(self) -> pa.Schema:
-        with parquet.readable(self.path):
+        with parquet.readable(self.path, "Arrow" if self.path.suffix == ".arrow" else "parquet"):
             if self.path.suffix == ".arrow":
                 with pa.memory_map(str(self.path)) as mapped:
                     return pa.ipc.open_stream(mapped).schema
@@ -62,7 +62,11 @@ class _File:
 
 def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
     """As `dataset.fetch.parquet.batches`, of an Arrow stream."""
-    with parquet.readable(path), pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+    with (
+        parquet.readable(path, "Arrow"),
+        pa.memory_map(str(path)) as mapped,
+        pa.ipc.open_stream(mapped) as stream,
+    ):
         missing = [name for name in columns if name not in stream.schema.names]
         if missing:
             raise ValueError(f"it has no column {missing[0]!r}; it needs {', '.join(columns)}")

@@ -70,14 +70,14 @@ def batches(path: Path, columns: list[str], start: int = 0) -> Iterator[Any]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn what is wrong with a parquet file into one ValueError that names it."""
+def readable(path: Path, form: str = "parquet") -> Iterator[None]:
+    """Turn what is wrong with a file of this form into one ValueError that names it."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         if str(path) in str(error):  # it has a sentence of its own
             raise
-        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} cannot be read as {form}: {' '.join(str(error).split())}") from None
 
 
 def _has_nulls(column: Any) -> bool:
