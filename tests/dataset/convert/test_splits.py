@@ -83,7 +83,9 @@ def test_a_user_in_two_splits_is_renamed_unless_that_is_another_user() -> None:
     none = how("users", val=0, test=0, keep=True)
     found = dealt(["a", "a", "b"], none, ["train", "test", "test"])
     assert list(found.values()) == [("train", "a"), ("test", "test-a"), ("test", "test-b")]
-    with pytest.raises(ValueError, match="user 'a' has images in several splits and becomes 'test-a' in test"):
+    with pytest.raises(
+        ValueError, match="user 'a' has images in several splits and becomes 'test-a' in test"
+    ):
         dealt(["a", "a", "test-a"], none, ["train", "test", "train"])
 
 
