@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +16,9 @@ def dealt(
 ) -> dict[str, tuple[str, str]]:
     """Split and user by image."""
     images = images or [f"i{number}" for number in range(len(users))]
-    columns: list[Any] = [users, images, splits or [None] * len(users)]
-    table = deal(*(pa.chunked_array([pa.array(column, pa.string())]) for column in columns), how)
+    columns = [users, images, splits or [None] * len(users)]
+    given = [pa.chunked_array([pa.array(column, pa.string())]) for column in columns]
+    table = deal(given[0], given[1], given[2], how)
     rows = table.to_pylist()
     assert [row["image_id"] for row in rows] == images
     return {row["image_id"]: (row["partition"], row["user_id"]) for row in rows}
