@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataset.cli import run
-from dataset.convert import json_stream
+from dataset.convert import hf, json_stream, leaf, tff
 from dataset.fetch import source
 from dataset.flair import download_preprocess as flair
 from dataset.store.hdf5 import DataFile
@@ -356,3 +356,29 @@ def test_what_was_stopped_goes_on(tmp_path: Path) -> None:
     assert codes[-1] == 0
     with DataFile(output) as a, DataFile(tmp_path / "whole.hdf5") as b:
         assert a.content_sha256() == b.content_sha256()
+
+
+@pytest.mark.parametrize("form", ["leaf", "tff", "hf"])
+def test_a_part_is_read_from_any_image_on(tmp_path: Path, form: str) -> None:
+    """As a preprocessing that was stopped goes on."""
+    if form == "leaf":
+        users = {user: leaf_user(found) for user, found in by_client(NUMBERS).items()}
+        found = leaf.read(write_leaf(tmp_path / "a.json", users), None, None)
+    elif form == "tff":
+        found = tff.read(write_tff(tmp_path / "a.h5", by_client(NUMBERS)), None)
+    else:
+        write_hf(tmp_path / "a.parquet", NUMBERS)
+        whole = pq.read_table(tmp_path / "a.parquet")
+        with (
+            pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, whole.schema) as stream,
+        ):
+            stream.write_table(whole, max_chunksize=6)
+        found = hf.read(tmp_path / "a.arrow", hf.Columns("writer"), None)
+    (part,) = found.parts
+    images = [bytes(memoryview(np.ascontiguousarray(image))) for image in part.images(0)]
+    assert len(images) == len(part.table) == 27
+    for start in range(28):
+        assert [bytes(memoryview(np.ascontiguousarray(image))) for image in part.images(start)] == images[
+            start:
+        ]
