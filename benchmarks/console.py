@@ -18,7 +18,12 @@ import dataset
 from dataset.cli import run
 
 ROOT, DATA = Path(benchmarks.__file__).parent, Path(dataset.__file__).parent
-OTHER_DATA = {"partitions": "dataset.partitions", "validate": "dataset.store", "mini": "dataset.flair.mini"}
+OTHER_DATA = {
+    "convert": "dataset.convert",
+    "partitions": "dataset.partitions",
+    "validate": "dataset.store",
+    "mini": "dataset.flair.mini",
+}
 
 
 def _found(root: Path, file: str) -> dict[str, str]:

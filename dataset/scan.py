@@ -159,7 +159,7 @@ def _check(source: Source, part: int, key: str, options: Options, journal: Journ
         found = _with_annotations(batch.table, found, options)
         for row, image in enumerate(found):
             if image.fault is not None:
-                refuse(batch.table, row, f"{batch.origin}: {image.fault}", options)
+                refuse(batch.table, row, f"{batch.place(row)}: {image.fault}", options)
         added = pa.Table.from_pylist([dataclasses.asdict(image) for image in found], _FOUND)
         return pa.table([*batch.table.columns, *added.columns], schema=columns)
 

@@ -19,7 +19,7 @@ from dataset.cli import run
 from tests.benchmarks.made_runs import make_run
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "benchmarks/flair/README.md", "docs/architecture.md")
+PAGES = ("README.md", "benchmarks/flair/README.md", "docs/architecture.md", "docs/own_data.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -41,12 +41,12 @@ class ParquetSource(Source):
                     raise ValueError(f"{shard.name} has records without {name}")
                 if _has_nulls(table[name]):
                     raise ValueError(f"{shard.name} has empty entries in {name}")
-            yield Records(table, _binary(shard, batch), shard.name)
+            yield Records(table, binary(shard.name, "image", batch), shard.name)
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
         """As `Source.images`."""
         for batch in batches(self.shards[part].fetch(), ["image"], start):
-            yield _binary(self.shards[part], batch)
+            yield binary(self.shards[part].name, "image", batch)
 
 
 def batches(path: Path, columns: list[str], start: int = 0) -> Iterator[Any]:
@@ -70,14 +70,14 @@ def batches(path: Path, columns: list[str], start: int = 0) -> Iterator[Any]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn what is wrong with a parquet file into one ValueError that names it."""
+def readable(path: Path, form: str = "parquet") -> Iterator[None]:
+    """Turn what is wrong with a file of this form into one ValueError that names it."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
         if str(path) in str(error):  # it has a sentence of its own
             raise
-        raise ValueError(f"{path} cannot be read as parquet: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} cannot be read as {form}: {' '.join(str(error).split())}") from None
 
 
 def _has_nulls(column: Any) -> bool:
@@ -90,12 +90,17 @@ def _has_nulls(column: Any) -> bool:
     return is_list and _has_nulls(pc.list_flatten(column))
 
 
-def _binary(shard: Shard, batch: Any) -> list[Image]:
-    column = batch.column("image")
+def binary(origin: str, name: str, batch: Any) -> list[Image]:
+    """The images' bytes in a column of a record batch: bytes, or a struct that holds them.
+
+    Raises:
+        ValueError: that names the origin, for a column of another type.
+    """
+    column = batch.column(name)
     if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
         column = column.flatten()[column.type.get_field_index("bytes")]
     if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-        raise ValueError(f"{shard.name}: the column 'image' holds {column.type}, not the images' bytes")
+        raise ValueError(f"{origin}: the column {name!r} holds {column.type}, not the images' bytes")
     return [memoryview(value.as_buffer()).cast("B") if value.is_valid else None for value in column]
 
 

@@ -32,6 +32,12 @@ class Records:
     table: pa.Table
     images: Sequence[Image]
     origin: str
+    places: Sequence[str] = ()
+    """Where each record stands, where the source knows it better than by its file."""
+
+    def place(self, row: int) -> str:
+        """Where the record of a row of the table stands."""
+        return self.places[row] if self.places else self.origin
 
 
 def nothing() -> None:

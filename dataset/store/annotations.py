@@ -277,6 +277,9 @@ def fault_of_boxes(corners: npt.NDArray[Any], size: tuple[int, int]) -> str | No
     return f"its box ({box}) is empty or not within the image of {size[1]} x {size[0]} pixels"
 
 
+_UNREADABLE = (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError)
+
+
 def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
     """The class numbers in a PNG, ``[H, W]``; a palette is ignored.
 
@@ -292,7 +295,7 @@ def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
             if image.width * image.height > (1 << 20) + 1100 * len(png):
                 raise ValueError(f"it declares {image.width} x {image.height} pixels in {len(png):,} bytes")
             return cast(npt.NDArray[np.uint8], np.asarray(image))
-    except (OSError, ValueError, SyntaxError, TypeError, EOFError, OverflowError) as error:
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise ValueError(f"its mask cannot be used ({' '.join(str(error).split())})") from None
 
 

@@ -142,6 +142,11 @@ def resized(pixels: Pixels, image_size: int) -> Pixels:
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BILINEAR))
 
 
+_UNDECODABLE = (
+    OSError, ValueError, SyntaxError, TypeError, IndexError, EOFError, OverflowError,
+    Image.DecompressionBombError,
+)  # fmt: skip
+"""What Pillow raises for damaged images, and for those that declare more pixels than it opens."""
 Background = Literal["white", "black", "grey"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 _LEVELS = {"white": 255, "black": 0, "grey": 128}
@@ -205,7 +210,7 @@ def to_pixels(data: bytes | memoryview, background: Background) -> tuple[Pixels,
                 flat = Image.alpha_composite(below, image.convert("RGBA"))
                 return np.asarray(flat.convert("RGB")), f"{note}, laid over {background}"
             return np.asarray(image.convert("RGB")), note
-    except (OSError, ValueError, SyntaxError, TypeError, IndexError, EOFError, OverflowError) as error:
+    except _UNDECODABLE as error:
         raise ValueError(f"it cannot be decoded ({' '.join(str(error).split())})") from None
 
 

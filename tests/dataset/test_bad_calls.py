@@ -18,6 +18,7 @@ from dataset.cifar10 import download_preprocess as cifar10
 from dataset.cifar100 import download_preprocess as cifar100
 from dataset.cli import run
 from dataset.coco import download_preprocess as coco
+from dataset.convert import __main__ as convert
 from dataset.flair import download_preprocess, mini
 from dataset.inaturalist import download_preprocess as inaturalist
 from dataset.landmarks import download_preprocess as landmarks
@@ -44,6 +45,7 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "coco": coco.main,
     "street": street.main,
     "browse": browse.main,
+    "convert": convert.main,
 }
 OUT = "--output_file=out.hdf5"
 FLAIR = f"{OUT} --source=flair"
@@ -65,6 +67,11 @@ BAD = [
     ("browse", "good.hdf5 --output=folder", "--output folder is a folder; give the name of a file"),
     ("browse", "good.hdf5 --output=text/p.html", "text is a file, not a folder"),
     ("browse", "good.hdf5 --output=", "--output is empty: give a value, or leave it out"),
+    ("convert", "", "required: FORMAT"),
+    ("convert", f"folder {OUT} --images=nowhere", "--images nowhere is no folder"),
+    ("convert", f"leaf {OUT} --source=folder", "--source folder holds no *.json"),
+    ("convert", f"tff {OUT} --source=cut.hdf5", "cut.hdf5 is truncated"),
+    ("convert", f"hf {OUT} --source=notparquet --client_column=user_id", "cannot be read as parquet"),
     ("hdf5", "", "required: file"),
     ("hdf5", "nowhere", "no file nowhere; make one with"),
     ("hdf5", "folder", "no file folder"),

@@ -1,0 +1,106 @@
+"""Image files of a folder, named by a list that anybody may have written: none outside the folder is read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+from dataset.convert.source import Part, Rows
+from dataset.convert.text import shown
+from dataset.fetch.archives import MAX_IMAGE_BYTES
+from dataset.fetch.source import Image
+
+
+class Folder:
+    """A folder of images.
+
+    Args:
+        option: of the command line, for errors.
+        root: its value.
+
+    Raises:
+        ValueError: where there is no such folder.
+    """
+
+    def __init__(self, option: str, root: Path) -> None:
+        if not root.is_dir():
+            raise ValueError(f"{option} {root} is no folder")
+        self.option, self.root = option, root
+        self._real = os.path.realpath(root)
+        self._real_folder = lru_cache(1 << 12)(os.path.realpath)
+
+    def named(self, name: str, where: str) -> PurePosixPath:
+        """The path of a file that a list names, below the folder.
+
+        Raises:
+            ValueError: that says where, for an absolute path, and one that leaves the folder.
+        """
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or "\0" in name or path == PurePosixPath():
+            raise ValueError(f"{where} has the path {shown(name)}, which is not one below {self.option}")
+        return path
+
+    def size(self, path: PurePosixPath, where: str) -> tuple[int, int]:
+        """Bytes and time of a file; -1 and 0 where there is none.
+
+        Raises:
+            ValueError: that says where, for a link that leads out of the folder, what is no file, and a file
+                of more bytes than any image has.
+        """
+        full = self.root / path
+        real = f"{self._real_folder(full.parent)}/{full.name}"
+        try:
+            found = os.lstat(real)
+            if stat.S_ISLNK(found.st_mode):
+                real, found = os.path.realpath(real), Path(real).stat()
+        except FileNotFoundError:
+            return -1, 0
+        except OSError as error:
+            raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from None
+        if os.path.commonpath([self._real, real]) != self._real:
+            raise ValueError(f"{where}: {path} leads out of {self.option} {self.root} by a link")
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{where}: {path} is no file")
+        if found.st_size > MAX_IMAGE_BYTES:
+            raise ValueError(f"{where}: {path} has {found.st_size:,} bytes, more than {MAX_IMAGE_BYTES:,}")
+        return found.st_size, found.st_mtime_ns
+
+
+class FileRows(Rows):
+    """`Rows` whose images are files of a folder; the path below it is the image's id."""
+
+    def __init__(self, folder: Folder, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.folder = folder
+        self.num_bytes = 0
+        self._digest = hashlib.sha256(str(folder.root.resolve()).encode())
+
+    def put(self, where: str, client: object, path: str, split: str | None, labels: list[object]) -> None:
+        """One record.
+
+        Raises:
+            ValueError: as `Rows.add` and `Folder`.
+        """
+        inside = self.folder.named(path, where)
+        self.add(where, client, str(inside), split, labels)
+        size, time = self.folder.size(inside, where)
+        self.num_bytes += max(size, 0)
+        self._digest.update(f"{size} {time}\n".encode())
+
+    def part(self, name: str, place: object) -> Part:
+        """The records that were put, and their images; ``place`` as in `Part`."""
+        table, root = self.table(), self.folder.root
+        ids = table["image_id"]
+
+        def images(start: int) -> Iterator[Image]:
+            for row in range(start, len(ids)):
+                try:
+                    yield (root / ids[row].as_py()).read_bytes()
+                except FileNotFoundError:
+                    yield None
+
+        return Part(name, self._digest.hexdigest(), table, place, images)  # type: ignore[arg-type]

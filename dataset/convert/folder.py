@@ -1,0 +1,229 @@
+"""Image files: in folders by client, or listed by a CSV, such as FLamby's and FedScale's."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from dataset.convert.files import FileRows, Folder
+from dataset.convert.source import Found, Part
+from dataset.convert.text import SPLIT_NAMES, Names, header_of, shown, split_named, table_rows
+from dataset.store.annotations import Kind
+from dataset.store.index import TAXONOMIES
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+_RUBBISH = frozenset(("thumbs.db", "desktop.ini", "__macosx"))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a CSV; an empty name stands for a column that there is not.
+
+    Attributes:
+        path: of the images.
+        client: whose each is.
+        label: its class, or labels with ``separator`` between them.
+        split: train, val, validation or test.
+        fine: its class, or labels, of a second, finer kind.
+        separator: between several labels; empty: an image has one label.
+    """
+
+    path: str = "path"
+    client: str = "client"
+    label: str = "label"
+    split: str = ""
+    fine: str = ""
+    separator: str = ""
+
+
+def _kinds(fine: bool, separator: str) -> dict[str, Kind]:
+    names = TAXONOMIES if fine else TAXONOMIES[:1]
+    return dict.fromkeys(names, "label set" if separator else "class")
+
+
+def listed(
+    folder: Folder,
+    tables: Sequence[tuple[Path, str | None]],
+    columns: Columns,
+    names: Mapping[str, Names],
+    suffix: str = "",
+    in_split_folder: bool = False,
+) -> Found:
+    """The images that CSVs list.
+
+    Args:
+        folder: of the images.
+        tables: the CSVs, each with the split of its images, or None.
+        columns: of the CSVs.
+        names: the classes of each annotation.
+        suffix: what is added to a path, such as ``.jpg``.
+        in_split_folder: whether an image may lie in a folder of its split's name, as in FedScale's data.
+
+    Raises:
+        ValueError: in one line that names file and line.
+    """
+    kinds = _kinds(bool(columns.fine), columns.separator)
+    parts: list[Part] = []
+    needed = [name for name in (columns.path, columns.client, columns.label) if name]
+    others = [name for name in (columns.split, columns.fine) if name]
+    size = 0
+    for table, stated in tables:
+        rows, numbers = FileRows(folder, kinds, names), array("q")
+        for line, cells in table_rows(table, [*needed, *others]):
+            where = f"{table}, line {line}"
+            path, client, label = cells[:3]
+            rest = dict(zip(others, cells[3:]))
+            split = split_named(rest[columns.split], where) if columns.split else stated
+            labels = [label, rest[columns.fine]] if columns.fine else [label]
+            if in_split_folder and stated and (folder.root / stated / folder.named(path, where)).exists():
+                path = f"{stated}/{path}"
+            values = [_separated(one, columns.separator) for one in labels]
+            rows.put(where, client, path + suffix, split, values)
+            numbers.append(line)
+        parts.append(rows.part(str(table), _Lines(str(table), numbers)))
+        size += rows.num_bytes
+    return Found(parts, kinds, names, size)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Names a record by the line of its CSV."""
+
+    table: str
+    numbers: array[int]
+
+    def __call__(self, row: int) -> str:
+        return f"{self.table}, line {self.numbers[row]}"
+
+
+def _separated(cell: str, separator: str) -> object:
+    """A label, or several; a cell without any means that the image has none."""
+    if not separator:
+        return cell
+    return [label.strip() for label in cell.split(separator)] if cell.strip() else []
+
+
+def unread_columns(table: Path, columns: Columns) -> list[str]:
+    """The columns of a CSV that are not read."""
+    read = {columns.path, columns.client, columns.label, columns.split, columns.fine}
+    return [name for name in header_of(table) if name and name not in read]
+
+
+def walked(folder: Folder, names: Mapping[str, Names]) -> Found:
+    """The images of ``client/class/file`` or ``split/client/class/file``.
+
+    The first folders are splits where all of them are called so. Hidden files and those that systems leave
+    behind are not looked at.
+
+    Raises:
+        ValueError: in one line that names the path: for a client without images, an image that lies too high
+            or too deep, a link that leads out of the folder, and no image at all.
+    """
+    tops = [path for path in _inside(folder, PurePosixPath()) if _is_folder(folder, path)]
+    called = [path for path in tops if path.name in SPLIT_NAMES]
+    if called and len(called) < len(tops):
+        other = next(path for path in tops if path.name not in SPLIT_NAMES)
+        raise ValueError(
+            f"{folder.root / other}: beside {called[0].name} there are splits alone "
+            f"({', '.join(SPLIT_NAMES)}): rename or move one of them"
+        )
+    _refuse_images(folder, PurePosixPath())
+    kinds = _kinds(False, "")
+    rows, empty = FileRows(folder, kinds, names), []
+    for top in tops:
+        split = SPLIT_NAMES[top.name] if called else None
+        clients = [p for p in _inside(folder, top) if _is_folder(folder, p)] if called else [top]
+        if called:
+            _refuse_images(folder, top)
+            if not clients:
+                empty.append(str(top))
+        for client in clients:
+            if not _walk_client(folder, client, split, rows):
+                empty.append(str(client))
+    part = rows.part(str(folder.root), lambda row: str(folder.root))
+    return Found([part], kinds, names, rows.num_bytes, empty_users=empty)
+
+
+def _walk_client(folder: Folder, client: PurePosixPath, split: str | None, rows: FileRows) -> int:
+    """Put the images of a client; returns how many there are."""
+    count = 0
+    _refuse_images(folder, client)
+    for label in _inside(folder, client):
+        if not _is_folder(folder, label):
+            continue
+        for file in _inside(folder, label):
+            where = str(folder.root / file)
+            if _is_folder(folder, file):
+                raise ValueError(f"{where} is a folder: images lie in client/class/, no deeper")
+            rows.put(where, client.name, str(file), split, [label.name])
+            count += 1
+    return count
+
+
+def _inside(folder: Folder, path: PurePosixPath) -> Iterator[PurePosixPath]:
+    """What a folder below the root holds, in alphabetical order."""
+    try:
+        found = sorted(child.name for child in (folder.root / path).iterdir())
+    except OSError as error:
+        raise ValueError(f"{folder.root / path} cannot be read: {error.strerror}") from None
+    yield from (path / name for name in found if not name.startswith(".") and name.lower() not in _RUBBISH)
+
+
+def _is_folder(folder: Folder, path: PurePosixPath) -> bool:
+    return (folder.root / path).is_dir()
+
+
+def _refuse_images(folder: Folder, path: PurePosixPath) -> None:
+    """ValueError for an image in a folder that has folders alone: it would be lost."""
+    for file in _inside(folder, path):
+        if file.suffix.lower() in IMAGE_SUFFIXES and not _is_folder(folder, file):
+            raise ValueError(f"{folder.root / file} lies too high: images lie in client/class/")
+
+
+def fedscale(folder: Folder, place: Path, given: Sequence[str] | None) -> Found:
+    """FedScale's ``client_data_mapping``: ``train.csv``, ``val.csv``, ``test.csv``, or one CSV.
+
+    The columns are the client, the path, the class name and the class number, whatever they are called; the
+    last one is the label, and there may be others before it.
+
+    Args:
+        folder: of the images, which may lie in a folder of their split's name.
+        place: of the CSVs.
+        given: the class names by number; None: the names beside the numbers, where each number has one.
+
+    Raises:
+        ValueError: in one line that names file and line.
+    """
+    tables: list[tuple[Path, str | None]] = [(place, None)]
+    if place.is_dir():
+        tables = [(place / f"{name}.csv", split) for name, split in SPLIT_NAMES.items()]
+        tables = [(path, split) for path, split in tables if path.is_file()]
+        if not tables:
+            raise ValueError(f"--labels {place} holds none of train.csv, val.csv and test.csv")
+    headers = [header_of(path) for path, _ in tables]
+    for (path, _), header in zip(tables, headers):
+        if len(header) < 3 or header != headers[0]:
+            raise ValueError(
+                f"{path} has the columns {', '.join(map(shown, header))[:200]}; each CSV needs the same "
+                "ones, of a client, a path and a label at least"
+            )
+    client, column, *between, label = headers[0]
+    if given is None and between:
+        given = _named_numbers([table for table, _ in tables], between[0], label)
+    names = {TAXONOMIES[0]: Names(given, numbered=True)}
+    return listed(folder, tables, Columns(column, client, label), names, in_split_folder=True)
+
+
+def _named_numbers(tables: Sequence[Path], name_column: str, number_column: str) -> list[str] | None:
+    """The class names by number; None where a number has none, or two, or two numbers have one."""
+    found: dict[int, str] = {}
+    for table in tables:
+        for _, (name, number) in table_rows(table, [name_column, number_column]):
+            if not (number.isascii() and number.isdigit() and len(number) < 6):
+                return None  # the reader says where
+            if found.setdefault(int(number), name) != name or not name.strip():
+                return None
+    named = len(set(found.values())) == len(found) and sorted(found) == list(range(len(found)))
+    return [found[number] for number in range(len(found))] if named else None

@@ -1,0 +1,173 @@
+"""LEAF's JSON: ``users``, ``num_samples`` and ``user_data``, in ``train/`` and ``test/`` or in one folder.
+
+Each sample's ``x`` is a list of pixels, as FEMNIST's 784 from 0 to 1, or the name of an image file, as
+CelebA's, and ``y`` a class number. LEAF splits by sample, so that train and test have the same users, or by
+user; either is read, and so are files before they are split, as in ``all_data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dataset.convert.files import FileRows, Folder
+from dataset.convert.json_stream import members
+from dataset.convert.pixels import Scale, array_of, common_side, shape_of
+from dataset.convert.source import Found, Part, Rows
+from dataset.convert.text import SPLIT_NAMES, Names, shown
+from dataset.fetch.source import Image
+from dataset.store.annotations import Kind
+
+KINDS: Mapping[str, Kind] = {"labels": "class"}
+DATA = "user_data"
+
+
+def json_files(source: Path) -> list[tuple[Path, str | None]]:
+    """LEAF's files with their splits.
+
+    Raises:
+        ValueError: where there are none.
+    """
+    if source.is_file():
+        return [(source, None)]
+    if not source.is_dir():
+        raise ValueError(f"--source {source} is neither a folder nor a file")
+    split = [
+        (path, SPLIT_NAMES[folder])
+        for folder in SPLIT_NAMES
+        for path in sorted((source / folder).glob("*.json"))
+    ]
+    files: list[tuple[Path, str | None]] = [*split] or [
+        (path, None) for path in sorted(source.glob("*.json"))
+    ]
+    if not files:
+        raise ValueError(f"--source {source} holds no *.json, nor do train/ and test/ in it")
+    return files
+
+
+def read(source: Path, images: Folder | None, given: list[str] | None) -> Found:
+    """What LEAF's files hold.
+
+    Args:
+        source: a folder with ``train/`` and ``test/``, one with files, or a file.
+        images: where images lie that the files name; None where they hold pixels.
+        given: the class names by number.
+
+    Raises:
+        ValueError: in one line that names file, user and sample.
+    """
+    names = {"labels": Names(given, numbered=True)}
+    scale, shapes = Scale(), set[tuple[int, int, int]]()
+    parts: list[Part] = []
+    empty: list[str] = []
+    seen: set[tuple[str | None, str]] = set()
+    size = 0
+    files = json_files(source)
+    total = sum(path.stat().st_size for path, _ in files)
+    with tqdm(total=total, desc="0/2 list", unit="B", unit_scale=True, mininterval=0.5) as bar:
+        for path, split in files:
+            rows = Rows(KINDS, names) if images is None else FileRows(images, KINDS, names)
+            reading = _Reading(path, split, rows, scale, shapes)
+            for user, count in reading.users():
+                if (split, user) in seen:
+                    raise ValueError(
+                        f"{path}: user {shown(user)} has data in an earlier file of this split, too"
+                    )
+                seen.add((split, user))
+                empty += [] if count else [user]
+            bar.update(path.stat().st_size)
+            size += path.stat().st_size if images is None else rows.num_bytes  # type: ignore[attr-defined]
+            parts.append(reading.part())
+    side = common_side(shapes) if images is None else None
+    return Found(parts, KINDS, names, size, side, empty)
+
+
+@dataclass
+class _Reading:
+    """One file."""
+
+    path: Path
+    split: str | None
+    rows: Rows
+    scale: Scale
+    shapes: set[tuple[int, int, int]]
+
+    def users(self) -> Iterator[tuple[str, int]]:
+        """Put the samples of each listed user; yields users and how many samples each has.
+
+        A user of ``user_data`` whom ``users`` does not list may have no sample: LEAF's own split leaves such
+        users behind.
+        """
+        listed: dict[str, int] | None = None
+        counts: dict[str, int] = {}
+        top: dict[str, Any] = {}
+        for inside, name, value in members(self.path, DATA):
+            if inside is None:
+                top[name] = value
+                continue
+            counts[name] = self._put(name, value)
+        listed = self._listed(top)
+        for user, count in counts.items():
+            if user in listed and listed[user] != count:
+                raise ValueError(
+                    f"{self.path}: user {shown(user)} has {count} samples, but {listed[user]} by num_samples"
+                )
+            if user not in listed and count:
+                raise ValueError(f"{self.path}: user {shown(user)} has samples and is not one of users")
+        for user in listed:
+            if user not in counts:
+                raise ValueError(f"{self.path}: {DATA} has nothing of user {shown(user)}")
+            yield user, counts[user]
+
+    def _listed(self, top: Mapping[str, Any]) -> dict[str, int]:
+        users, numbers = top.get("users"), top.get("num_samples")
+        if not isinstance(users, list) or not isinstance(numbers, list) or len(users) != len(numbers):
+            raise ValueError(
+                f"{self.path} needs users and num_samples, two lists of one length: is it LEAF's?"
+            )
+        if not all(isinstance(user, str) for user in users) or len(set(users)) < len(users):
+            raise ValueError(f"{self.path}: users has a user twice, or one that is no text")
+        return dict(zip(users, numbers))
+
+    def _put(self, user: str, value: Any) -> int:
+        """The samples of one user."""
+        x, y = (value.get("x"), value.get("y")) if isinstance(value, dict) else (None, None)
+        if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
+            raise ValueError(f"{self.path}: user {shown(user)} needs x and y, two lists of one length")
+        for number, (image, label) in enumerate(zip(x, y)):
+            where = f"{self.path}, user {shown(user)}, sample {number}"
+            if isinstance(self.rows, FileRows):
+                if not isinstance(image, str):
+                    raise ValueError(f"{where} holds pixels, no file name: leave --images out")
+                self.rows.put(where, user, image, self.split, [label])
+                continue
+            if isinstance(image, str):
+                raise ValueError(f"{where} is {shown(image)}: give the folder of such files with --images")
+            array = array_of(image, where)
+            self.shapes.add(shape_of(array.shape, where))
+            self.scale.note(array, where)
+            stem = f"{self.split}/{user}" if self.split else user
+            self.rows.add(where, user, f"{stem}/{number}", self.split, [label])
+        return len(x)
+
+    def part(self) -> Part:
+        """The records, and their images."""
+        stat = self.path.stat()
+        key = f"{self.path} {stat.st_size} {stat.st_mtime_ns}"
+        if isinstance(self.rows, FileRows):
+            listing = self.rows.part(str(self.path), lambda row: str(self.path))
+            return Part(listing.name, f"{key} {listing.key}", listing.table, listing.place, listing.images)
+        return Part(str(self.path), key, self.rows.table(), lambda row: str(self.path), self._images)
+
+    def _images(self, start: int) -> Iterator[Image]:
+        for inside, _, value in members(self.path, DATA):
+            samples = value["x"] if inside else []
+            for sample in samples[start:]:
+                array = np.asarray(sample)
+                yield self.scale.pixels(array, shape_of(array.shape, str(self.path)))
+            start = max(0, start - len(samples))

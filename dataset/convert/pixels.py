@@ -1,0 +1,99 @@
+"""Arrays of numbers as pixels: those of LEAF's JSON and of TensorFlow Federated's HDF5.
+
+Whole numbers are levels from 0 to 255; others are shares of the brightest level, from 0 to 1, and k / 255
+becomes k exactly. Grey images get three equal channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.store.images import MAX_PIXELS, Pixels
+
+
+def shape_of(shape: tuple[int, ...], where: str) -> tuple[int, int, int]:
+    """Height, width and channels of an image of this shape: ``H x W``, ``H x W x 1``, ``H x W x 3``, or one
+    list of a square's grey pixels or of its colours.
+
+    Raises:
+        ValueError: that says where, for another shape.
+    """
+    found: tuple[int, ...] = shape
+    if len(shape) == 1:
+        for channels in (1, 3):
+            side = math.isqrt(shape[0] // channels)
+            if side * side * channels == shape[0]:
+                found = (side, side, channels)
+    if len(shape) == 2:
+        found = (*shape, 1)
+    if len(found) != 3 or found[2] not in (1, 3) or not 0 < found[0] * found[1] <= MAX_PIXELS:
+        raise ValueError(
+            f"{where} has {' x '.join(map(str, shape)) or 'no'} numbers, which are no image of one or "
+            "three channels"
+        )
+    return found[0], found[1], found[2]
+
+
+def array_of(value: Any, where: str) -> npt.NDArray[Any]:
+    """Nested lists of numbers as an array.
+
+    Raises:
+        ValueError: that says where, for lists of unequal lengths, and for what is no number.
+    """
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        array = np.empty(0, object)
+    if array.dtype.kind not in "iuf" or not array.size:
+        raise ValueError(
+            f"{where} is no image: it holds other things than numbers, or rows of unequal length"
+        )
+    return array
+
+
+class Scale:
+    """Whether a source's numbers are levels to 255, or shares to 1; found out image by image."""
+
+    def __init__(self) -> None:
+        self.unit = False
+        self._above_one = ""
+
+    def note(self, array: npt.NDArray[Any], where: str) -> None:
+        """Take note of an image, or of several.
+
+        Raises:
+            ValueError: that says where, for a number out of range.
+        """
+        low, high = array.min(), array.max()
+        unit = array.dtype.kind == "f"
+        if not (low >= 0 and high <= (1 if unit else 255)):
+            bad = high if low >= 0 else low
+            raise ValueError(
+                f"{where} has the number {bad:g}, which is out of range: whole numbers are levels from 0 to "
+                "255, others shares from 0 to 1"
+            )
+        self.unit |= unit
+        if not unit and high > 1 and not self._above_one:
+            self._above_one = where
+        if self.unit and self._above_one:
+            raise ValueError(
+                f"{self._above_one} has whole numbers above 1, and {where} or an image before it shares "
+                "from 0 to 1: give all images in one form"
+            )
+
+    def pixels(self, array: npt.NDArray[Any], shape: tuple[int, int, int]) -> Pixels:
+        """``[H, W, 3]`` uint8."""
+        levels = np.rint(np.asarray(array, np.float64) * 255) if self.unit else array
+        image = np.asarray(levels).astype(np.uint8).reshape(shape)
+        return np.ascontiguousarray(np.broadcast_to(image, (*shape[:2], 3)))
+
+
+def common_side(shapes: set[tuple[int, int, int]]) -> int:
+    """The side of images that all are squares of one size; 0 for others."""
+    sizes = {shape[:2] for shape in shapes}
+    height, width = next(iter(sizes), (0, 0))
+    return height if len(sizes) == 1 and height == width else 0

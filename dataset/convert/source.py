@@ -1,0 +1,194 @@
+"""What every format gives: records by user, and their images, as a source of the pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataset.convert.splits import Dealing, deal
+from dataset.convert.text import Names, checked_text, shown
+from dataset.fetch import source
+from dataset.fetch.source import Image, Records, Source, digest_of
+from dataset.store.annotations import Kind
+from dataset.store.columns import ID_COLUMNS, schema
+
+_CHUNK = 1 << 14
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some records, most often those of one file, in the order of their images.
+
+    Attributes:
+        name: of the file or folder.
+        key: what identifies the images' bytes, as size and time of the file.
+        table: the columns of `dataset.store.columns.schema`; the partition is null where the source has none.
+        place: where a record stands, for errors: ``labels.csv, line 7``.
+        images: all images from a record on.
+    """
+
+    name: str
+    key: str
+    table: pa.Table
+    place: Callable[[int], str]
+    images: Callable[[int], Iterator[Image]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a reader found.
+
+    Attributes:
+        parts: the records.
+        kinds: of the annotations, by name.
+        names: their classes.
+        image_bytes: about how many bytes the images have.
+        side: of square pixels; 0: pixels of other shapes; None: the images are files, such as JPEGs.
+        empty_users: users that the source lists and that have no image.
+        notes: for the provenance.
+    """
+
+    parts: Sequence[Part]
+    kinds: Mapping[str, Kind]
+    names: Mapping[str, Names]
+    image_bytes: int
+    side: int | None = None
+    empty_users: Sequence[str] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rows:
+    """Collects the records of a part, in compact columns.
+
+    Args:
+        kinds: of the annotations, by name.
+        names: their classes.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind], names: Mapping[str, Names]) -> None:
+        self._schema = schema(kinds)
+        self._kinds, self._names = kinds, names
+        self._columns: list[list[Any]] = [[] for _ in self._schema]
+        self._tables: list[pa.Table] = []
+
+    def add(
+        self, where: str, client: object, image: object, split: str | None, labels: Sequence[Any]
+    ) -> None:
+        """One record; ``labels`` has a label, or a list of labels, for each annotation.
+
+        Raises:
+            ValueError: that says where, for an id or a label that is none.
+        """
+        found: list[Any] = [
+            checked_text(client, "client", where),
+            checked_text(image, "image id", where),
+            split,
+        ]
+        for (name, kind), label in zip(self._kinds.items(), labels):
+            known = self._names[name]
+            if kind == "class":
+                found.append(known.name(label, where))
+            else:
+                found.append([known.name(one, where) for one in label])
+        for column, value in zip(self._columns, found):
+            column.append(value)
+        if len(self._columns[0]) >= _CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._tables.append(pa.table(self._columns, self._schema))
+        self._columns = [[] for _ in self._schema]
+
+    def table(self) -> pa.Table:
+        """All of them."""
+        self._flush()
+        return pa.concat_tables(self._tables)
+
+
+@dataclass(kw_only=True)
+class ConvertedSource(Source):
+    """Parts as a source of `dataset.preprocess`."""
+
+    found: Sequence[Part]
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """As `Source.parts`."""
+        return [part.key for part in self.found]
+
+    def records(self, part: int, start: int = 0) -> Iterator[Records]:
+        """As `Source.records`."""
+        chosen = self.found[part]
+        for images in self.images(part, start):
+            if start + len(images) > len(chosen.table):
+                break
+            table = chosen.table.slice(start, len(images))
+            places = [chosen.place(row) for row in range(start, start + len(images))]
+            yield Records(table, images, chosen.name, places)
+            start += len(images)
+        if start != len(chosen.table):
+            raise ValueError(f"{chosen.name} changed while it was read: run the command again")
+
+    def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
+        """As `Source.images`."""
+        images = self.found[part].images(start)
+        while batch := list(islice(images, source.BATCH)):
+            yield batch
+
+
+def assembled(found: Found, how: Dealing, provenance: Mapping[str, Any]) -> ConvertedSource:
+    """The source of what a reader found, with its images dealt to splits.
+
+    Raises:
+        ValueError: for an image id that comes twice, with both places, and as `dataset.convert.splits.deal`.
+    """
+    parts = [part for part in found.parts if len(part.table)]
+    if not parts:
+        raise ValueError(f"{provenance['source']} holds no image")
+    table = pa.concat_tables(part.table for part in parts)
+    _refuse_twice(parts, table["image_id"])
+    ids = deal(table["user_id"], table["image_id"], table["partition"], how)
+    for name in ID_COLUMNS:
+        table = table.set_column(table.schema.get_field_index(name), name, ids[name])
+    digest = digest_of(table.combine_chunks())
+    placed, start = [], 0
+    for part in parts:
+        key = hashlib.sha256(f"{part.key} {start} {digest}".encode()).hexdigest()
+        placed.append(replace(part, key=key, table=table.slice(start, len(part.table)).combine_chunks()))
+        start += len(part.table)
+    return ConvertedSource(
+        found=placed,
+        schema=table.schema,
+        num_images=len(table),
+        image_bytes=found.image_bytes,
+        provenance={**provenance, **how.provenance(), "records_sha256": digest, **found.notes},
+    )
+
+
+def _refuse_twice(parts: Sequence[Part], ids: pa.ChunkedArray) -> None:
+    """ValueError for an image id that comes twice, in one part or in two."""
+    raw = np.array(ids.cast(pa.binary()).to_pylist())
+    order = np.argsort(raw, kind="stable")
+    twice = np.flatnonzero(raw[order[1:]] == raw[order[:-1]])
+    if not len(twice):
+        return
+    at = int(order[twice + 1].min())  # the first record that repeats an earlier one
+    first = int(order[np.searchsorted(raw[order], raw[at])])
+    raise ValueError(
+        f"{_place(parts, at)} lists the image {shown(ids[at].as_py())} a second time "
+        f"(the first is {_place(parts, first)})"
+    )
+
+
+def _place(parts: Sequence[Part], record: int) -> str:
+    for part in parts:
+        if record < len(part.table):
+            return part.place(record)
+        record -= len(part.table)
+    raise AssertionError("there is no such record")

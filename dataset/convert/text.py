@@ -1,0 +1,223 @@
+"""What a stranger's file says as text: ids, labels, splits and lists, each checked and named by its place.
+
+Ids are text, whatever they look like: client 007 is not client 7.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dataset.store.columns import MAX_ID_BYTES
+
+SPLIT_NAMES = {"train": "train", "val": "val", "validation": "val", "test": "test"}
+"""What a source may call a split, and what the file calls it; Hugging Face says validation."""
+MAX_CLASSES = 1 << 16
+_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A value in an error: quoted, and not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def checked_text(value: object, what: str, where: str) -> str:
+    """An id or a label as text.
+
+    Args:
+        value: as the file has it; a whole number becomes its decimal digits.
+        what: the column, for the error.
+        where: file and row, for the error.
+
+    Raises:
+        ValueError: for what is neither text nor a whole number, is empty or longer than an id may be, has
+            white space around it or characters that cannot be shown.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where} has the {what} {shown(value)}, which is neither text nor a whole number")
+    if not value:
+        raise ValueError(f"{where} has an empty {what}")
+    if value != value.strip():
+        raise ValueError(f"{where} has white space around the {what} {shown(value)}: remove it")
+    if not value.isprintable():
+        raise ValueError(f"{where} has characters that cannot be shown in the {what} {shown(value)}")
+    if (length := len(value.encode())) > MAX_ID_BYTES:
+        raise ValueError(
+            f"{where} has the {what} {shown(value)} of {length:,} bytes, more than {MAX_ID_BYTES}"
+        )
+    return value
+
+
+def split_named(value: object, where: str) -> str:
+    """The split that a source means.
+
+    Raises:
+        ValueError: for another word than those in `SPLIT_NAMES`.
+    """
+    if not isinstance(value, str) or value not in SPLIT_NAMES:
+        raise ValueError(f"{where} has the split {shown(value)}; there are {', '.join(SPLIT_NAMES)}")
+    return SPLIT_NAMES[value]
+
+
+class Names:
+    """The class names of one annotation.
+
+    Args:
+        given: all of them in the order of their numbers, if they are known beforehand.
+        numbered: whether the source has class numbers; without ``given`` the names are then ``0``, ``1``, ...
+            up to the highest that occurs.
+    """
+
+    def __init__(self, given: Sequence[str] | None = None, numbered: bool = False) -> None:
+        self.given, self.numbered = given, numbered
+        self._known = frozenset(given or ())
+        self._seen: dict[object, str] = {}
+
+    def name(self, label: object, where: str) -> str:
+        """The name of a label, which is a class name, or a number where there are numbers.
+
+        Raises:
+            ValueError: for a label that is none of the classes, and for a number out of range.
+        """
+        if (known := self._seen.get((type(label), label))) is None:
+            known = self._seen[(type(label), label)] = self._checked(label, where)
+        return known
+
+    def _checked(self, label: object, where: str) -> str:
+        if isinstance(label, str) and label in self._known:
+            return label
+        if self.numbered:
+            return self._of_number(label, where)
+        text = checked_text(label, "label", where)
+        if self.given is not None and text not in self._known:
+            raise ValueError(f"{where} has the label {shown(label)}, which is none of the classes")
+        if len(self._seen) >= MAX_CLASSES:
+            raise ValueError(f"{where} has class number {MAX_CLASSES:,} of this file: are these labels?")
+        return text
+
+    def _of_number(self, label: object, where: str) -> str:
+        number = label
+        if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 9:
+            number = int(label)
+        if isinstance(number, float) and number.is_integer():  # pandas writes 3.0 where a value was missing
+            number = int(number)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{where} has the label {shown(label)}, which is no class number")
+        most = MAX_CLASSES if self.given is None else len(self.given)
+        if not 0 <= number < most:
+            raise ValueError(f"{where} has the label {number}, which is out of range: 0 to {most - 1}")
+        return str(number) if self.given is None else self.given[number]
+
+    def vocabulary(self) -> list[str]:
+        """The names in the order of their numbers; names that look like numbers are ordered as such."""
+        if self.given is not None:
+            return list(self.given)
+        names = set(self._seen.values())
+        if self.numbered:
+            return [str(number) for number in range(1 + max(map(int, names), default=-1))]
+        numbers = all(name.isascii() and name.isdigit() and len(name) < 19 for name in names)
+        return sorted(names, key=(lambda name: (int(name), name)) if numbers else None)
+
+
+def read_classes(option: str, path: Path) -> list[str]:
+    """Class names from a text file, a line each, in the order of their numbers.
+
+    Raises:
+        ValueError: one line that names option, file and line.
+    """
+    names: list[str] = []
+    for number, line in enumerate(lines(path), start=1):
+        if not line.strip():
+            continue
+        name = checked_text(line.rstrip("\r\n"), "class", f"{option} {path}, line {number}")
+        if name in names:
+            raise ValueError(f"{option} {path}, line {number} has the class {shown(name)} a second time")
+        names.append(name)
+    if not 0 < len(names) < MAX_CLASSES:
+        raise ValueError(f"{option} {path} has {len(names)} classes; give 1 to {MAX_CLASSES - 1}")
+    return names
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, with or without a byte order mark.
+
+    Raises:
+        ValueError: that names file and line, for bytes that are not UTF-8.
+    """
+    number = 0
+    with open(path, encoding="utf-8-sig", errors="strict", newline="") as file:
+        try:
+            for line in file:
+                number += 1
+                yield line
+        except UnicodeDecodeError:
+            # the decoder reads ahead of the lines: look for the one that holds the bytes
+            raise ValueError(f"{path}, line {_not_utf8(path)} is not UTF-8 text: save it as UTF-8") from None
+
+
+def _not_utf8(path: Path) -> int:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def table_rows(
+    path: Path, needed: Sequence[str], optional: Sequence[str] = ()
+) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a CSV: the number of the line, and the cells of the needed and the optional columns.
+
+    Args:
+        path: of the CSV; it is read as a stream.
+        needed: columns that it must have.
+        optional: columns that it may have; a missing one gives empty cells.
+
+    Raises:
+        ValueError: that names file and line, for a column that is missing or there twice, a row of another
+            length, and a file without rows.
+    """
+    rows = csv.reader(lines(path), strict=True)
+    found = False
+    try:
+        header = next(rows, None)
+        if header is None:
+            raise ValueError(f"{path} is empty; it needs the columns {', '.join(needed)}")
+        for name, count in Counter(header).items():
+            if name and count > 1:
+                raise ValueError(f"{path} has two columns {shown(name)}: leave one out")
+        missing = [name for name in needed if name not in header]
+        if missing:
+            has = ", ".join(map(shown, header))[:200]
+            raise ValueError(
+                f"{path} has no column {missing[0]!r}; it needs {', '.join(needed)}; it has {has}"
+            )
+        places = [header.index(name) if name in header else -1 for name in (*needed, *optional)]
+        for row in filter(None, rows):
+            if len(row) != len(header):
+                raise ValueError(f"{path}, line {rows.line_num} has {len(row)} cells, not {len(header)}")
+            found = True
+            yield rows.line_num, [row[place] if place >= 0 else "" for place in places]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {rows.line_num} is no CSV ({error})") from None
+    if not found:
+        raise ValueError(f"{path} lists no image")
+
+
+def header_of(path: Path) -> list[str]:
+    """The names of the columns of a CSV.
+
+    Raises:
+        ValueError: that names the file, where it is no UTF-8 text, or no CSV.
+    """
+    try:
+        return next(csv.reader(lines(path), strict=True), [])
+    except csv.Error as error:
+        raise ValueError(f"{path}, line 1 is no CSV ({error})") from None

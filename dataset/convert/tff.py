@@ -1,0 +1,146 @@
+"""TensorFlow Federated's HDF5: ``examples/CLIENT/`` with ``pixels`` or ``image``, and labels.
+
+As FedML and others hand on EMNIST (``fed_emnist_train.h5``) and CIFAR-100 (``fed_cifar100_train.h5``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from dataset.convert.pixels import Scale, common_side, shape_of
+from dataset.convert.source import Found, Part, Rows
+from dataset.convert.text import SPLIT_NAMES, Names, shown
+from dataset.fetch import source as batches
+from dataset.fetch.source import Image
+from dataset.store.annotations import Kind
+from dataset.store.native import dataset, member, opened
+from dataset.store.probe import probe
+
+EXAMPLES = "examples"
+_PIXELS = ("pixels", "image")
+_LABELS = {"label": "labels", "coarse_label": "coarse_labels"}
+"""A data set of a client's, and the annotation that it becomes."""
+
+
+def hdf5_files(source: Path) -> list[tuple[Path, str | None]]:
+    """The files of a folder, each with the split that its name holds, or one file without a split.
+
+    Raises:
+        ValueError: for a file of a folder whose name holds none, and where there are no files.
+    """
+    if source.is_file():
+        return [(source, None)]
+    found: list[tuple[Path, str | None]] = []
+    for path in sorted([*source.glob("*.h5"), *source.glob("*.hdf5")]):
+        words = path.stem.lower().replace("-", "_").split("_")
+        splits = [SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES]
+        if len(splits) != 1:
+            raise ValueError(f"{path} has no split ({', '.join(SPLIT_NAMES)}) in its name: rename or move it")
+        found.append((path, splits[0]))
+    if not found:
+        raise ValueError(f"--source {source} is neither an HDF5 file nor a folder with *.h5")
+    return found
+
+
+def read(source: Path, given: list[str] | None) -> Found:
+    """What files of TensorFlow Federated's hold.
+
+    Args:
+        source: a folder with ``*_train.h5``, ``*_test.h5``, or a file.
+        given: the names of the classes of ``label`` by number.
+
+    Raises:
+        ValueError: in one line that names file, client and data set.
+    """
+    files = hdf5_files(source)
+    for path, _ in files:
+        probe(path)
+    coarse = all(_has_coarse(path) for path, _ in files)
+    chosen = list(_LABELS)[: 2 if coarse else 1]
+    kinds: Mapping[str, Kind] = {_LABELS[leaf]: "class" for leaf in chosen}
+    names = {name: Names(given if name == "labels" else None, numbered=True) for name in kinds}
+    scale, shapes = Scale(), set[tuple[int, int, int]]()
+    parts, empty, size = [], [], 0
+    for path, split in files:
+        rows = Rows(kinds, names)
+        with opened(path) as file:
+            clients = member(file, EXAMPLES)
+            if not isinstance(clients, h5py.Group):
+                raise ValueError(f"{path}: {EXAMPLES} is no group")
+            for client in clients:
+                where = f"{path}, {EXAMPLES}/{client}"
+                images, labels = _of_client(clients, client, chosen, where)
+                empty += [] if len(images) else [client]
+                if len(images):
+                    shape = shape_of(images.shape[1:], where)
+                    shapes.add(shape)
+                for number in range(len(images)):
+                    stem = f"{split}/{client}" if split else client
+                    values = [int(column[number]) for column in labels]
+                    rows.add(where, client, f"{stem}/{number}", split, values)
+                for _, block in _blocks(images):
+                    scale.note(block, where)
+                    size += len(block) * shape[0] * shape[1] * 3
+        parts.append(_part(path, rows, scale))
+    return Found(parts, kinds, names, size, common_side(shapes), empty)
+
+
+def _has_coarse(path: Path) -> bool:
+    with opened(path) as file:
+        clients = member(file, EXAMPLES)
+        first = next(iter(clients), None) if isinstance(clients, h5py.Group) else None
+        return first is not None and "coarse_label" in member(clients, first)
+
+
+def _of_client(
+    clients: h5py.Group, client: str, chosen: list[str], where: str
+) -> tuple[h5py.Dataset, list[npt.NDArray[Any]]]:
+    """The images of a client, which are not read yet, and its labels."""
+    group = member(clients, client)
+    leaf = next((name for name in _PIXELS if isinstance(group, h5py.Group) and name in group), None)
+    if leaf is None:
+        raise ValueError(f"{where} has neither {' nor '.join(_PIXELS)}")
+    images = dataset(group, leaf)
+    if images.dtype.kind not in "uif" or not images.ndim:
+        raise ValueError(f"{where}/{leaf} holds {images.dtype}, no pixels")
+    labels = []
+    for name in chosen:
+        column = dataset(group, name)
+        if (
+            column.dtype.kind not in "ui"
+            or column.size != len(images)
+            or column.shape[:1] != images.shape[:1]
+        ):
+            raise ValueError(f"{where}/{name} is no list of {len(images)} class numbers, one for each image")
+        labels.append(np.asarray(column[()]).reshape(-1))
+    return images, labels
+
+
+def _blocks(images: h5py.Dataset, start: int = 0) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """The images of a client from one on, some at a time."""
+    for first in range(start, len(images), batches.BATCH):
+        yield first, np.asarray(images[first : first + batches.BATCH])
+
+
+def _part(path: Path, rows: Rows, scale: Scale) -> Part:
+    stat = path.stat()
+
+    def images(start: int) -> Iterator[Image]:
+        with opened(path) as file:
+            clients = member(file, EXAMPLES)
+            for client in clients:
+                found, _ = _of_client(clients, client, [], f"{path}, {EXAMPLES}/{client}")
+                for _, block in _blocks(found, start):
+                    shape = shape_of(block.shape[1:], shown(client))
+                    yield from (scale.pixels(image, shape) for image in block)
+                start = max(0, start - len(found))
+
+    return Part(
+        str(path), f"{path} {stat.st_size} {stat.st_mtime_ns}", rows.table(), lambda row: str(path), images
+    )

@@ -1,0 +1,101 @@
+"""docs/own_data.md: every command in it works as it stands, in a folder with what it talks of."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataset.convert.__main__ import FORMATS
+from tests.dataset.convert.made_sources import (
+    label_of,
+    leaf_user,
+    write_csv,
+    write_image,
+    write_leaf,
+    write_tff,
+)
+from tests.dataset.convert.test_formats import write_hf
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "own_data.md"
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for line in block.splitlines()
+]
+USERS = [f"client-{number:02d}" for number in range(10)]
+
+
+def write_all(folder: Path) -> None:
+    """What the page's commands read."""
+    rows, isic = [], []
+    for number in range(60):
+        suffix = ("jpg", "png", "webp")[number % 3]
+        write_image(
+            folder / "photos" / USERS[number % 10] / label_of(number) / f"{number:04d}.{suffix}", number
+        )
+        write_image(folder / "images" / "a" / f"{number}.jpg", number)
+        split = "test" if number % 5 == 0 else "train"
+        row = {"path": f"a/{number}.jpg", "client": USERS[number % 7], "label": label_of(number)}
+        rows.append({**row, "split": split})
+        write_image(folder / "isic" / "img" / f"ISIC_{number}.jpg", number)
+        isic.append({"image": f"ISIC_{number}", "target": number % 8, "center": number % 6, "fold": split})
+        write_image(folder / "celeba" / "img" / f"{number:06d}.jpg", number)
+        write_image(folder / "fedscale" / "train" / f"{number}.png", number)
+    write_csv(folder / "labels.csv", rows)
+    write_csv(folder / "isic" / "train_test_folds.csv", isic)
+    for split, start in (("train", 1), ("test", 41)):
+        data = {user: leaf_user(range(start + k, start + k + 2)) for k, user in enumerate(USERS)}
+        write_leaf(folder / "leaf" / "data" / split / "a.json", data)
+        write_tff(
+            folder / "tff" / f"fed_emnist_{split}.h5", {user: [start + k] for k, user in enumerate(USERS)}
+        )
+        more = {"writer_id": [USERS[n % 10] for n in range(start, start + 19)]}
+        write_hf(
+            folder / "hub" / f"{split}-0.parquet", range(start, start + 19), **more, character=["a"] * 19
+        )
+    celebrities: dict[str, dict[str, list[object]]] = {
+        user: {"x": [f"{6 * k + n:06d}.jpg" for n in range(6)], "y": [0.0, 1.0] * 3}
+        for k, user in enumerate(USERS)
+    }
+    write_leaf(folder / "celeba" / "data" / "all_data.json", celebrities)
+    table = [
+        {"client_id": n % 9, "sample_path": f"{n}.png", "label_name": label_of(n), "label_id": n % 3}
+        for n in range(60)
+    ]
+    (folder / "fedscale" / "client_data_mapping").mkdir()
+    write_csv(folder / "fedscale" / "client_data_mapping" / "train.csv", table)
+
+
+def spelt_out(command: str) -> list[str]:
+    """The words of a command; make's are those that it would run."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        asked = ["make", "-n", "-s", "-C", str(ROOT), *words[1:]]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        (line,) = [line for line in said.splitlines() if " -m benchmarks." in line]
+        words = shlex.split(line)
+    assert words[0] in ("python", ".venv/bin/python")
+    return [sys.executable, *words[1:]]
+
+
+def test_every_command_of_the_page_works(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for command in COMMANDS:
+        done = subprocess.run(
+            spelt_out(command), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_page_shows_every_format(name: str) -> None:
+    assert any(f"dataset.convert {name} " in command for command in COMMANDS)
+    assert f"| `{name}` |" in PAGE.read_text()
