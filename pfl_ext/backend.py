@@ -242,10 +242,11 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:
                 algorithm = _OneByOne(self.engine, local, rule)
-        module = model.pytorch_model
-        noted = module.noted = list[tuple[torch.Tensor, int]]()
+        noted = model.pytorch_model.noted = list[tuple[torch.Tensor, int]]()
         stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
-        module.noted = None
+        if any(isinstance(p, WeightByUser) for p in self._postprocessors) and not self._is_private:
+            stats.weight = max(stats.weight - self._images.idle_workers(context.cohort_size), 1.0)
+        model.pytorch_model.noted = None
         if isinstance(algorithm, _OneByOne):
             assert self.engine is not None
             total, number = self.engine.take_losses()
@@ -313,8 +314,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
 
     def _only_norms_matter(self) -> bool:
         """Whether all that is done to a user's update is weighting, then scaling by its norms."""
-        kinds = [type(p) for p in self._postprocessors]
-        weighting, rest = kinds[:1], self._postprocessors[1:]
+        weighting, rest = [type(p) for p in self._postprocessors[:1]], self._postprocessors[1:]
         return weighting in ([WeightByDatapoints], [WeightByUser]) and (
             not rest or (len(rest) == 1 and isinstance(rest[0], PrivateMean))
         )

@@ -21,9 +21,11 @@ from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import Means, Setup
+from pfl_ext.algorithms.algorithm import Means, Setup, trained_bytes
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.data.federated_dataset import FederatedImageDataset, ImageStore, Partition, Sampler
+from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.evaluation import CentralEvaluation
@@ -101,6 +103,7 @@ def setup(
         users=users,
         has_head_rate=config.local.head_rate_factor != 1,
         clips_all=config.local.global_max_grad_norm is not None,
+        devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )
 
@@ -168,6 +171,11 @@ def check_federated(
     users.cohort(federated.cohort_size)
     refuse(federated.chosen.refusals, workers=current() is not None)
     federated.chosen.check(setup(config, module, users))
+    if config.devices is not None:
+        size = trained_bytes(module)
+        sent, ids = Sent(size, size), users.partition.user_ids
+        drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
+        Turnouts(config.devices, users, ids, **drawn, sent=sent).of(0)
 
 
 def train_federated(

@@ -23,6 +23,7 @@ from torch import Tensor
 from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.models.classifier import ImageClassifier
@@ -67,6 +68,8 @@ class Setup:
     """Whether the head's local learning rate is not that of the other layers."""
     clips_all: bool = False
     """Whether users clip the gradients of all variables together, by one norm."""
+    devices: DevicesConfig | None = None
+    """Slow or unreliable devices; None: everybody does all its work in no time."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 
@@ -129,6 +132,8 @@ class Choice:
     """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False
     """Whether only the model of the last round is one of all users."""
+    takes_devices: ClassVar[bool] = False
+    """Whether users may drop out or do less work than others, which its file argues for; not inherited."""
     files: ClassVar[tuple[str, ...]] = ()
     """Names of the files beside a run's checkpoints in which it keeps the state of users."""
 
@@ -137,6 +142,8 @@ class Choice:
         super().__init_subclass__()
         if "refusals" not in vars(cls):
             cls.refusals = {**PRIVACY_NOT_ARGUED, **cls.refusals}
+        if "takes_devices" not in vars(cls):
+            cls.takes_devices = False
 
     @classmethod
     def resolved(cls, options: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pfl_ext.algorithms.fedprox import FedProx, ProximalOptions
 from pfl_ext.algorithms.optimizers import ServerConfig
 from pfl_ext.algorithms.scaffold import ScaffoldOptions
 from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -103,6 +104,20 @@ MODEL = {
     "channel_norm": "group",
     "feature_format": "float32",
 }
+DEVICES = {
+    "classes": None,
+    "sigma": 0.0,
+    "capacities": None,
+    "capacities_sha256": None,
+    "availability": None,
+    "availability_sha256": None,
+    "availability_period_s": None,
+    "drop_out": 0.0,
+    "deadline_s": None,
+    "late": "wait",
+    "over_selection": 1.0,
+    "stragglers": 0.0,
+}
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 
 
@@ -115,6 +130,7 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
         (PrivacyConfig(epsilon=2.0), PRIVACY),
         (LocalPrivacyConfig(), LOCAL_PRIVACY),
         (ModelConfig(), MODEL),
+        (DevicesConfig(), DEVICES),
         (ImportanceOptions(), {"reweight": "none", "max_importance": None}),
         (ScaffoldOptions(), {"scaffold_option": None, "scaffold_correction": None, "max_state_gb": 16.0}),
     ],

@@ -52,7 +52,7 @@ def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
 def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
-        federated = "local. server. federated. evaluation.every_rounds"
+        federated = "local. server. federated. devices devices. evaluation.every_rounds"
         return Idle(federated, "mode is centralised", "set mode to federated")
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
@@ -214,6 +214,14 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        if config.devices is not None:
+            config.devices.check_epochs(local.num_epochs, federated.replacement)
+            if not federated.chosen.takes_devices:
+                known = (n for n in federated.registry.names() if federated.registry[n].takes_devices)
+                raise ValueError(
+                    f"federated.algorithm {federated.name} has no rule for slow or unreliable devices: "
+                    f"set devices to none, or choose {', '.join(known)}"
+                )
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(
                 f"evaluation.best_by is {config.evaluation.best_by}, and federated.algorithm "
