@@ -192,6 +192,8 @@ class Turnouts:
         steps, stragglers = self._of_stragglers(users, number, sizes, whole)
         steps = self._in_time(users, steps)
         late = (steps == 0) & (whole > 0)
+        if config.deadline_s is not None:
+            late |= self._seconds(users, steps) > config.deadline_s
         if config.late == "drop":
             late |= stragglers | (steps < whole)
         seconds = self._seconds(users, np.where(late, whole, steps))
