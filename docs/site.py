@@ -1,8 +1,8 @@
-"""Hooks of mkdocs: the site's pages are the repository's Markdown files, under the paths that they have there.
+"""Hooks of mkdocs: the site's pages are the repository's Markdown files, under the paths that they have.
 
 So a link is right on a code host and on the site alike. A link to a file that is no page, such as code, must
-lead somewhere in the repository; on the site its text stands without the link. The reference has a page for each
-package, made from docstrings.
+lead somewhere in the repository; on the site its text stands without the link. The reference has a page for
+each package, made from docstrings.
 """
 
 from __future__ import annotations

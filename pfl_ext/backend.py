@@ -207,10 +207,11 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 return self._finish(context, *self._train_cohort(self.engine, local, context, rule))
             if rule.correction is None:
                 algorithm = _OneByOne(self.engine, local, rule)
-        module = model.pytorch_model
-        noted = module.noted = list[tuple[torch.Tensor, int]]()
+        noted = model.pytorch_model.noted = list[tuple[torch.Tensor, int]]()
         stats, metrics = await super().async_gather_results(model, algorithm, central_context=context)
-        module.noted = None
+        if any(isinstance(p, WeightByUser) for p in self._postprocessors) and not self._is_private:
+            stats.weight = max(stats.weight - self._images.idle_workers(context.cohort_size), 1.0)
+        model.pytorch_model.noted = None
         if isinstance(algorithm, _OneByOne):
             assert self.engine is not None
             total, number = self.engine.take_losses()

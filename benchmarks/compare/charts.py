@@ -15,7 +15,15 @@ from matplotlib.figure import Figure
 
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import deciles
-from benchmarks.compare.series import Line, by_megabytes, by_minutes, by_steps, line_of, lines_of
+from benchmarks.compare.series import (
+    Line,
+    by_megabytes,
+    by_minutes,
+    by_steps,
+    by_virtual_minutes,
+    line_of,
+    lines_of,
+)
 from benchmarks.reporting.plots import BLACK, COLOURS, GREY, legend_below, save, style
 from dataset.pages import Html, clean, tag
 from pfl_ext.tasks.multi_label_scores import shown
@@ -78,7 +86,7 @@ def charts(comparison: Comparison) -> list[Chart]:
 
 
 def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
-    """A score over steps, over time and over bytes."""
+    """A score over steps, over time, over the devices' virtual time and over bytes."""
     label = f"{shown(name)} (%)"
     title = f"{shown(name)} on {split}"
     over_steps = lines_of(groups, split, name, by_steps)
@@ -91,6 +99,8 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
     made = [Chart(title, _units(groups), label, over_steps)]
     if over_time:
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
+    if over_virtual := lines_of(groups, split, name, by_virtual_minutes):
+        made.append(Chart(f"{title} over virtual time", "minutes of devices", label, over_virtual))
     if over_bytes:
         made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, log_x))
     return made

@@ -44,6 +44,7 @@ class Curve(NamedTuple):
     values: FloatArray  # [n]
     seconds: FloatArray | None  # [n] of training before each; None: not known
     bytes: FloatArray | None  # [n] between server and users before each; None: not known
+    virtual: FloatArray | None = None  # [n] seconds of the run's devices before each; None: no clock
 
 
 def per_user(run: RunRecord) -> Tree:
@@ -107,6 +108,9 @@ def _scores(results: Tree) -> Iterator[Measure]:
 def _time(run: RunRecord) -> Iterator[Measure]:
     if run.results is not None and "wall_clock_s" in run.results:
         yield Measure("time", "wall clock", "seconds", run.results["wall_clock_s"])
+    virtual = [line["virtual_seconds"] for line in _history(run) if "virtual_seconds" in line]
+    if virtual:
+        yield Measure("time", "virtual, the whole run", "seconds", virtual[-1])
     seconds = [line["seconds"] for line in _history(run) if "seconds" in line]
     if seconds:
         yield Measure("time", f"a {run.config.unit}, median", "seconds", statistics.median(seconds))
@@ -130,6 +134,9 @@ def _cost(run: RunRecord) -> Iterator[Measure]:
     for key, name in (("images", "images trained on"), ("users", "users trained")):
         if any(key in line for line in steps):
             yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))
+    if any("selected" in line for line in steps):
+        for key, name in (("selected", "users asked"), ("lost", "dropped out"), ("late", "late")):
+            yield Measure("cost", name, "count", sum(line.get(key, 0) for line in steps))
     for key, name in (("parameters", "parameters"), ("trainable_parameters", "of them trained")):
         if key in results:
             yield Measure("cost", name, "count", results[key])
@@ -142,14 +149,20 @@ def _history(run: RunRecord) -> list[Tree]:
 def _bytes_by_step(run: RunRecord) -> list[float] | None:
     """Bytes of each round: what a user receives and sends, times the users that were asked.
 
-    Those that dropped out count as the others: at most they have sent all. None where it is not known.
+    Those that dropped out count as the others: at most they have sent all. None where it is not known. On
+    simulated devices the line says it.
     """
     traffic = (run.results or {}).get("traffic")
     lines = [line for line in _history(run) if "users" in line]
     if traffic is None or not lines:
         return None
     each = traffic["down"] + traffic["up"]
-    return [float((line["users"] + line.get("lost", 0)) * each) for line in lines]
+    return [
+        float(line["bytes_down"] + line["bytes_up"])
+        if "bytes_down" in line
+        else float((line["users"] + line.get("lost", 0)) * each)
+        for line in lines
+    ]
 
 
 def _users_of(run: RunRecord, score: str) -> FloatArray | None:
@@ -203,7 +216,9 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     seconds = _before(timed, places) if timed else None
     sent = _bytes_by_step(run)
     traffic = None if sent is None else _before(sent, places)
-    return Curve(places.astype(float), values[known], seconds, traffic)
+    ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
+    virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
+    return Curve(places.astype(float), values[known], seconds, traffic, virtual)
 
 
 def _before(of_steps: Sequence[float], places: npt.NDArray[np.int64]) -> FloatArray:

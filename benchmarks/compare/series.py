@@ -42,6 +42,11 @@ def by_minutes(found: Curve) -> FloatArray | None:
     return None if found.seconds is None else found.seconds / 60
 
 
+def by_virtual_minutes(found: Curve) -> FloatArray | None:
+    """Minutes of the users' devices; None where there is no virtual clock."""
+    return None if found.virtual is None else found.virtual / 60
+
+
 def by_megabytes(found: Curve) -> FloatArray | None:
     """MB between the server and its users; None where they are not known."""
     return None if found.bytes is None else found.bytes / 1e6

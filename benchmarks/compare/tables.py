@@ -11,7 +11,7 @@ from benchmarks.compare.charts import key
 from benchmarks.compare.groups import Comparison, Group
 from benchmarks.compare.measures import SPLITS, Unit, in_words
 from benchmarks.compare.privacy import privacy_of
-from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, lines_of
+from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, lines_of
 from benchmarks.compare.significance import CONFIDENCE, Difference, pairs
 from benchmarks.core.config.trees import as_word
 from benchmarks.reporting.tables import csv_table
@@ -22,7 +22,12 @@ CSV_HEAD = ("group", "run", "seed", "state", "section", "measure", "unit", "valu
 FACTS = ("dataset", "data_sha256", "commit", "torch", "hardware", "arithmetic")
 """What results.json says of where and with what a run was made."""
 NONE, TEST = "–", SPLITS["test"]
-AXES = {by_steps: "rounds or epochs", by_minutes: "minutes", by_megabytes: "MB"}
+AXES = {
+    by_steps: "rounds or epochs",
+    by_minutes: "minutes",
+    by_virtual_minutes: "virtual minutes",
+    by_megabytes: "MB",
+}
 
 
 def name_of(comparison: Comparison, group: Group) -> Html:
@@ -86,19 +91,21 @@ def _reached(comparison: Comparison, split: str, score: str, target: float | Non
     along = {
         axis: {line.place: line for line in lines_of(comparison.groups, split, score, axis)} for axis in AXES
     }
-    lines = along[by_steps]
+    lines, axes = along[by_steps], dict(AXES)
+    if not along[by_virtual_minutes]:
+        del axes[by_virtual_minutes]
     if len(lines) < 2 and target is None:
         return []
     wanted = min((line.mean.max() for line in lines.values()), default=0.0) if target is None else target
     rows = []
     for place, line in lines.items():
         at = np.flatnonzero(line.mean >= wanted)
-        found = [along[axis].get(place) for axis in AXES]
+        found = [along[axis].get(place) for axis in axes]
         cells = [NONE if each is None or not len(at) else _amount(float(each.x[at[0]])) for each in found]
         rows.append([name_of(comparison, comparison.groups[place]), str(line.n), *cells])
     why = "as asked for" if target is not None else "which all groups reach"
     caption = f"{wanted:.2f} % {shown(score)} on {split}, {why}"
-    return [table(caption, ["group", "n", *AXES.values()], rows)] if rows else []
+    return [table(caption, ["group", "n", *axes.values()], rows)] if rows else []
 
 
 def _amount(value: float) -> str:

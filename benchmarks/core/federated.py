@@ -23,7 +23,7 @@ from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
 from benchmarks.core.recorder import Recorder
 from benchmarks.core.secret import Secret
-from pfl_ext.algorithms.algorithm import Means, Setup
+from pfl_ext.algorithms.algorithm import Means, Setup, trained_bytes
 from pfl_ext.algorithms.fedir import importance_weights
 from pfl_ext.attacks.attack import HONEST, Attack, attackers
 from pfl_ext.compression.compressor import PLAIN, Compressor
@@ -34,6 +34,8 @@ from pfl_ext.data.federated_dataset import (
     Sampler,
     natural_partition,
 )
+from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.evaluation import CentralEvaluation
@@ -131,6 +133,7 @@ def setup(
         users=users,
         has_head_rate=config.local.head_rate_factor != 1,
         clips_all=config.local.global_max_grad_norm is not None,
+        devices=config.devices,
         folder=None if directory is None else directory / "checkpoint",
     )
 
@@ -204,6 +207,11 @@ def check_federated(
     chosen = setup(config, module, users)
     federated.chosen.check(chosen)
     check_kept(config, chosen)
+    if config.devices is not None:
+        size = trained_bytes(module)
+        sent, ids = Sent(size, size), users.partition.user_ids
+        drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
+        Turnouts(config.devices, users, ids, **drawn, sent=sent).of(0)
 
 
 def train_federated(

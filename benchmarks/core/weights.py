@@ -10,6 +10,7 @@ from typing import TypeVar
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
 from dataset.files import file_digest
+from pfl_ext.devices import traces
 from pfl_ext.models.pretrained import source_in, source_of
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -46,6 +47,23 @@ def with_weights(config: SomeConfig, file: Path | None) -> SomeConfig:
     if wanted not in (None, found):
         raise ValueError(f"--weights {file} is not the file of the config, whose SHA-256 is {wanted}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights_sha256=found))
+
+
+def with_traces(config: SomeConfig) -> SomeConfig:
+    """The config with the hashes of the files that its ``devices`` name.
+
+    Raises:
+        ValueError: in one line, when there is no such file, or the config asks for another one.
+    """
+    devices = config.devices
+    if devices is None:
+        return config
+    found: Tree = {}
+    for key in ("capacities", "availability"):
+        if (name := getattr(devices, key)) is not None:
+            known = getattr(devices, f"{key}_sha256")
+            found[f"{key}_sha256"] = traces.sha256_of(f"devices.{key}", Path(name), known)
+    return dataclasses.replace(config, devices=dataclasses.replace(devices, **found))
 
 
 def weights_facts(config: TrainingConfig, weights: Path | None) -> Tree | None:

@@ -29,6 +29,7 @@ from pfl_ext.backend import CentrallyEvaluatedBackend
 from pfl_ext.compression.compressor import Compressor
 from pfl_ext.configs import NoOptions
 from pfl_ext.data.federated_dataset import FederatedImageDataset
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.models.classifier import ImageClassifier
@@ -74,6 +75,8 @@ class Setup:
     """Whether the head's local learning rate is not that of the other layers."""
     clips_all: bool = False
     """Whether users clip the gradients of all variables together, by one norm."""
+    devices: DevicesConfig | None = None
+    """Slow or unreliable devices; None: everybody does all its work in no time."""
     folder: Path | None = None
     """Where the run's checkpoints lie; None: the state of users goes to temporary files."""
 

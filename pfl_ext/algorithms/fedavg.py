@@ -5,6 +5,9 @@ arXiv 1602.05629).
 The server's optimiser steps on that mean: plain SGD at rate 1 is the paper's, momentum is FedAvgM (Hsu et al.
 2019), and an adaptive one FedOpt (Reddi et al. 2021); see `pfl_ext.algorithms.optimizers`.
 
+Of slow or unreliable devices (`pfl_ext.devices.turnout`) the mean is over those who report, by their weights,
+whether they did all of their work or a part.
+
 With privacy: a user sends its update alone, which the mechanism clips before it is added, so that one user
 moves the sum by the clipping bound at most.
 """
@@ -23,4 +26,4 @@ class FedAvg(OnPfl):
     """pfl's algorithm; its parameters are ``NNAlgorithmParams``."""
 
     refusals: ClassVar[Refusals] = {}
-    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack")
+    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack", "devices")

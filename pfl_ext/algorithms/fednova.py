@@ -9,6 +9,8 @@ momentum is theirs, ``v <- momentum v + g``.
 As pfl statistics: the user's tensors divided by ``|a|_1``, and one tensor more, `STEPS`, which the weighting
 and the sums over users and workers treat like the others, so that its mean is tau_eff.
 
+A user who does a part of its work (`pfl_ext.devices.turnout`) has made fewer steps, which is what T counts.
+
 Not for private training: the division comes after the update that a mechanism would clip, and the number of
 steps has no bound.
 """
@@ -85,7 +87,7 @@ class FedNova(OnPfl):
         "privacy": "FedNova divides updates by their steps, for which private training has no bound: choose "
         "algorithm fedavg or fedprox"
     }
-    takes: ClassVar[tuple[str, ...]] = ("compression",)
+    takes: ClassVar[tuple[str, ...]] = ("compression", "devices")
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:

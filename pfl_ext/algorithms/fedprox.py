@@ -2,7 +2,8 @@
 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127).
 
 Every user's loss has the term ``mu |w - w_central|^2 / 2`` besides; the server does what FedAvg's does. The
-paper's inexact solutions are here the same number of epochs for all.
+paper's inexact solutions are the same number of epochs for all, or what ``devices.late: partial`` lets each
+do: its experiments have ``devices.stragglers`` of 0, 0.5 or 0.9, whom FedAvg drops (``devices.late: drop``).
 
 With privacy: the term acts on one user's local training, before its update is clipped.
 """
@@ -40,7 +41,7 @@ class FedProx(OnPfl):
 
     options = ProximalOptions
     refusals: ClassVar[Refusals] = {}
-    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack")
+    takes: ClassVar[tuple[str, ...]] = ("compression", "aggregation", "attack", "devices")
 
     @classmethod
     def resolved(cls, options: ProximalOptions) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from pfl_ext.algorithms.algorithm import (
 from pfl_ext.algorithms.channel import Channel
 from pfl_ext.algorithms.spooled import LEFT_OUT
 from pfl_ext.backend import cohort_line
+from pfl_ext.devices.fleet import Sent
+from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
 from pfl_ext.models.classifier import RATE_FACTOR
@@ -225,6 +227,15 @@ class PflLoop(Algorithm[PyTorchModel]):
         )
         self._stages = means.stages(list(means.model.variable_map))
         self._backend = means.backend(self._stages)
+        if means.devices is not None:
+            means.users.turnouts = Turnouts(
+                means.devices,
+                means.users,
+                means.users.partition.user_ids,
+                cohort_size=means.cohort_size,
+                seed=means.seed,
+                sent=Sent(*self._algorithm.bytes(means.model)),
+            )
 
     @property
     def engine(self) -> CohortEngine | None:
@@ -239,6 +250,14 @@ class PflLoop(Algorithm[PyTorchModel]):
         """A round of pfl's loop, at the learning rates of that round."""
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
+        users = self.means.users
+        users.set_round(number)
+        if users.turnouts is not None and not self.means.private:
+            members = users.members(self.means.cohort_size)
+            if not any(member.num_images for member in members):  # nothing to step on, nor to weigh by
+                rate = self.means.server_rate(number)
+                line = {"users": len(members), "images": 0, "learning_rate": rate, "max_local_steps": 0}
+                return state, line | users.turnouts.line(number)
         watch = _Watch()
         for stage in self._stages:
             stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))
@@ -254,7 +273,11 @@ class PflLoop(Algorithm[PyTorchModel]):
         )
         for stage in self._stages:
             stage.end()
-        return state, self._line(watch.metrics)
+        line = self._line(watch.metrics)
+        if users.turnouts is not None:
+            turnout = users.turnouts.line(number)
+            line |= turnout | {"users": turnout["reported"]}  # pfl counts nobody as a user
+        return state, line
 
     def _line(self, metrics: Metrics) -> dict[str, Any]:
         values = {str(name): get_overall_value(value) for name, value in metrics}

@@ -25,6 +25,9 @@ Where the correction ``c - c_i`` goes is a choice once local training is more th
 pfl 0.6.0 has a SCAFFOLD too, which is wrong: it keeps minus the gradient as c_i and adds ``c - c_i`` to the
 gradient all the same, so that drift is doubled. Its option I also gives all users one buffer as their c_i.
 
+Of slow or unreliable devices (`pfl_ext.devices.turnout`) S is who reports: c_i of all others stays as it is,
+and K is what a user has made of its steps. Option I is refused there.
+
 Not for private training: c_i outlives the round, and so would what it tells of the user.
 
 Letters: P parameters that are trained, U users.
@@ -253,6 +256,7 @@ class Scaffold(OnPfl):
         "proportional": "SCAFFOLD's mean control variate is of users drawn alike: set federated.sampling "
         "to uniform",
     }
+    takes: ClassVar[tuple[str, ...]] = ("devices",)
 
     def __init__(self, controls: Controls) -> None:
         super().__init__()
@@ -268,11 +272,16 @@ class Scaffold(OnPfl):
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a state of all users that is too large.
+        """Refuse a state of all users that is too large, and a pass that no virtual clock counts.
 
         Raises:
-            ValueError: one line with the sizes.
+            ValueError: one line.
         """
+        if setup.devices is not None and setup.options.scaffold_option == "I":
+            raise ValueError(
+                "SCAFFOLD's option I takes one more pass, which devices have no time for: set "
+                "federated.scaffold_option to II, or devices to none"
+            )
         touched = min(setup.users.num_users, setup.cohort_size * setup.num_rounds)
         numbers = sum(p.numel() for p in setup.module.parameters() if p.requires_grad)
         state, most = touched * numbers * 4 / 1e9, setup.options.max_state_gb

@@ -9,30 +9,30 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
 from dataset.files import prefetched
 from pfl_ext.data import fedvc
-from pfl_ext.data.augmented_views import AugmentedViews, augmented
+from pfl_ext.data.augmented_views import AugmentedViews
 from pfl_ext.data.sampling import LocalSampling
 from pfl_ext.data.schedule import longest_first, predicted_costs
-from pfl_ext.data.transforms import CROP_COLUMNS, draw_keys
+from pfl_ext.data.transforms import CROP_COLUMNS
+from pfl_ext.data.user_images import Annotations as Annotations
+from pfl_ext.data.user_images import Batch as Batch
+from pfl_ext.data.user_images import ByteArray as ByteArray
+from pfl_ext.data.user_images import Collate as Collate
+from pfl_ext.data.user_images import IntArray as IntArray
+from pfl_ext.data.user_images import UserImages as UserImages
+from pfl_ext.devices.turnout import Turnout, Turnouts
 from pfl_ext.privacy.sampling import private_cohort
 from pfl_ext.randomness import seed32, stream
-
-IntArray = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
-Annotations = npt.NDArray[Any]
-"""Of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class ImageStore(Protocol):
@@ -62,10 +62,6 @@ class ImageStore(Protocol):
 
 Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
 """Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
-
-
-Collate = Callable[[Annotations], torch.Tensor]
-"""The targets of a batch from its annotations: `pfl_ext.tasks.task.Task.collate`."""
 
 
 @dataclass(frozen=True)
@@ -104,75 +100,6 @@ def iid_partition(store: ImageStore, seed: int) -> Partition:
     offsets = (np.arange(num_users + 1, dtype=np.int64) * num_images) // num_users
     rows = stream(seed, "iid partition").permutation(num_images)
     return Partition([f"iid-{u:06d}" for u in range(num_users)], rows, offsets)
-
-
-class UserImages(Dataset):
-    """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
-
-    pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
-    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. Where the store has
-    `AugmentedViews`, one of each image is drawn instead. With
-    ``sampling.keys`` it is ``[B, 8]``, and the last columns say which units are dropped for an image.
-    """
-
-    def __init__(
-        self,
-        images: ByteArray | AugmentedViews,
-        targets: Annotations,
-        user_id: str,
-        sampling: LocalSampling,
-        rng: np.random.Generator,
-        collate: Collate = torch.from_numpy,
-    ) -> None:
-        assert len(images) == len(targets)
-        super().__init__(raw_data=(images, targets), user_id=user_id)
-        self._epochs = iter(sampling.epochs(len(images), rng))
-        self._sampling, self._rng, self._collate = sampling, rng, collate
-        source: np.random.Philox = rng.bit_generator  # type: ignore[assignment]
-        self._aside, self._keys = source.jumped(1), np.random.Generator(source.jumped(2))
-
-    def __len__(self) -> int:
-        return len(self.raw_data[0])
-
-    def iter(self, batch_size: int | None) -> Iterator[Batch]:
-        """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
-        return (batch for _, batch in self.iter_with_places(batch_size))
-
-    def iter_with_places(self, batch_size: int | None) -> Iterator[tuple[IntArray, Batch]]:
-        """The batches of `iter`, each with the places ``[B]`` of its images among all of this data set."""
-        assert batch_size == self._sampling.batch_size
-        for positions in next(self._epochs):
-            yield positions, self._batch(positions, self._rng, self._keys)
-
-    def once(self) -> Iterator[Batch]:
-        """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
-        rng, keys = np.random.Generator(self._aside), np.random.Generator(self._aside.jumped(2))
-        size = self._sampling.batch_size
-        for first in range(0, len(self), size):
-            yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)
-
-    def part(self, positions: IntArray, number: int, num_epochs: int | None = None) -> UserImages:
-        """Some of the images as a data set of their own.
-
-        Args:
-            positions: of the images, each below ``len(self)``.
-            number: at least 0; parts of different numbers draw their batches independently.
-            num_epochs: of the part; None: as many as of the whole.
-        """
-        images, targets = self.raw_data
-        rng = np.random.Generator(self._aside.jumped(4 * number + 3))
-        sampling = self._sampling if num_epochs is None else replace(self._sampling, num_epochs=num_epochs)
-        return UserImages(images[positions], targets[positions], self.user_id, sampling, rng, self._collate)
-
-    def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
-        images, targets = self.raw_data
-        sampling = self._sampling
-        chosen, crops = augmented(images[positions], rng, sampling.input_size, sampling)
-        return (
-            torch.from_numpy(chosen),
-            self._collate(targets[positions]),
-            torch.from_numpy(draw_keys(keys, crops) if sampling.keys else crops),
-        )
 
 
 @dataclass(frozen=True)
@@ -239,11 +166,18 @@ class FederatedImageDataset(FederatedDataset):
         self._reweight, self._collate = reweight, collate
         self._round = 0
         self._only: IntArray | None = None
+        self.turnouts: Turnouts | None = None
+        """Who reports in a round, where devices are simulated; None: all users that are drawn."""
 
     @property
     def num_users(self) -> int:
         """U."""
         return len(self.partition.user_ids)
+
+    @property
+    def sizes(self) -> IntArray:
+        """Images of each user, ``[U]``."""
+        return self.partition.sizes
 
     @property
     def total_images(self) -> int:
@@ -286,6 +220,19 @@ class FederatedImageDataset(FederatedDataset):
         if self._only is not None:
             return self._only
         number = self._round if round_number is None else round_number
+        if self.turnouts is not None:
+            return self.turnouts.of(number).users
+        return self.draw_cohort(cohort_size, number)
+
+    def draw_cohort(self, cohort_size: int, number: int, among: IntArray | None = None) -> IntArray:
+        """The users that are drawn in a round, whether or not their devices let them report.
+
+        ``among``: of whom they are drawn, at least as many and each at most once; None: of all.
+        """
+        if among is not None:
+            chances = fedvc.chances(self.sizes[among]) if self._sampler == "proportional" else None
+            rng = stream(self._cohort_seed, "cohort of those who are on", number)
+            return rng.choice(among, cohort_size, replace=False, p=chances).astype(np.int64)
         population = len(self.partition.user_ids)
         if self._sampler in ("poisson", "fixed", "cyclic"):
             return private_cohort(self._sampler, self._cohort_seed, number, population, cohort_size)
@@ -318,8 +265,9 @@ class FederatedImageDataset(FederatedDataset):
             images, targets = self._store.read(rows)
         if self._reweight is not None:
             targets = self._reweight(targets, self._store.targets(all_rows))
-        user_id = self.partition.user_ids[user]
-        return UserImages(images, targets, user_id, self._sampling, rng, self._collate)
+        user_id, turnout = self.partition.user_ids[user], self._turnout
+        most = None if turnout is None else turnout.steps_of.get(user)
+        return UserImages(images, targets, user_id, self._sampling, rng, self._collate, most)
 
     def _stream(self, user: int, turn: int) -> np.random.Generator:
         """From which a user's training in this round is drawn."""
@@ -327,21 +275,40 @@ class FederatedImageDataset(FederatedDataset):
 
     def members(self, cohort_size: int) -> list[Member]:
         """The round's cohort, the same on every worker."""
-        cohort = self.cohort(cohort_size)
+        cohort, turnout = self.cohort(cohort_size), self._turnout
         sizes = self.partition.sizes[cohort]
-        steps, sizes = self._sampling.num_steps(sizes), self._sampling.taking_part(sizes)
+        steps = self._sampling.num_steps(sizes) if turnout is None else turnout.steps
+        passes = self._sampling.images_of_steps(sizes, steps)
+        sizes = self._sampling.taking_part(sizes)
         turns: Counter[int] = Counter()
         members = []
-        for user, size, num_steps in zip(cohort.tolist(), sizes.tolist(), steps.tolist()):
-            members.append(Member(user, turns[user], size, num_steps, size * self._sampling.num_epochs))
+        for user, *work in zip(*(part.tolist() for part in (cohort, sizes, steps, passes))):
+            members.append(Member(user, turns[user], *work))
             turns[user] += 1
         return members
+
+    @property
+    def _turnout(self) -> Turnout | None:
+        """Of this round; None where all who are drawn do all their work."""
+        return None if self.turnouts is None or self._only is not None else self.turnouts.of(self._round)
 
     def share(self, cohort_size: int) -> list[Member]:
         """This worker's part of the round's cohort, user by user."""
         members, distributed = self.members(cohort_size), get_ops().distributed
         shares = self.assign(np.array([m.user for m in members], np.int64), distributed.world_size)
         return [members[p] for p in shares[distributed.global_rank]]
+
+    @property
+    def _may_be_few(self) -> bool:
+        """Whether a round may have fewer users than there are workers."""
+        return self._sampler == "poisson" or self._only is not None or self.turnouts is not None
+
+    def idle_workers(self, cohort_size: int) -> int:
+        """How many workers have no user of the round, for each of whom nobody weighs as a user does."""
+        if not self._may_be_few:
+            return 0
+        shares = self.assign(self.cohort(cohort_size), get_ops().distributed.world_size)
+        return sum(not share for share in shares)
 
     def read(self, member: Member) -> UserImages:
         """What this member of the round's cohort trains on."""
@@ -390,7 +357,7 @@ class FederatedImageDataset(FederatedDataset):
         """This worker's share of the cohort, as pfl asks for it: pairs of (user dataset, seed)."""
         mine = self.share(cohort_size)
         datasets = self.read_all(mine)
-        if (self._sampler == "poisson" or self._only is not None) and not mine:
+        if self._may_be_few and not mine:
             nobody = self._store.read(np.empty(0, np.int64))
             rng = stream(self._seed, "nobody")
             yield UserImages(*nobody, "nobody", self._sampling, rng, self._collate), 0

@@ -69,10 +69,22 @@ class BatchConfig(fedvc.VirtualOptions):
 
     def num_steps(self, sizes: IntArray) -> IntArray:
         """Local steps of users with so many images."""
+        return self.steps_of_epochs(sizes, np.asarray(self.num_epochs))
+
+    def steps_of_epochs(self, sizes: IntArray, epochs: IntArray) -> IntArray:
+        """Local steps of users with so many images in so many epochs, each its own."""
         n = self.taking_part(sizes)
         if self.straddle:
-            return -(-n * self.num_epochs // self.batch_size)
-        return self.num_epochs * -(-n // self.batch_size)
+            return -(-n * epochs // self.batch_size)
+        return epochs * -(-n // self.batch_size)
+
+    def images_of_steps(self, sizes: IntArray, steps: IntArray) -> IntArray:
+        """Images of the first so many local steps, at most all, of users with so many images."""
+        n = self.taking_part(sizes)
+        if self.straddle:
+            return np.minimum(steps * self.batch_size, n * self.num_epochs)
+        epochs, rest = np.divmod(steps, np.maximum(-(-n // self.batch_size), 1))
+        return np.asarray(epochs * n + rest * np.minimum(self.batch_size, n))
 
     def image_passes(self, sizes: IntArray) -> IntArray:
         """Images trained on, over all epochs, by users with so many."""

@@ -23,6 +23,7 @@ from pfl_ext.compression.low_rank import LowRankOptions
 from pfl_ext.compression.quantised import UniformOptions
 from pfl_ext.compression.sparse import RandomKOptions, TopKOptions
 from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import ModelConfig
 from pfl_ext.privacy.accounting import PrivacyConfig
@@ -114,6 +115,20 @@ MODEL = {
     "feature_format": "float32",
 }
 SPOOLED = {"bucket_size": 1, "max_state_gb": 16.0}
+DEVICES = {
+    "classes": None,
+    "sigma": 0.0,
+    "capacities": None,
+    "capacities_sha256": None,
+    "availability": None,
+    "availability_sha256": None,
+    "availability_period_s": None,
+    "drop_out": 0.0,
+    "deadline_s": None,
+    "late": "wait",
+    "over_selection": 1.0,
+    "stragglers": 0.0,
+}
 LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0, "delta": 1e-6}
 
 
@@ -140,6 +155,7 @@ LOCAL_PRIVACY = {"mechanism": "gaussian", "clipping_bound": 1.0, "epsilon": 8.0,
         (BoostOptions(), {"scale": None}),
         (GaussianOptions(), {"scale": 1.0}),
         (ALIEOptions(), {"z": None}),
+        (DevicesConfig(), DEVICES),
         (ImportanceOptions(), {"reweight": "none", "max_importance": None}),
         (ScaffoldOptions(), {"scaffold_option": None, "scaffold_correction": None, "max_state_gb": 16.0}),
     ],

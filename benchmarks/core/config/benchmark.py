@@ -22,7 +22,7 @@ from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
 from benchmarks.core.config.sections import YOUNGER, PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
-from benchmarks.core.weights import with_weights
+from benchmarks.core.weights import with_traces, with_weights
 
 C_co = TypeVar("C_co", bound=TrainingConfig, covariant=True)
 
@@ -199,7 +199,8 @@ class Benchmark(Generic[C_co]):
         self._refuse_idle(config, runtime, layers[1][2], "--")
         if not of_a_run:
             self._refuse_idle_in(path, layers[0])
-        return dataclasses.replace(run, config=with_weights(self.resolved(config), paths["weights"]))
+        resolved = with_traces(with_weights(self.resolved(config), paths["weights"]))
+        return dataclasses.replace(run, config=resolved)
 
     def read(self, tree: Tree, where: str) -> C_co:
         """The resolved config in the ``config.yaml`` of a run of this or of an earlier version.

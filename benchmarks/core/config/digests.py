@@ -27,8 +27,8 @@ def config_tree(config: TrainingConfig) -> Tree:
     for key, neutral in YOUNGER.items():
         flat = dotted(tree)
         if key in flat and flat[key] == neutral:
-            section, _, name = key.partition(".")
-            del tree[section][name]
+            head, _, name = key.partition(".")
+            del (tree[head] if name else tree)[name or head]
     for section in YOUNG_SECTIONS:
         if not tree[section]:
             del tree[section]

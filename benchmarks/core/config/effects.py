@@ -54,7 +54,8 @@ def reason_for(key: str, idle: Mapping[str, str]) -> str | None:
 def idle_by_mode(mode: str) -> Idle:
     """What is for the other mode."""
     if mode == "centralised":
-        federated = "local. server. federated. compression. aggregation. attack. evaluation.every_rounds"
+        updates = "compression. aggregation. attack. devices devices."
+        federated = f"local. server. federated. {updates} evaluation.every_rounds"
         return Idle(federated, "mode is centralised", "set mode to federated")
     return Idle("centralised. evaluation.every_epochs", "mode is federated", "set mode to centralised")
 
@@ -226,6 +227,8 @@ def check_training(config: TrainingConfig) -> None:
         proportional = federated.sampling == "proportional"
         refusals = federated.chosen.refusals
         refuse(refusals, replacement=federated.replacement, proportional=proportional)
+        if config.devices is not None:
+            config.devices.check_epochs(local.num_epochs, federated.replacement)
         check_updates(config)
         if federated.chosen.only_last and config.evaluation.best_by != "last":
             raise ValueError(

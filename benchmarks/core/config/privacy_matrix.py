@@ -52,6 +52,9 @@ READING = "how images are read, not which"
 REPEATED = "checkpoints hold what was released; a round made again has the same noise: benchmarks.core.secret"
 WATCHING = "where lines and files go; what of them is covered, privacy.json says"
 
+MAPPINGS = ("options", "classes")
+"""Last parts of the keys whose values have keys of their own."""
+
 
 @dataclass(frozen=True)
 class ArguedAlgorithms(Rule):
@@ -143,6 +146,22 @@ TABLE: Mapping[str, Rule] = {
     "federated.scaffold_correction": only("read for scaffold alone, which is refused", None),
     "federated.options": Rule("read by the algorithm alone, whose file argues for it"),
     "federated.max_state_gb": Rule("read for scaffold alone, which is refused"),
+    "devices": Rule("none: every user that is drawn takes part"),
+    "devices.drop_out": Rule(
+        "a coin of each user and round, whatever its data: its part in a sum is its clipped update or none, "
+        "and how others are drawn and what the sum is divided by stay as they are"
+    ),
+    **each("decides when a round ends, and with late=wait nothing else", "devices", "classes sigma"),
+    **each("decides when a round ends, and with late=wait nothing else", "devices", "capacities"),
+    **each("names a file that these keys are about", "devices", "capacities_sha256 availability_sha256"),
+    "devices.late": only("whether a user is late depends on its images", "wait"),
+    "devices.deadline_s": only("whether a user keeps it depends on its images", None),
+    "devices.over_selection": only("who is kept depends on the others' numbers of images", 1.0),
+    "devices.stragglers": only("who is one depends on who else is in the cohort", 0.0),
+    **{
+        f"devices.{key}": only("who is on depends on the time, and so on others' numbers of images", None)
+        for key in ("availability", "availability_period_s")
+    },
     "compression.kind": Rule(
         "an update is compressed before it is clipped, so that a user moves the sum by the bound at most, "
         "and what adaptive clipping measures is compressed; local noise makes every message dense, so that "
@@ -208,6 +227,15 @@ def rules_for(kind: type[TrainingConfig]) -> Mapping[str, Rule]:
     return {**kind.privacy_rules, **TABLE}
 
 
+def _declared(key: str) -> str:
+    """The key of a type of config that holds a dotted key, which may be one within a mapping."""
+    for name in MAPPINGS:
+        head, within, _ = key.partition(f".{name}.")
+        if within:
+            return f"{head}.{name}"
+    return key
+
+
 def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     """Refuse a private run with an option whose value the table does not allow.
 
@@ -231,8 +259,7 @@ def check_privacy(config: TrainingConfig, runtime: Runtime) -> None:
     rules = rules_for(type(config))
     unread = dict.fromkeys(config.federated.chosen.idle.split(), "")
     for key, value in dotted({**asdict(config), "runtime": asdict(runtime)}).items():
-        head, within_options, _ = key.partition(".options.")
-        rule = rules.get(key) or (rules.get(f"{head}.options") if within_options else None)
+        rule = rules.get(key) or rules.get(_declared(key))
         if rule is None:
             raise ValueError(
                 f"{section} refuses {key}: nobody has argued in benchmarks/core/config/privacy_matrix.py "

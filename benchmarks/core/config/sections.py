@@ -23,6 +23,7 @@ from pfl_ext.compression.compressor import COMPRESSORS, PLAIN
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.data.sampling import BatchConfig, LocalSampling
 from pfl_ext.data.transforms import AugmentConfig
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.training import LocalSGDConfig
 from pfl_ext.models.config import Init, ModelConfig
 from pfl_ext.models.decoders import draws
@@ -65,6 +66,7 @@ YOUNGER = {
     "privacy.moments_multiplier": None,
     "privacy.mean_bound": 1.0,
     "privacy.square_bound": 1.0,
+    "devices": None,
     "local.shuffle": True,
     "local.head_rate_factor": 1.0,
     "server.head_rate_factor": 1.0,
@@ -342,6 +344,8 @@ class TrainingConfig:
     """None: no privacy."""
     local_privacy: LocalPrivacySection | None = None
     """None: no local privacy."""
+    devices: DevicesConfig | None = None
+    """None: every user does all its work, in no time."""
 
     @property
     def unit(self) -> Literal["round", "epoch"]:

@@ -1,9 +1,9 @@
-"""Which settings go with the sections that change users' updates on their way to the server: compression,
-aggregation and attack."""
+"""Which settings go with the sections that change users' updates on their way to the server (compression,
+aggregation and attack), or which of them come (devices)."""
 
 from __future__ import annotations
 
-from benchmarks.core.config.sections import ChoosingSection, TrainingConfig
+from benchmarks.core.config.sections import TrainingConfig
 from pfl_ext.aggregation.rule import MEAN, SpooledOptions
 from pfl_ext.algorithms.algorithm import ALGORITHMS, Setup, trained_bytes
 from pfl_ext.attacks.attack import HONEST
@@ -32,7 +32,15 @@ def check_updates(config: TrainingConfig) -> None:
         (config.attack, HONEST),
     ):
         if section.name != neutral:
-            _check_taken(config, section, neutral)
+            key = section.registry.key
+            _check_taken(config, f"{key} is {section.name}", f"{key} to {neutral}", key.partition(".")[0])
+            if config.devices is not None:
+                raise ValueError(
+                    f"{key} is {section.name}, and devices are given, which change who sends an update: "
+                    f"nobody has argued for both; set {key} to {neutral}, or devices to none"
+                )
+    if config.devices is not None:
+        _check_taken(config, "devices are given", "devices to none", "devices")
     if getattr(config.compression.chosen_options, "error_feedback", False) and config.federated.replacement:
         raise ValueError(
             "compression.options.error_feedback is true, and a user keeps one state of its own, so must come "
@@ -48,15 +56,14 @@ def check_updates(config: TrainingConfig) -> None:
     _check_enough(config)
 
 
-def _check_taken(config: TrainingConfig, section: ChoosingSection, neutral: str) -> None:
-    """Refuse an algorithm whose users send something else than one update that is averaged."""
-    key, federated = section.registry.key, config.federated
-    name = key.partition(".")[0]
-    if name not in federated.chosen.takes:
-        others = [other for other in ALGORITHMS.names() if name in ALGORITHMS[other].takes]
+def _check_taken(config: TrainingConfig, given: str, without: str, section: str) -> None:
+    """Refuse an algorithm that has no rule for a section."""
+    federated = config.federated
+    if section not in federated.chosen.takes:
+        others = [other for other in ALGORITHMS.names() if section in ALGORITHMS[other].takes]
         raise ValueError(
-            f"{key} is {section.name}, and federated.algorithm {federated.name} does not take it: set {key} "
-            f"to {neutral}, or choose {' or '.join(others)}"
+            f"{given}, and federated.algorithm {federated.name} does not take that: set {without}, or choose "
+            f"{' or '.join(others)}"
         )
 
 

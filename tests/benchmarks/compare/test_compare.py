@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.compare.__main__ import main
 from benchmarks.compare.groups import Comparison
 from benchmarks.compare.measures import curve, deciles
 from benchmarks.compare.reading import compare, read_any
-from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, line_of
+from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, line_of
 from benchmarks.core.config.trees import Tree
 from dataset.cli import run
 from pfl_ext.algorithms.per_user import spreads_by_group
@@ -169,6 +170,25 @@ def test_curves_are_means_between_the_least_and_the_greatest(folder: Path) -> No
     assert minutes is not None
     assert sent.x.tolist() == [0, 2 * 10 * 5000 / 1e6]
     assert minutes.x.tolist() == [0, 2 / 60]
+
+
+def test_curves_over_virtual_time_begin_where_a_round_does(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "b0", tmp_path / "b0")
+    path = tmp_path / "b0" / "metrics.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(told) > 2
+    for number, line in enumerate(told[:-1]):
+        line |= {"virtual_seconds": 60.0 * (number + 1) ** 2, "bytes_down": 7_000_000, "bytes_up": 3_000_000}
+    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    (group,) = compare([tmp_path / "b0"]).groups
+    lines = [line_of(0, group, ("val", "C-AP"), axis) for axis in (by_virtual_minutes, by_megabytes)]
+    assert [None if line is None else line.x.tolist() for line in lines] == [[0, 4], [0, 20]]
+    assert line_of(0, compare([folder / "b0"]).groups[0], ("val", "C-AP"), by_virtual_minutes) is None
+    words = [str(tmp_path / "b0"), str(folder / "a0")]
+    assert run(main, [*words, f"--output_dir={tmp_path / 'page'}", "--target=25"]) == 0
+    page = check((tmp_path / "page" / "compare.html").read_text())
+    rows = page.rows("25.00 % C-AP exact on val, as asked for")
+    assert [row[2:] for row in rows] == [["2", "0.0333", "4", "20"], ["–"] * 4]
 
 
 def test_users_are_shown_by_deciles(folder: Path, page: Page) -> None:

@@ -36,6 +36,7 @@ from pfl_ext.algorithms.optimizers import SERVER_OPTIMIZERS
 from pfl_ext.attacks.attack import ATTACKS
 from pfl_ext.compression.compressor import COMPRESSORS, FeedbackOptions
 from pfl_ext.data.augmented_views import AugmentedViews, IntArray
+from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.models.features import Split
 from pfl_ext.privacy.central import NoisyMean
 from pfl_ext.randomness import stream
@@ -78,7 +79,8 @@ WITHIN = {key: rule for key, rule in RULES.items() if ".options." in key}
 GENOTYPE = " ".join(
     f"{kind}=" + ",".join(["skip_connect@0", "skip_connect@1"] * 4) for kind in ("normal", "reduce")
 )
-CHECKED = {"model.genotype": (GENOTYPE,), "model.parties": (2, 4)}
+SLOW = {"slow": {"share": 1, "ms_per_sample": 5, "kbps_up": 100, "kbps_down": 100}}
+CHECKED = {"model.genotype": (GENOTYPE,), "model.parties": (2, 4), "devices.classes": (SLOW,)}
 """Values of keys that a config checks when it is built."""
 
 
@@ -89,6 +91,8 @@ def candidates(key: str) -> list[Any]:
         return [None]  # an open mapping, whose keys have no row
     if key in SECTIONS:
         return [None, {"privacy": PrivacySection(2.0), "local_privacy": LocalPrivacySection()}[key]]
+    if key == "devices":
+        return [None, DevicesConfig(drop_out=0.5)]
     if key in CHECKED:
         return [default, *CHECKED[key]]
     kinds = set(get_args(hint) or (hint,))
@@ -133,6 +137,10 @@ def run_of(section: str, key: str, value: Any) -> AnyRun:
     name, _, rest = key.partition(".")
     if name == "runtime":
         return Run(private(section), with_value(Runtime(), rest, value))
+    if name == "devices" and rest:
+        devices = DevicesConfig()
+        object.__setattr__(devices, rest, value)  # by itself, without the keys that it needs
+        return Run(dataclasses.replace(private(section), devices=devices), Runtime())
     kind = FLAIR.kind if key in {k for k, *_ in fields(FLAIR.kind)} else VISION.kind
     if key == "compression.kind":
         config = dataclasses.replace(private(section, kind), compression=without_feedback(value))

@@ -1,0 +1,102 @@
+"""One user's images in one round, batch by batch, as a pfl ``Dataset``.
+
+Shape letters: N images, B batch, H and W image height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pfl.data.dataset import Dataset
+
+from pfl_ext.data.augmented_views import AugmentedViews, augmented
+from pfl_ext.data.sampling import LocalSampling
+from pfl_ext.data.transforms import draw_keys
+
+IntArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+Annotations = npt.NDArray[Any]
+"""Of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Collate = Callable[[Annotations], torch.Tensor]
+"""The targets of a batch from its annotations: `pfl_ext.tasks.task.Task.collate`."""
+
+
+class UserImages(Dataset):
+    """One user in one round: a pfl ``Dataset`` that yields (images, targets, crops) batches.
+
+    pfl's training loop calls ``iter`` once an epoch; each call yields the batches of the next epoch.
+    After ``max_steps`` batches there are no more, whatever the epoch: a device had no time for them.
+    ``crops`` ``[B, 6]`` says how each image is cropped and flipped; the device does it. Where the store has
+    `AugmentedViews`, one of each image is drawn instead. With
+    ``sampling.keys`` it is ``[B, 8]``, and the last columns say which units are dropped for an image.
+    """
+
+    def __init__(
+        self,
+        images: ByteArray | AugmentedViews,
+        targets: Annotations,
+        user_id: str,
+        sampling: LocalSampling,
+        rng: np.random.Generator,
+        collate: Collate = torch.from_numpy,
+        max_steps: int | None = None,
+    ) -> None:
+        assert len(images) == len(targets)
+        super().__init__(raw_data=(images, targets), user_id=user_id)
+        epochs = sampling.epochs(len(images), rng)
+        if max_steps is not None:
+            before = np.cumsum([0, *map(len, epochs)])
+            epochs = [batches[: max(max_steps - done, 0)] for batches, done in zip(epochs, before.tolist())]
+        self._epochs = iter(epochs)
+        self._sampling, self._rng, self._collate = sampling, rng, collate
+        source: np.random.Philox = rng.bit_generator  # type: ignore[assignment]
+        self._aside, self._keys = source.jumped(1), np.random.Generator(source.jumped(2))
+
+    def __len__(self) -> int:
+        return len(self.raw_data[0])
+
+    def iter(self, batch_size: int | None) -> Iterator[Batch]:
+        """The batches of the next epoch; ``batch_size`` must be the one of the sampling."""
+        return (batch for _, batch in self.iter_with_places(batch_size))
+
+    def iter_with_places(self, batch_size: int | None) -> Iterator[tuple[IntArray, Batch]]:
+        """The batches of `iter`, each with the places ``[B]`` of its images among all of this data set."""
+        assert batch_size == self._sampling.batch_size
+        for positions in next(self._epochs):
+            yield positions, self._batch(positions, self._rng, self._keys)
+
+    def once(self) -> Iterator[Batch]:
+        """Every image once, in batches of the same size and crops of their own; `iter` gives what it gave."""
+        rng, keys = np.random.Generator(self._aside), np.random.Generator(self._aside.jumped(2))
+        size = self._sampling.batch_size
+        for first in range(0, len(self), size):
+            yield self._batch(np.arange(first, min(first + size, len(self))), rng, keys)
+
+    def part(self, positions: IntArray, number: int, num_epochs: int | None = None) -> UserImages:
+        """Some of the images as a data set of their own.
+
+        Args:
+            positions: of the images, each below ``len(self)``.
+            number: at least 0; parts of different numbers draw their batches independently.
+            num_epochs: of the part; None: as many as of the whole.
+        """
+        images, targets = self.raw_data
+        rng = np.random.Generator(self._aside.jumped(4 * number + 3))
+        sampling = self._sampling if num_epochs is None else replace(self._sampling, num_epochs=num_epochs)
+        return UserImages(images[positions], targets[positions], self.user_id, sampling, rng, self._collate)
+
+    def _batch(self, positions: IntArray, rng: np.random.Generator, keys: np.random.Generator) -> Batch:
+        images, targets = self.raw_data
+        sampling = self._sampling
+        chosen, crops = augmented(images[positions], rng, sampling.input_size, sampling)
+        return (
+            torch.from_numpy(chosen),
+            self._collate(targets[positions]),
+            torch.from_numpy(draw_keys(keys, crops) if sampling.keys else crops),
+        )

@@ -1,0 +1,1 @@
+"""Devices that are slow, drop out or are switched off, on a virtual clock."""

@@ -1,0 +1,135 @@
+"""What is said of users' devices: how fast they are, when they are on, and what a round does with the late.
+
+Every draw is a function of (seed, purpose, user) or (seed, purpose, round, user), and time is a sum of
+predicted seconds, never a clock's: a run has the same cohorts on every machine and any number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from pfl_ext.configs import STRICT, Fraction
+
+Late = Literal["wait", "drop", "partial"]
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """Devices of one speed.
+
+    ``share`` of the users have such a device. ``ms_per_sample``: milliseconds of one pass of one image
+    forward; ``kbps_up`` and ``kbps_down``: 1,000 bits per second to the server and from it.
+    """
+
+    share: float
+    ms_per_sample: float
+    kbps_up: float
+    kbps_down: float
+
+
+def _device_class(name: str, values: Any) -> DeviceClass:
+    """One of ``devices.classes``.
+
+    Raises:
+        ValueError: in one line, for a key that is missing or unknown, or a value that is no positive number.
+    """
+    keys, where = [item.name for item in fields(DeviceClass)], f"devices.classes.{name}"
+    if not isinstance(values, Mapping) or set(values) != set(keys):
+        raise ValueError(f"{where} needs the keys {', '.join(keys)}, and no others")
+    numbers = {}
+    for key in keys:
+        try:
+            numbers[key] = math.nan if isinstance(values[key], bool) else float(values[key])
+        except (TypeError, ValueError):
+            numbers[key] = math.nan
+        if not 0 < numbers[key] < math.inf:
+            raise ValueError(f"{where}.{key} is {values[key]!r}: give a positive number")
+    return DeviceClass(**numbers)
+
+
+@dataclass(frozen=True, config=STRICT)
+class DevicesConfig:
+    """Slow and unreliable devices; any of these keys gives them, and ``--devices none`` takes them away."""
+
+    classes: Mapping[str, Any] | None = None
+    """Speeds by name, each with share, ms_per_sample, kbps_up, kbps_down; none: there is no clock."""
+    sigma: NonNegativeFloat = 0.0
+    """Spread within a class: standard deviation of the logarithm of each speed; the median is the class's."""
+    capacities: str | None = None
+    """CSV file client,ms_per_sample,kbps_up,kbps_down with each device's speeds, instead of classes."""
+    capacities_sha256: str | None = None
+    """SHA-256 of that file, which is filled in."""
+    availability: str | None = None
+    """CSV file client,on,off: seconds between which devices are on; a device that is off cannot take part."""
+    availability_sha256: str | None = None
+    """SHA-256 of that file, which is filled in."""
+    availability_period_s: PositiveFloat | None = None
+    """Seconds after which the times of that file begin again."""
+    drop_out: Fraction = 0.0
+    """Probability of a user of a round to be lost before it reports, whatever its data."""
+    deadline_s: PositiveFloat | None = None
+    """Virtual seconds from a round's start within which users report; none: no limit."""
+    late: Late = "wait"
+    """Users who do not keep the deadline, and stragglers: wait for them, drop them, or take partial work."""
+    over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
+    """Users who are asked over the cohort's size, of whom the first to report are kept; 1: no more."""
+    stragglers: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of each cohort that has time for 1 to local.num_epochs - 1 epochs, drawn anew (FedProx)."""
+
+    def __post_init__(self) -> None:
+        for name, values in (self.classes or {}).items():
+            _device_class(name, values)
+        shares = sum(each.share for each in self.device_classes)
+        if self.classes and not math.isclose(shares, 1, abs_tol=1e-6):
+            raise ValueError(f"the shares of devices.classes add up to {shares:g}: make them add up to 1")
+        if self.classes and self.capacities:
+            raise ValueError("devices.classes and devices.capacities both give speeds: leave one out")
+        if self.sigma and not self.classes:
+            raise ValueError("devices.sigma spreads the speeds of devices.classes, and there are none")
+        for key in ("deadline_s", "availability"):
+            if getattr(self, key) is not None and not self.has_clock:
+                raise ValueError(f"devices.{key} needs speeds: give devices.classes or devices.capacities")
+        if self.over_selection > 1 and not self.has_clock:
+            raise ValueError("devices.over_selection needs speeds: give devices.classes or .capacities")
+        if (self.availability is None) != (self.availability_period_s is None):
+            raise ValueError("devices.availability and devices.availability_period_s need each other")
+        for key in ("capacities", "availability"):
+            if getattr(self, f"{key}_sha256") is not None and getattr(self, key) is None:
+                raise ValueError(f"devices.{key}_sha256 is of no file: give devices.{key}")
+        if self.late == "wait":
+            for key, value in (("deadline_s", self.deadline_s), ("stragglers", self.stragglers)):
+                if value:
+                    raise ValueError(f"devices.{key} has no effect where devices.late is wait: choose drop")
+        elif self.deadline_s is None and not self.stragglers:
+            raise ValueError(f"devices.late is {self.late} and nobody can be late: give devices.deadline_s")
+
+    @property
+    def device_classes(self) -> list[DeviceClass]:
+        """Those of `classes`."""
+        return [_device_class(name, values) for name, values in (self.classes or {}).items()]
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether rounds take virtual time."""
+        return bool(self.classes) or self.capacities is not None
+
+    def check_epochs(self, num_epochs: int, replacement: bool) -> None:
+        """Refuse what a run's other keys leave without meaning.
+
+        Raises:
+            ValueError: one line.
+        """
+        if self.stragglers and num_epochs < 2:
+            raise ValueError(
+                f"devices.stragglers do fewer epochs than local.num_epochs = {num_epochs}: set that to 2"
+            )
+        if replacement:
+            raise ValueError(
+                "devices takes each user once in a round, and federated.replacement is true: set it to false"
+            )

@@ -1,0 +1,79 @@
+"""How fast each user's device is, and how long its part in a round takes, in virtual seconds.
+
+FedScale's formula (Lai et al. 2022, arXiv 2105.11367): a pass back costs twice one forward, so
+
+    seconds = 3 * images * ms_per_sample / 1000 + kbit_down / kbps_down + kbit_up / kbps_up
+
+with ``images`` those of all steps together. A device's speeds are its class's, or a log-normal draw with
+these as its median, or those of a file.
+
+Letters: U users, n some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_ext.devices.config import DeviceClass, DevicesConfig
+from pfl_ext.devices.traces import read_capacities, sha256_of
+from pfl_ext.randomness import stream
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+PASSES = 3
+"""Of a step, in passes forward."""
+
+
+class Sent(NamedTuple):
+    """Bytes between the server and a user of a round."""
+
+    down: int
+    up: int
+
+
+def classes_of(num_users: int, classes: Sequence[DeviceClass], seed: int) -> IntArray:
+    """The class of each user's device ``[U]``: as many of each as its share says, dealt at random."""
+    shares = np.cumsum([each.share for each in classes])
+    bounds = np.rint(shares / shares[-1] * num_users)
+    order = stream(seed, "device classes").permutation(num_users)
+    return np.searchsorted(bounds, order, side="right").astype(np.int64)
+
+
+class Fleet:
+    """The devices of U users.
+
+    Args:
+        config: speeds by class or file.
+        user_ids: of the users.
+        seed: of the run.
+
+    Raises:
+        ValueError: in one line, for a file of speeds that cannot be read.
+    """
+
+    def __init__(self, config: DevicesConfig, user_ids: Sequence[str], seed: int) -> None:
+        self.speeds: FloatArray | None = None
+        """``[U, 3]``: milliseconds of a pass of an image, kbit/s up and down; None: there is no clock."""
+        if config.capacities is not None:
+            path = Path(config.capacities)
+            sha256_of("devices.capacities", path, config.capacities_sha256)
+            self.speeds = read_capacities(path, user_ids, seed)
+        elif classes := config.device_classes:
+            table = np.array([[each.ms_per_sample, each.kbps_up, each.kbps_down] for each in classes])
+            self.speeds = table[classes_of(len(user_ids), classes, seed)]
+            if config.sigma:
+                draws = stream(seed, "device speeds").standard_normal((len(user_ids), 3))
+                self.speeds = self.speeds * np.exp(config.sigma * draws)
+
+    def seconds(self, users: IntArray, images: IntArray, sent: Sent) -> FloatArray:
+        """``[n]`` virtual seconds of these users, who train on so many images; 0 without a clock."""
+        if self.speeds is None:
+            return np.zeros(len(users))
+        ms, up, down = self.speeds[users].T
+        kbit_down, kbit_up = (8 * count / 1000 for count in sent)
+        return np.asarray(PASSES * images * ms / 1000 + kbit_down / down + kbit_up / up)

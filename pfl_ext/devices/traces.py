@@ -1,0 +1,163 @@
+"""Speeds and hours of real devices, from CSV files.
+
+    client,ms_per_sample,kbps_up,kbps_down      one line for each device
+    client,on,off                               one line for each time that a device is on, in seconds
+
+They hold what FedScale's two pickled files do (its `computation` and `communication`; `active`, `inactive`).
+A pickle is never read here. A device is on while ``on <= t mod period <= off``; the times of a device are in
+order and do not overlap.
+
+The devices are the users' where the file names all of them by their ids. Where it names none of them, each
+user gets one of its devices by a draw from the seed, and several users one where there are too few.
+
+Letters: U users, C devices of a file, N times of a file.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dataset.files import file_digest
+from pfl_ext.randomness import stream
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+CAPACITIES = ("client", "ms_per_sample", "kbps_up", "kbps_down")
+AVAILABILITY = ("client", "on", "off")
+
+
+def sha256_of(key: str, path: Path, expected: str | None) -> str:
+    """Of a file of ``devices``, in hexadecimal.
+
+    Args:
+        key: of the config, which names the file.
+        path: of the file.
+        expected: what it has to be; None: anything.
+
+    Raises:
+        ValueError: in one line, when there is no such file or it is another one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{key} {path}: no such file")
+    found = file_digest(path)
+    if expected not in (None, found):
+        raise ValueError(f"{key} {path} has changed: its SHA-256 is not the config's, {expected}")
+    return found
+
+
+def _rows(path: Path, header: Sequence[str]) -> Iterator[tuple[int, str, list[float]]]:
+    """Number of line, client and numbers of each line.
+
+    Raises:
+        ValueError: in one line with the line's number.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = csv.reader(file)
+            if tuple(next(lines, ())) != tuple(header):
+                raise ValueError(f"{path} does not begin with the line {','.join(header)}")
+            for line in lines:
+                values = [math.nan] * len(header[1:])
+                if len(line) == len(header):
+                    values = [_number(word) for word in line[1:]]
+                if not all(map(math.isfinite, values)):
+                    text = f"{path}, line {lines.line_num}: give {', '.join(header)}, numbers but the first"
+                    raise ValueError(text)
+                yield lines.line_num, line[0], values
+    except (UnicodeDecodeError, csv.Error) as fault:
+        raise ValueError(f"{path} is no CSV file: {fault}") from fault
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
+def assigned(clients: Sequence[str], user_ids: Sequence[str], seed: int, path: Path) -> IntArray:
+    """``[U]``: the place among a file's clients of each user's device.
+
+    Raises:
+        ValueError: when the file names some of the users and not all, or nobody.
+    """
+    places = {client: place for place, client in enumerate(clients)}
+    named = sum(user in places for user in user_ids)
+    if not clients or 0 < named < len(user_ids):
+        raise ValueError(
+            f"{path} names {named:,} of {len(user_ids):,} users: name all of them, or devices of other names"
+        )
+    if named:
+        return np.array([places[user] for user in user_ids], np.int64)
+    order = stream(seed, "devices of a file").permutation(len(clients))
+    return order[np.arange(len(user_ids)) % len(clients)].astype(np.int64)
+
+
+def read_capacities(path: Path, user_ids: Sequence[str], seed: int) -> FloatArray:
+    """``[U, 3]``: milliseconds of a pass of an image, kbit/s up and down of each user.
+
+    Raises:
+        ValueError: in one line, for a file that cannot be read so.
+    """
+    found: dict[str, list[float]] = {}
+    for line, client, values in _rows(path, CAPACITIES):
+        if client in found:
+            raise ValueError(f"{path}, line {line}: client {client} comes twice")
+        if min(values) <= 0:
+            raise ValueError(f"{path}, line {line}: give positive numbers")
+        found[client] = values
+    return np.array(list(found.values()))[assigned(list(found), user_ids, seed, path)]
+
+
+class Availability:
+    """When users' devices are on.
+
+    Args:
+        path: of the CSV file.
+        period: seconds after which its times begin again.
+        user_ids: of the U users.
+        seed: from which devices that are not named after users are given to them.
+
+    Raises:
+        ValueError: in one line, for a file that cannot be read so.
+    """
+
+    def __init__(self, path: Path, period: float, user_ids: Sequence[str], seed: int) -> None:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line, client, (on, off) in _rows(path, AVAILABILITY):
+            times = found.setdefault(client, [])
+            if not (times[-1][1] if times else 0) <= on <= off <= period:
+                raise ValueError(
+                    f"{path}, line {line}: the times of a client are in order, do not overlap, and end by "
+                    f"devices.availability_period_s = {period:g}"
+                )
+            times.append((on, off))
+        self._device = assigned(list(found), user_ids, seed, path)
+        self._ends = np.cumsum([len(times) for times in found.values()])
+        self._times = np.array([pair for times in found.values() for pair in times])
+        self._period = period
+
+    def on(self, users: IntArray, seconds: float | FloatArray) -> BoolArray:
+        """Whether these users ``[n]`` are on at a time, or each at its own; by bisection."""
+        devices, t = self._device[users], np.broadcast_to(np.mod(seconds, self._period), users.shape)
+        low, high = np.where(devices > 0, self._ends[devices - 1], 0), self._ends[devices]
+        first = low
+        while (low < high).any():
+            middle = (low + high) // 2
+            begun = (low < high) & (self._times[np.minimum(middle, len(self._times) - 1), 0] <= t)
+            low, high = np.where(begun, middle + 1, low), np.where(begun, high, middle)
+        return np.asarray((low > first) & (t <= self._times[low - 1, 1]))
+
+    def next_on(self, seconds: float) -> float:
+        """The first time from then on at which any user comes on."""
+        known = np.zeros(len(self._ends), bool)
+        known[self._device] = True
+        begins = self._times[np.repeat(known, np.diff(self._ends, prepend=0)), 0]
+        return float(seconds + np.mod(begins - seconds, self._period).min())

@@ -1,0 +1,250 @@
+"""Who of a round's cohort reports, after how many steps, and when: known before anybody trains.
+
+A round begins at a virtual time. It asks ``over_selection`` times the cohort's size of users, those who are
+on at that time where there are traces, and where nobody is, it begins when the next device comes on. Of these
+
+* some drop out, each with probability ``drop_out``, or as they are off when they would have finished: *lost*;
+* a straggler (FedProx, Li et al. 2020, 5.2) has time for ``U{1..E-1}`` of E epochs, and whoever does not
+  finish by ``deadline_s`` for the steps that fit. With ``late: partial`` it makes that many steps, at least
+  one, and reports; otherwise it is *late*;
+* of those who are left, the first ``cohort_size`` to finish are kept where more were asked; others are late.
+
+The round ends when the last one that it takes has reported; at the deadline, if there is one and it misses
+somebody; where nobody reports and there is no deadline, when the slowest would have.
+
+Partial work is a smaller number of steps and nothing else: a user's batches are the first of those that it
+would have trained on, and its weight is that of all its images that take part. A round in which no image is
+trained on changes nothing but the time.
+
+With privacy: `drop_out` alone is argued. Whether a user is lost is a coin of its own that no data touches, so
+a user's part in a sum is its clipped update or 0, at most the bound long, and nobody else's part depends on
+it. That is what each accountant here computes with; how the cohort is drawn is unchanged. (Given all coins,
+it is the same mechanism on those whose coin is good.) The divisor stays the expected cohort's size, of all
+who are drawn: dividing by who reports would make the sensitivity depend on it. A deadline, over-selection,
+stragglers by share of a cohort and traces make one user's reporting depend on the images of others, or time
+on theirs, and are refused.
+
+Letters: n users who are asked, U users.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_ext.devices.config import DevicesConfig
+from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.devices.traces import Availability, sha256_of
+from pfl_ext.randomness import stream
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Work(Protocol):
+    """How a user's images become steps: `pfl_ext.data.sampling.BatchConfig`."""
+
+    @property
+    def num_epochs(self) -> int:
+        """E, passes over a user's images."""
+        ...
+
+    def num_steps(self, sizes: IntArray) -> IntArray:
+        """Steps of users with so many images, in all epochs."""
+        ...
+
+    def steps_of_epochs(self, sizes: IntArray, epochs: IntArray) -> IntArray:
+        """Steps of users with so many images in so many epochs, each its own."""
+        ...
+
+    def images_of_steps(self, sizes: IntArray, steps: IntArray) -> IntArray:
+        """Images of so many first steps of users with so many images."""
+        ...
+
+
+class Users(Protocol):
+    """Whom rounds draw from: `pfl_ext.data.federated_dataset.FederatedImageDataset`."""
+
+    @property
+    def sizes(self) -> IntArray:
+        """Images of each user, ``[U]``."""
+        ...
+
+    @property
+    def sampling(self) -> Work:
+        """How images become steps."""
+        ...
+
+    def draw_cohort(self, cohort_size: int, number: int, among: IntArray | None = None) -> IntArray:
+        """So many users, of all or of some."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turnout:
+    """What came of one round's cohort."""
+
+    users: IntArray
+    """Who reported, in the cohort's order."""
+    steps: IntArray
+    """How many steps each made."""
+    selected: int
+    """How many users were asked."""
+    lost: int
+    """How many of them dropped out."""
+    late: int
+    """How many of them were not waited for."""
+    start: float
+    end: float
+    """Virtual seconds from the run's start."""
+
+    @cached_property
+    def steps_of(self) -> dict[int, int]:
+        """`steps` by user."""
+        return dict(zip(self.users.tolist(), self.steps.tolist()))
+
+
+class Turnouts:
+    """The rounds of a run. Each is a function of the config, the seed and the users' numbers of images.
+
+    Args:
+        config: of the devices.
+        users: of the run.
+        user_ids: theirs, ``[U]``.
+        cohort_size: users whose reports a round is for.
+        seed: of the run.
+        sent: bytes of a user in a round.
+
+    Raises:
+        ValueError: in one line, for a file that cannot be read, or more users than there are.
+    """
+
+    def __init__(
+        self,
+        config: DevicesConfig,
+        users: Users,
+        user_ids: Iterable[str],
+        *,
+        cohort_size: int,
+        seed: int,
+        sent: Sent,
+    ) -> None:
+        self._config, self._users, self._seed, self.sent = config, users, seed, sent
+        ids = list(user_ids)
+        self._fleet, self._cohort_size = Fleet(config, ids, seed), cohort_size
+        self._asked = math.ceil(config.over_selection * cohort_size - 1e-9)
+        if config.over_selection > 1 and self._asked > len(ids):
+            raise ValueError(
+                f"devices.over_selection asks {self._asked} users, and there are only {len(ids)}: set it to "
+                f"at most {len(ids) / cohort_size:g}"
+            )
+        self._availability: Availability | None = None
+        if config.availability is not None:
+            path, period = Path(config.availability), config.availability_period_s
+            assert period is not None
+            sha256_of("devices.availability", path, config.availability_sha256)
+            self._availability = Availability(path, period, ids, seed)
+        self._starts = [0.0]
+        self._last: tuple[int, Turnout] | None = None
+
+    def of(self, number: int) -> Turnout:
+        """Of a round; the times of the rounds before it are computed when they are first needed."""
+        while len(self._starts) <= number:
+            self._starts.append(self._turnout(len(self._starts) - 1, self._starts[-1]).end)
+        if self._last is None or self._last[0] != number:
+            self._last = number, self._turnout(number, self._starts[number])
+        return self._last[1]
+
+    def line(self, number: int) -> dict[str, Any]:
+        """What ``metrics.jsonl`` says of a round; ``virtual_seconds`` are those at its end."""
+        turnout = self.of(number)
+        line: dict[str, Any] = {
+            "selected": turnout.selected,
+            "reported": len(turnout.users),
+            "lost": turnout.lost,
+            "late": turnout.late,
+            "bytes_down": turnout.selected * self.sent.down,
+            "bytes_up": len(turnout.users) * self.sent.up,
+        }
+        clock = {"virtual_seconds": round(turnout.end, 4)} if self._config.has_clock else {}
+        return line | clock
+
+    def _turnout(self, number: int, start: float) -> Turnout:
+        config, sampling = self._config, self._users.sampling
+        if self._availability is None:
+            users = self._users.draw_cohort(self._asked, number)
+        else:
+            everybody = np.arange(len(self._users.sizes))
+            among = everybody[self._availability.on(everybody, start)]
+            if not len(among):
+                start = self._availability.next_on(start)
+                among = everybody[self._availability.on(everybody, start)]
+            users = self._users.draw_cohort(min(self._asked, len(among)), number, among)
+        sizes = self._users.sizes[users]
+        whole = sampling.num_steps(sizes)
+        steps, stragglers = self._of_stragglers(users, number, sizes, whole)
+        steps = self._in_time(users, steps)
+        late = (steps == 0) & (whole > 0)
+        if config.deadline_s is not None:
+            late |= self._seconds(users, steps) > config.deadline_s
+        if config.late == "drop":
+            late |= stragglers | (steps < whole)
+        seconds = self._seconds(users, np.where(late, whole, steps))
+        lost = stream(self._seed, "drop-outs", number).random(len(self._users.sizes))[users] < config.drop_out
+        if self._availability is not None:
+            lost |= ~self._availability.on(users, start + seconds)
+        late &= ~lost
+        reported = ~lost & ~late
+        wanted = len(users)
+        if config.over_selection > 1:
+            wanted = min(self._cohort_size, len(users))
+            first = np.flatnonzero(reported)[np.argsort(seconds[reported], kind="stable")]
+            late[first[wanted:]], reported[first[wanted:]] = True, False
+        kept = np.flatnonzero(reported)
+        missed = len(kept) < wanted
+        if config.deadline_s is not None and missed:
+            length = config.deadline_s
+        else:
+            length = float(seconds[kept if len(kept) else slice(None)].max(initial=0))
+        counts = int(lost.sum()), int(late.sum())
+        return Turnout(users[kept], steps[kept], len(users), *counts, start, start + length)
+
+    def _of_stragglers(
+        self, users: IntArray, number: int, sizes: IntArray, whole: IntArray
+    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """``[n]``: the steps that each has time for, by FedProx's protocol; and who is a straggler."""
+        count, chosen = round(self._config.stragglers * len(users)), np.zeros(len(users), bool)
+        if not count:
+            return whole, chosen
+        steps, sampling = whole.copy(), self._users.sampling
+        places = stream(self._seed, "stragglers", number).permutation(len(users))[:count]
+        draws = stream(self._seed, "stragglers' epochs", number).random(len(self._users.sizes))[users[places]]
+        epochs = 1 + np.floor(draws * (sampling.num_epochs - 1)).astype(np.int64)
+        steps[places], chosen[places] = sampling.steps_of_epochs(sizes[places], epochs), True
+        return steps, chosen
+
+    def _in_time(self, users: IntArray, steps: IntArray) -> IntArray:
+        """``[n]``: these steps, or as many of them as fit before the deadline."""
+        deadline = self._config.deadline_s
+        if deadline is None:
+            return steps
+        steps = steps.copy()
+        for place in np.flatnonzero(self._seconds(users, steps) > deadline):
+            one = users[place : place + 1]
+
+            def seconds(count: int, user: IntArray = one) -> float:
+                return float(self._seconds(user, np.array([count]))[0])
+
+            steps[place] = max(bisect_right(range(steps[place] + 1), deadline, key=seconds) - 1, 0)
+        return steps
+
+    def _seconds(self, users: IntArray, steps: IntArray) -> npt.NDArray[np.float64]:
+        images = self._users.sampling.images_of_steps(self._users.sizes[users], steps)
+        return self._fleet.seconds(users, images, self.sent)
