@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help setup test lint horovod weights doctor compare published published-verify
+.PHONY: help setup test lint docs horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
@@ -75,6 +75,9 @@ lint: $(READY) ## ruff and mypy --strict
 # Where .venv is there but damaged, nothing is installed first: to find that out is what this is for.
 doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is computed on it, and a self-test of a minute: ARGS="--report F"
 	@$(PY) -m benchmarks.doctor $(ARGS)
+
+docs: $(READY) ## the documentation as a site, in build/site: ARGS="--site-dir D"
+	@$(PY) -m mkdocs build --quiet $(ARGS)
 
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)
