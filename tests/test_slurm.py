@@ -156,7 +156,7 @@ def test_two_workers_are_stopped_queued_again_and_go_on(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    run, rounds = tmp_path / "runs" / "slurm-40007", 60
+    run, rounds = tmp_path / "runs" / "slurm-40007", 150
     mini_file = tmp_path / "tiny.hdf5"
     write_mini(mini_file, TINY)
     own = submitted(tmp_path, WARM, SLURM_NTASKS="2", DATA=str(mini_file), RDZV=f"localhost:{port}")
