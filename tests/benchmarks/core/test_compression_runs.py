@@ -202,7 +202,10 @@ LOCAL = ("--federated.weighting=users", "--local_privacy.epsilon=4")
         ([f"{OPTION}share=0.5"], "compression.options.share is no option of float32"),
         ([f"{KIND}uniform", f"{OPTION}bits=33"], "compression.options.bits is '33': "),
         ([f"{KIND}sign", "--federated.algorithm=scaffold"], "compression.kind is sign, and federated.algori"),
-        ([f"{KIND}sign", "--federated.algorithm=fed3r"], "does not take that: set compression.kind to float32"),
+        (
+            [f"{KIND}sign", "--federated.algorithm=fed3r"],
+            "does not take that: set compression.kind to float32",
+        ),
         (
             [f"{KIND}sign", "--federated.algorithm=hierarchical"],
             "or choose ditto or fedavg or fedbn or fednova or fedper",
