@@ -191,7 +191,12 @@ def test_the_state_of_all_users_who_can_come_is_four_bytes_for_each_number(
     def check(most: float) -> None:
         people, options = SimpleNamespace(num_users=users), SimpleNamespace(max_state_gb=most)
         setup: Any = SimpleNamespace(
-            users=people, options=options, module=module, cohort_size=cohort, num_rounds=rounds
+            users=people,
+            options=options,
+            module=module,
+            cohort_size=cohort,
+            num_rounds=rounds,
+            devices=None,
         )
         Scaffold.check(setup)
 
