@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import shlex
 import shutil
@@ -130,8 +131,9 @@ def test_horovod_is_built_from_what_is_copied_for_it(tmp_path: Path) -> None:
     (tmp_path / ".venv").mkdir()
     (tmp_path / "requirements.txt").touch()
     (tmp_path / ".venv" / ".ready").touch()
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     asked = subprocess.run(
-        ["make", "-n", "horovod"], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["make", "-n", "horovod"], cwd=tmp_path, env=alone, capture_output=True, text=True, check=True
     )
     assert asked.stdout.splitlines()[0] == ".venv/bin/python -m pfl_ext.workers.build_horovod"
 
