@@ -247,8 +247,10 @@ def check_annotation(name: str, annotation: Annotation, num_images: int) -> None
         if len(annotation.flags) != len(numbers) or not within(annotation.flags, 2 * DIFFICULT):
             raise ValueError(f"{name}: a flag of a box is unknown, or there is not one for each box")
         return
-    rising = np.diff(annotation.indices.astype(np.int64), prepend=-1) > 0
-    rising[annotation.indptr[:-1][np.diff(annotation.indptr) > 0]] = True  # the first label of each image
+    rising = np.ones(len(numbers), np.bool_)
+    rising[1:] = numbers[1:] > numbers[:-1]
+    first, end = annotation.indptr[:-1], annotation.indptr[1:]
+    rising[first[first < end]] = True  # the first label of each image
     if not rising.all():
         raise ValueError(f"the label indices of an image in {name} are not sorted and unique")
 
@@ -312,7 +314,7 @@ def positions(counts: npt.NDArray[Any]) -> IntArray:
 
 def gathered(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     """The offsets of these rows' parts alone, and the places of their elements among all."""
-    counts = np.diff(offsets)[rows]
+    counts = offsets[rows + 1] - offsets[rows]
     return offsets_of(counts), np.repeat(offsets[rows], counts) + positions(counts)
 
 
