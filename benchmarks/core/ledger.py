@@ -250,11 +250,11 @@ class LocalLedger(Ledger):
         self._counts, self._drawn = np.zeros(self._users.num_users, np.int64), 0
 
     def _most(self, rounds: int) -> int:
-        """Participations of the user who takes part most in the first rounds."""
+        """Participations of the user who takes part most in the first rounds, whether or not it reports."""
         if rounds < self._drawn:
             self._start_counting()
         for round_number in range(self._drawn, rounds):
-            self._counts[self._users.cohort(self._federated.cohort_size, round_number)] += 1
+            self._counts[self._users.draw_cohort(self._federated.cohort_size, round_number)] += 1
         self._drawn = rounds
         return int(self._counts.max())
 

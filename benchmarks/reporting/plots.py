@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -205,11 +206,11 @@ def privacy_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path)
     """
     lines = [(line["round"], line["privacy"]) for line in history if "privacy" in line]
     rounds = [number for number, _ in lines]
-    panels = [panel for panel in PRIVATE_PANELS if all(panel[0] in values for _, values in lines)]
+    panels = [panel for panel in PRIVATE_PANELS if any(panel[0] in values for _, values in lines)]
     figure = Figure(figsize=(6.4, 1 + 1.8 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, (name, label) in zip(rows, panels):
-        axes.plot(rounds, [values[name] for _, values in lines], color=BLUE)
+        axes.plot(rounds, [values.get(name, math.nan) for _, values in lines], color=BLUE)
         private_panel(axes, name, label)
     axes.set_xlabel("round of training")
     figure.suptitle(title)

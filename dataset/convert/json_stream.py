@@ -15,6 +15,8 @@ MOST = 1 << 27
 """Characters of one value."""
 _BLOCK = 1 << 20
 _SPACE = " \t\r\n"
+_IN_NUMBERS = "+-.eE"
+"""What may stand between the digits of a number."""
 
 
 def members(path: Path, inside: str) -> Iterator[tuple[str | None, str, Any]]:
@@ -123,7 +125,7 @@ class _Text:
                     what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                     self.fail(f"it is damaged or cut off ({what})")
                 continue
-            if end == len(self._buffer) and self._more():  # a number may go on
+            if not self._buffer[end:].strip(_IN_NUMBERS) and self._more():  # a number may go on
                 continue
             self._at = end
             return value

@@ -42,7 +42,8 @@ from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
 from pfl_ext.models.classifier import RATE_FACTOR
-from pfl_ext.privacy.central import NoisyMean
+from pfl_ext.privacy.central import NoisyMean, PrivateMean
+from pfl_ext.privacy.local import LocallyPrivateMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE, CHANNEL = "algorithm/", "compression/"
@@ -252,12 +253,16 @@ class PflLoop(Algorithm[PyTorchModel]):
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         users = self.means.users
         users.set_round(number)
-        if users.turnouts is not None and not self.means.private:
+        mechanism = next((p for p in self.means.postprocessors if isinstance(p, NoisyMean)), None)
+        if users.turnouts is not None and not isinstance(mechanism, PrivateMean):  # whose noise is a step
             members = users.members(self.means.cohort_size)
             if not any(member.num_images for member in members):  # nothing to step on, nor to weigh by
                 rate = self.means.server_rate(number)
-                line = {"users": len(members), "images": 0, "learning_rate": rate, "max_local_steps": 0}
-                return state, line | users.turnouts.line(number)
+                nothing = {"users": len(members), "images": 0, "learning_rate": rate, "max_local_steps": 0}
+                line = nothing | users.turnouts.line(number)
+                if isinstance(mechanism, LocallyPrivateMean):
+                    line["privacy"] = mechanism.skip(number)
+                return state, line
         watch = _Watch()
         for stage in self._stages:
             stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))

@@ -160,6 +160,12 @@ class LocallyPrivateMean(NoisyMean):
                 "start a new run with a larger num_rounds"
             )
 
+    def skip(self, round_number: int) -> dict[str, float]:
+        """Of a round in which nobody reports, so that nothing is sent: its part of ``metrics.jsonl``."""
+        self.refuse_round(round_number)
+        self.rounds_done += 1
+        return {"clipping bound": self.clipping_bound, "users": 0.0}
+
     def _noise(self, context: CentralContext, size: int, users: int) -> tuple[Tensor, float]:
         assert users > 0
         seed = derive(self._noise_seed, "local noise of all users", context.current_central_iteration)

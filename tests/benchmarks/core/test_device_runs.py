@@ -167,6 +167,32 @@ def test_a_round_in_which_nobody_reports_changes_nothing_but_the_time(train: Tra
     assert (first["users"], first["late"], first["bytes_up"]) == (0, 4, 0)
 
 
+def test_local_privacy_where_nobody_reports_sends_nothing(train: Train) -> None:
+    """And whoever is drawn counts as one who took part, in every figure."""
+    words = (
+        *(
+            "--local_privacy.mechanism=laplace",
+            "--local_privacy.noise_seed=run",
+            "--federated.weighting=users",
+        ),
+        *("--devices.drop_out=0.9", "--federated.cohort_size=1", "--federated.num_rounds=4", *SGD),
+    )
+    whole = train(*words, name="whole", draw=True)
+    with killed_at(3):
+        directory = train(*words, code=130)
+    train(*words)
+    assert timeless(directory) == timeless(whole)
+    reported = [line["reported"] for line in lines(whole)[:-1]]
+    assert 0 in reported
+    for line, after, count in zip(lines(whole), lines(whole)[1:], reported):
+        assert line["privacy"]["users"] == count
+        assert (line["val"] == after["val"]) == (count == 0)
+    said = checkpoint.read_json(whole / "privacy.json")
+    assert said["rounds_done"] == 4
+    assert said["participations_at_most"]["so_far"] == said["participations_at_most"]["at_end"]
+    assert said["epsilon_spent"] == said["epsilon_at_end"]
+
+
 WORKERS = {
     "fast": ("--runtime.engine=fast", *LATE),
     "few": ("--devices.drop_out=0.7", "--federated.weighting=users", "--federated.cohort_size=2"),
