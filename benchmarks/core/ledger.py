@@ -42,7 +42,6 @@ PUBLIC_LINE = ("learning_rate", "val", "tracked", "privacy")
 PUBLIC_RESULTS = (
     "setting", "dataset", "seed", "rounds", "unit", "val", "test", "tracked", "last", "best_step",
     "per_class_ap", "per_class_ap50", "per_class_accuracy", "per_class_iou", "prevalence", "per_user",
-    "clients",
     "weights", "parameters", "trainable_parameters", "norm", "start_probe", "hardware", "arithmetic",
     "commit", "torch", "config_sha256", "model_sha256", "model_probe",
 )  # fmt: skip
@@ -108,8 +107,9 @@ class Ledger(ABC):
         return public
 
     def results(self, results: Tree) -> Tree:
-        """What of results.json may be written."""
-        return {k: v for k, v in results.items() if not self.is_public or k in PUBLIC_RESULTS}
+        """What of results.json may be written; never which users of val or test are training users too."""
+        allowed = PUBLIC_RESULTS if self.is_public else results.keys() - {"clients"}
+        return {k: v for k, v in results.items() if k in allowed}
 
     @abstractmethod
     def _summary(self) -> str:

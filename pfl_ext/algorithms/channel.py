@@ -1,12 +1,15 @@
 """The way of users' updates to the server: each is compressed, and what was left out is kept.
 
 **Where it stands.** A user's update is compressed before it is weighted, and before a privacy mechanism clips
-it. Clipping comes last on purpose: whatever a compressor makes of an update, what is added to the sum has a
-norm of at most C, so the sensitivity of the sum is C for every compressor, and the norms that adaptive
-clipping measures are those of compressed updates. Clipping first would leave ``d / k C`` for random-k, and C
-and a step of the levels times ``sqrt(d)`` for stochastic rounding. The draws of compression come from the
-public seed; no guarantee rests on them. Not private: error feedback, whose state outlives the round, and any
-compression with local privacy, whose noise makes every message dense.
+it. Weighting is the server's: what a user sends and keeps follows from its own update, whatever it weighs.
+(Where a user's weight stays the same, the order shows in what it keeps alone, as each compressor here takes a
+multiple of an update to that multiple of the message.) Clipping comes last on purpose: whatever a compressor
+makes of an update, what is added to the sum has a norm of at most C, so the sensitivity of the sum is C for
+every compressor, and the norms that adaptive clipping measures are those of compressed updates. Clipping
+first would leave ``d / k C`` for random-k, and C and a step of the levels times ``sqrt(d)`` for stochastic
+rounding. The draws of compression come from the public seed; no guarantee rests on them. Not private: error
+feedback, whose state outlives the round, and any compression with local privacy, whose noise makes every
+message dense.
 
 **Replacement.** A user who comes twice in a cohort has the same draws both times, which leaves each of them
 without bias.

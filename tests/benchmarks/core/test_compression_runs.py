@@ -131,6 +131,20 @@ def test_it_is_killed_and_goes_on_bit_for_bit(algorithm: str, train: Train) -> N
     assert results(forgetful)["model_sha256"] != results(whole)["model_sha256"]
 
 
+def test_what_a_user_sends_and_keeps_does_not_depend_on_its_weight(train: Train) -> None:
+    """A user compresses its own update; the server, which has the weights, weighs what it gets."""
+    kept = [
+        (
+            train(*TOP_K, f"--federated.weighting={by}", "--federated.num_rounds=1", name=by)
+            / "checkpoint"
+            / FILE
+        )
+        for by in ("images", "users")
+    ]
+    assert kept[0].stat().st_size > 0
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+
+
 def test_what_users_keep_is_removed_with_the_checkpoints_and_checked_before_a_run_goes_on(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_private_run_says_what_it_promises(train: Train) -> None:
     directory = train(*words)
     assert "epsilon = 2" in json.loads((directory / "privacy.json").read_text())["paragraph"]
     assert results(directory)["test"]["loss"] > 0
+    assert "clients" not in results(directory), "who of test is a training user"
 
 
 @pytest.mark.parametrize(
