@@ -43,6 +43,7 @@ MODULES = (
     "benchmarks.flair.train",
     "benchmarks.visual_classification.train",
     "benchmarks.reporting.plots",
+    "pytest",
     "torch.distributed.run",
     "horovod.torch",
     "horovod.runner.launch",
@@ -187,6 +188,9 @@ def serve(address: str) -> None:
             except ModuleNotFoundError as missing:
                 if missing.name != "horovod":
                     raise
+        from benchmarks.flair.config import parse
+
+        parse([])  # imports all that a config may name: algorithms, networks, data sets
         gc.freeze()  # a collection in a new process would copy all that the processes share
         request = Forks(listener).serve()
     os.chdir(request.directory)
