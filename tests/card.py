@@ -19,14 +19,14 @@ import contextlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda:0")
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
@@ -55,7 +55,7 @@ class OnCard(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         strangers = [t for t in given if not isinstance(t, OnCard) and t.ndim]
         if strangers and name not in BETWEEN:
             raise RuntimeError(
@@ -66,7 +66,7 @@ class OnCard(Tensor):
             _wait(name)
         with torch._C._DisableTorchDispatch():
             made = func(*args, **kwargs)
-        made = tree_map(lambda t: OnCard(t) if type(t) is Tensor else t, made)
+        made = _on_card(made)
         if _STATE.recording is not None:
             if strangers:
                 raise RuntimeError(f"{name}: a tensor of the CPU inside a graph")
@@ -74,6 +74,24 @@ class OnCard(Tensor):
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those of an operation's arguments or results, of which some are lists of tensors; `tree_leaves`, which
+    knows every kind of tree, takes five times as long.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _on_card(made: Any) -> Any:
+    """An operation's result as one of the card."""
+    if isinstance(made, list | tuple):
+        return type(made)(map(_on_card, made))
+    return OnCard(made) if type(made) is Tensor else made
 
 
 class _State:
@@ -185,8 +203,8 @@ class _Graph:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for func, args, kwargs, made in self.calls:
                 again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(made), tree_leaves(again)):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                for old, new in zip(_tensors([made]), _tensors([again])):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 

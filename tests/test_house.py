@@ -83,3 +83,31 @@ def test_no_identifier_of_pfl_ext_holds_a_benchmarks_name() -> None:
         if any(word in name.lower() for word in BENCHMARKS_WORDS)
     ]
     assert wrong == []
+
+
+MOST_LINES = 400
+LONGER = {
+    "tests/benchmarks/core/test_config.py": 443,
+    "tests/benchmarks/core/test_privacy_matrix.py": 401,
+    "tests/benchmarks/flair/test_report.py": 500,
+    "tests/benchmarks/sweep/test_sweep.py": 589,
+    "tests/benchmarks/test_train.py": 423,
+    "tests/dataset/cifar10/test_cifar.py": 437,
+    "tests/dataset/fetch/test_sources.py": 422,
+    "tests/dataset/flair/test_mini.py": 423,
+    "tests/dataset/store/test_validate.py": 473,
+    "tests/pfl_ext/models/test_models.py": 555,
+    "tests/pfl_ext/privacy/test_accounting.py": 461,
+    "tests/pfl_ext/tasks/test_multi_label_scores.py": 430,
+}
+"""Test files that were longer before this limit was held, and how long they may be."""
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    lengths = {
+        str(file.relative_to(ROOT)): len(file.read_text().splitlines())
+        for root in (*MAY_IMPORT, "tests")
+        for file in (ROOT / root).rglob("*.py")
+    }
+    assert {name: n for name, n in lengths.items() if n > LONGER.get(name, MOST_LINES)} == {}
+    assert {name for name in LONGER if lengths.get(name, 0) <= MOST_LINES} == set(), "these need no exception"

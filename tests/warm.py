@@ -43,6 +43,7 @@ MODULES = (
     "benchmarks.flair.train",
     "benchmarks.visual_classification.train",
     "benchmarks.reporting.plots",
+    "pytest",
     "torch.distributed.run",
     "horovod.torch",
     "horovod.runner.launch",
@@ -169,6 +170,20 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key.startswith(READ_AT_START)}
 
 
+def name_methods_by_frames() -> None:
+    """torchrun asks `inspect` for its whole stack where it only wants the name of one method.
+
+    For each frame of a module that is not imported by name, as the one that runs here is not, `inspect` goes
+    through all modules: a second for each launch.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def name(depth: int = 2) -> str:
+        return sys._getframe(depth).f_code.co_name
+
+    dynamic_rendezvous.get_method_name = name
+
+
 def serve(address: str) -> None:
     """Be the server until the standard input ends."""
     at_start = read_at_start(os.environ)
@@ -187,6 +202,10 @@ def serve(address: str) -> None:
             except ModuleNotFoundError as missing:
                 if missing.name != "horovod":
                     raise
+        from benchmarks.flair.config import parse
+
+        parse([])  # imports all that a config may name: algorithms, networks, data sets
+        name_methods_by_frames()
         gc.freeze()  # a collection in a new process would copy all that the processes share
         request = Forks(listener).serve()
     os.chdir(request.directory)

@@ -150,7 +150,7 @@ def means(
     weighting = WeightByDatapoints() if chosen.by_images else WeightByUser()
     model = pfl_model(run, chosen.module)  # moves the module to its device, which the engine takes over
     engine = None
-    if runtime.engine == "fast":
+    if runtime.engine == "fast" and "engine" not in config.federated.chosen.idle_in_runtime.split():
         engine = CohortEngine(
             chosen.module,
             lanes=runtime.lanes,

@@ -23,16 +23,15 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
 
-from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Traffic, trained_bytes
+from pfl_ext.algorithms.algorithm import Means, Traffic, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights, line_of
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
@@ -41,7 +40,7 @@ from pfl_ext.workers.distributed import current
 LOSS_BYTES = 4
 
 
-class ByLoss(Algorithm[PyTorchModel]):
+class ByLoss(ServerModelAlgorithm):
     """Such an algorithm; its state is the model with the server's optimiser."""
 
     refusals: ClassVar[Refusals] = {
@@ -62,10 +61,6 @@ class ByLoss(Algorithm[PyTorchModel]):
     def stretch(self, loss: float, squared_norm: float, rate: float) -> float:
         """s_i of a user with this loss, whose update has this squared norm; ``rate``: of its steps."""
         return 1.0
-
-    def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed."""
-        return self.means.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Losses of the cohort, its training, and a step of the server's optimiser.
@@ -141,19 +136,6 @@ class ByLoss(Algorithm[PyTorchModel]):
             images += len(batch[0])
         module.noted = noted
         return (total / images if images else 0.0), float(images)
-
-    def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The state itself."""
-        return state
-
-    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Of the model and the server's optimiser."""
-        return checkpoint.model_tensors(state)
-
-    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put both back."""
-        checkpoint.restore_model(state, tensors)
-        return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """A user gets the trained variables, and sends an update and its loss."""

@@ -19,7 +19,6 @@ A user's batches and crops are drawn again in each inner round; learning rates a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,11 +26,10 @@ import torch
 from pfl.model.pytorch import PyTorchModel
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
-from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, Traffic, register, trained_bytes
+from pfl_ext.algorithms.algorithm import Means, Setup, Traffic, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import IntArray
 from pfl_ext.randomness import stream
@@ -55,7 +53,7 @@ def groups_of(num_users: int, groups: int, seed: int) -> IntArray:
 
 
 @register("hierarchical")
-class Hierarchical(Algorithm[PyTorchModel]):
+class Hierarchical(ServerModelAlgorithm):
     """The state is the model with the server's optimiser."""
 
     options: ClassVar[type] = HierarchicalOptions
@@ -77,10 +75,6 @@ class Hierarchical(Algorithm[PyTorchModel]):
             raise ValueError(
                 f"federated.options.groups is {groups} and there are {users} users: set it to at most {users}"
             )
-
-    def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed."""
-        return self.means.model
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Inner rounds in each group, and a step of the server's optimiser on the mean over groups."""
@@ -117,19 +111,6 @@ class Hierarchical(Algorithm[PyTorchModel]):
             return float(len(users))
         with self.means.users.only(users):
             return float(sum(member.num_images for member in self.means.users.members(len(users))))
-
-    def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The state itself."""
-        return state
-
-    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Of the model and the server's optimiser."""
-        return checkpoint.model_tensors(state)
-
-    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put both back."""
-        checkpoint.restore_model(state, tensors)
-        return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
         """Each inner round sends a user of the cohort its group's model and has one back.

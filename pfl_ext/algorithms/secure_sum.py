@@ -36,12 +36,11 @@ from pfl.model.pytorch import PyTorchModel
 from pfl.stats import MappedVectorStatistics
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 
-from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup
+from pfl_ext.algorithms.algorithm import Means, Setup
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.algorithms.finite_field import MOST_BITS, Elements, decode, encode, most_bits
+from pfl_ext.algorithms.server_model import ServerModelAlgorithm
 from pfl_ext.configs import STRICT, Fraction
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.randomness import stream
@@ -74,8 +73,8 @@ class SecureSumOptions:
     """Users who together with the server must learn nothing of the others; none: as many as can be."""
 
 
-class SecureSum(Algorithm[PyTorchModel]):
-    """FedAvg over a protocol that adds up vectors of field elements."""
+class SecureSum(ServerModelAlgorithm):
+    """FedAvg over a protocol that adds up vectors of field elements, with new keys in each round."""
 
     options: ClassVar[type] = SecureSumOptions
     refusals: ClassVar[Refusals] = {
@@ -120,10 +119,6 @@ class SecureSum(Algorithm[PyTorchModel]):
         count = int(self.means.options.drop_out * len(places))
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
-    def init(self, seed: int) -> PyTorchModel:
-        """The run's model, whose weights were drawn from the run's seed."""
-        return self.means.model
-
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
         """Those who are not lost train, their sum is formed, and the server steps on its mean."""
         cohort, users = self.clients.cohort(number), self.means.users
@@ -164,19 +159,6 @@ class SecureSum(Algorithm[PyTorchModel]):
         for group in state._central_optimizer.param_groups:
             group["lr"] = self.means.server_rate(number) * group.get(RATE_FACTOR, 1.0)
         state.apply_model_update(MappedVectorStatistics(update))
-
-    def model(self, state: PyTorchModel) -> PyTorchModel:
-        """The state itself."""
-        return state
-
-    def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Of the model and the server's optimiser; keys and masks are those of one round."""
-        return checkpoint.model_tensors(state)
-
-    def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:
-        """Put both back."""
-        checkpoint.restore_model(state, tensors)
-        return state
 
     @property
     def elements(self) -> int:

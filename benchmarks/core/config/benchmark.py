@@ -18,9 +18,10 @@ from benchmarks.core.config.effects import (
     reason_for,
     reasons,
 )
+from benchmarks.core.config.older_runs import YOUNGER
 from benchmarks.core.config.privacy_matrix import check_privacy
 from benchmarks.core.config.privacy_rules import PRIVACY
-from benchmarks.core.config.sections import YOUNGER, PrivacySection, Runtime, TrainingConfig
+from benchmarks.core.config.sections import PrivacySection, Runtime, TrainingConfig
 from benchmarks.core.config.trees import Tree, build, dotted, merge, put, read_yaml, without
 from benchmarks.core.weights import with_traces, with_weights
 

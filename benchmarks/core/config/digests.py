@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.core.config.sections import OLD_WORDS, REPETITION, YOUNG_SECTIONS, YOUNGER, TrainingConfig
+from benchmarks.core.config.older_runs import OLD_WORDS, YOUNG_SECTIONS, YOUNGER
+from benchmarks.core.config.sections import REPETITION, TrainingConfig
 from benchmarks.core.config.trees import Tree, dotted, leaves, put
 
 

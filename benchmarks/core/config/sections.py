@@ -7,9 +7,10 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from benchmarks.core.config.older_runs import by_today
 from benchmarks.core.config.privacy_rules import Rule
 from benchmarks.core.config.trees import build
 from pfl_ext.aggregation.rule import MEAN, RULES
@@ -36,61 +37,6 @@ BENCHMARKS = Path(__file__).parents[2]
 REPETITION: Mapping[str, str] = {"two runs that differ only in this are": "repetitions of one experiment"}
 """Metadata of the fields that say which random numbers are drawn, and of those that are no part of a run's
 scores on val and test. Reports merge runs whose other fields are all equal, and no other runs."""
-YOUNG_SCHEDULES = {
-    f"{section}.{key}": value
-    for section in ("local", "server", "centralised")
-    for key, value in asdict(DecayConfig()).items()
-    if section != "server" or key not in ("schedule", "final_learning_rate")
-}
-YOUNGER = {
-    "augment.padding": "zero",
-    "augment.views": None,
-    "augment.label_smoothing": 0.0,
-    "augment.cutout": None,
-    "centralised.warmup_epochs": 0,
-    "centralised.warmup_learning_rate": 0.0,
-    "model.normalisation": "imagenet",
-    "model.dropout": False,
-    "model.keep_head": False,
-    "model.last_blocks": 1,
-    "model.lora_rank": 8,
-    "model.lora_alpha": 8.0,
-    "model.channel_norm": "group",
-    "model.feature_format": "float32",
-    "model.parties": None,
-    "model.random_features": None,
-    "model.cells": 8,
-    "model.cell_channels": 16,
-    "model.genotype": None,
-    "model.random_features_width": 1.0,
-    "privacy.moments_multiplier": None,
-    "privacy.mean_bound": 1.0,
-    "privacy.square_bound": 1.0,
-    "devices": None,
-    "local.shuffle": True,
-    "local.head_rate_factor": 1.0,
-    "server.head_rate_factor": 1.0,
-    "centralised.head_rate_factor": 1.0,
-    "compression.kind": PLAIN,
-    "compression.options": None,
-    "aggregation.kind": MEAN,
-    "aggregation.options": None,
-    "attack.kind": HONEST,
-    "attack.options": None,
-    "attack.share": 0.2,
-    **YOUNG_SCHEDULES,
-}
-"""Keys that are younger than the first runs, and the value that says what those runs did."""
-YOUNG_SECTIONS = ("compression", "aggregation", "attack")
-"""Sections that are younger than the first runs."""
-OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
-"""By key, the old name of a value, which the config.yaml of runs still has, and today's."""
-
-
-def _by_today(key: str) -> BeforeValidator:
-    """Reads the old name of a value of this key as today's."""
-    old, new = OLD_WORDS[key]
-    return BeforeValidator(lambda word: new if word == old else word)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -105,7 +51,7 @@ class ImageConfig:
 class ModelSection(ModelConfig):
     """The network, and the file of its first weights."""
 
-    init: Annotated[Init, _by_today("model.init")] = "torchvision"
+    init: Annotated[Init, by_today("model.init")] = "torchvision"
     weights_sha256: str | None = None
     """SHA-256 of the file of pretrained weights; --weights fills it in. none: the network's known ones."""
 
@@ -302,7 +248,7 @@ class EvaluationConfig:
 class PrivacySection(PrivacyConfig):
     """Central differential privacy; any of these keys gives it, and ``--privacy none`` takes it away."""
 
-    noise: Annotated[Noise, _by_today("privacy.noise")] = "calibrated"
+    noise: Annotated[Noise, by_today("privacy.noise")] = "calibrated"
     noise_seed: Literal["entropy", "run"] = field(default="entropy", metadata=REPETITION)
     """Source of the noise: the system's entropy, or the run's seed, for research; --seed asks for run."""
     release: Literal["full", "public"] = field(default="full", metadata=REPETITION)

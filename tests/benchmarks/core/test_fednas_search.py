@@ -233,7 +233,7 @@ def test_a_search_reads_training_images_alone_and_its_halves_never_mix(
     sizes = [6, 5]
     for_w, for_alpha = seen_rows(monkeypatch)
     run = run_of(sizes, {"local": {"batch_size": 8}})
-    store, val = NumberedStore(sizes, LABELS, SIDE), NumberedStore([700], LABELS, SIDE)
+    store, val = NumberedStore(sizes, LABELS, SIDE), NumberedStore([60], LABELS, SIDE)
     trained(run, store, tmp_path / "a", val)
     assert set(for_w) | set(for_alpha) == set(range(sum(sizes)))
     assert not set(for_w) & set(for_alpha), "the same halves in every round"

@@ -25,6 +25,7 @@ from pfl_ext import checkpoint
 from pfl_ext.workers.distributed import is_main
 from tests.benchmarks.core import rotation
 from tests.benchmarks.core.rotation import Rotation, Turn
+from tests.benchmarks.sparing import sparingly
 from tests.benchmarks.test_train import error_line, lines, results
 from tests.closeness import assert_close_as_vector
 from tests.launching import command, finish, run, start
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Recorder.step_done = dying  # type: ignore[method-assign]
-    rotation.main(argv)
+    with sparingly():
+        rotation.main(argv)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +75,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(file: Path, directory: Path, *argv: str, code: int = 0) -> Path:
-    """In this process; the run directory."""
-    assert run_command(rotation.main, [f"--data_path={file}", f"--run_dir={directory}", *argv]) == code
+def train(file: Path, directory: Path, *argv: str, code: int = 0, draw: bool = False) -> Path:
+    """In this process, `sparingly`; the run directory."""
+    with sparingly(draw):
+        assert run_command(rotation.main, [f"--data_path={file}", f"--run_dir={directory}", *argv]) == code
     return directory
 
 
@@ -98,7 +101,7 @@ def test_all_of_it_is_under_120_lines() -> None:
 def test_fedavg_learns_it_on_the_fast_engine(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = train(file, tmp_path / "run", *QUIET)
+    directory = train(file, tmp_path / "run", *QUIET, draw=True)
     assert "pfl's own loop" not in results(directory)["arithmetic"]
     run_of = Rotation.benchmark.parse([])
     with DataFile(file) as data:
@@ -143,7 +146,7 @@ def test_two_private_workers_are_killed_and_go_on_to_the_bit(file: Path, tmp_pat
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     output = run(train_by_two(file, whole, *argv))
     assert len(lines(whole)[0]["worker_seconds"]) == 2, output
-    process = start(train_by_two(file, killed, *argv), **{DIES_AT: "1"})
+    process = start(train_by_two(file, killed, *argv, "--runtime.worker_timeout_s=5"), **{DIES_AT: "1"})
     finish(process)
     assert process.returncode != 0
     assert len(lines(killed)) == 2

@@ -1,0 +1,68 @@
+"""What keeps runs readable that are older than a key of the config, or than the name of a value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pydantic import BeforeValidator
+
+from pfl_ext.aggregation.rule import MEAN
+from pfl_ext.attacks.attack import HONEST
+from pfl_ext.compression.compressor import PLAIN
+from pfl_ext.schedules import DecayConfig
+
+YOUNG_SCHEDULES = {
+    f"{section}.{key}": value
+    for section in ("local", "server", "centralised")
+    for key, value in asdict(DecayConfig()).items()
+    if section != "server" or key not in ("schedule", "final_learning_rate")
+}
+YOUNGER = {
+    "augment.padding": "zero",
+    "augment.views": None,
+    "augment.label_smoothing": 0.0,
+    "augment.cutout": None,
+    "centralised.warmup_epochs": 0,
+    "centralised.warmup_learning_rate": 0.0,
+    "model.normalisation": "imagenet",
+    "model.dropout": False,
+    "model.keep_head": False,
+    "model.last_blocks": 1,
+    "model.lora_rank": 8,
+    "model.lora_alpha": 8.0,
+    "model.channel_norm": "group",
+    "model.feature_format": "float32",
+    "model.parties": None,
+    "model.random_features": None,
+    "model.cells": 8,
+    "model.cell_channels": 16,
+    "model.genotype": None,
+    "model.random_features_width": 1.0,
+    "privacy.moments_multiplier": None,
+    "privacy.mean_bound": 1.0,
+    "privacy.square_bound": 1.0,
+    "devices": None,
+    "local.shuffle": True,
+    "local.head_rate_factor": 1.0,
+    "server.head_rate_factor": 1.0,
+    "centralised.head_rate_factor": 1.0,
+    "compression.kind": PLAIN,
+    "compression.options": None,
+    "aggregation.kind": MEAN,
+    "aggregation.options": None,
+    "attack.kind": HONEST,
+    "attack.options": None,
+    "attack.share": 0.2,
+    **YOUNG_SCHEDULES,
+}
+"""Keys that are younger than the first runs, and the value that says what those runs did."""
+YOUNG_SECTIONS = ("compression", "aggregation", "attack")
+"""Sections that are younger than the first runs."""
+OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
+"""By key, the old name of a value, which the config.yaml of runs still has, and today's."""
+
+
+def by_today(key: str) -> BeforeValidator:
+    """What reads the old name of a value of this key as today's."""
+    old, new = OLD_WORDS[key]
+    return BeforeValidator(lambda word: new if word == old else word)
