@@ -76,12 +76,7 @@ class Clients:
         return self._means.users.cohort(self._means.cohort_size, number)
 
     def mean_update(
-        self,
-        weights: Mapping[str, Tensor],
-        users: IntArray,
-        number: int,
-        draws: int | None = None,
-        turns: IntArray | None = None,
+        self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int | None = None
     ) -> tuple[Weights, dict[str, Any]]:
         """Train some users from these weights, in a round.
 
@@ -91,7 +86,6 @@ class Clients:
             number: of the round, which decides the learning rate.
             draws: of which round the users' draws (batches, crops) are; None: of this one. An algorithm that
                 trains a user several times in a round needs other draws each time.
-            turns: which of its turns in these draws each user is at; None: counted from 0.
 
         Returns:
             The weighted mean of their updates, on every worker, and what ``metrics.jsonl`` says of them:
@@ -100,7 +94,7 @@ class Clients:
         if not len(users):
             self.model(weights)
             return {name: torch.zeros_like(w) for name, w in weights.items()}, {"users": 0, "images": 0}
-        update, metrics = self._trained(weights, users, number, number if draws is None else draws, turns)
+        update, metrics = self._trained(weights, users, number, number if draws is None else draws)
         # pfl would also count the nobody that stands for the users of a worker without any
         return update, {**cohort_line(metrics), "users": len(users)}
 
@@ -182,17 +176,12 @@ class Clients:
         return rate
 
     def _trained(
-        self,
-        weights: Mapping[str, Tensor],
-        users: IntArray,
-        number: int,
-        draws: int,
-        turns: IntArray | None = None,
+        self, weights: Mapping[str, Tensor], users: IntArray, number: int, draws: int
     ) -> tuple[Weights, Metrics]:
         """The weighted mean of the updates of some users, at least one."""
         model = self.model(weights)
         context = training_context(draws, len(users), self._means.local_in(number))
-        with self._means.users.only(users, turns):
+        with self._means.users.only(users):
             sums, metrics = self._backend.gather_results(model, self._algorithm, central_context=context)
         if float(sums.weight):  # 0 where users weigh by their images and have none: then the sums are 0 too
             sums.average()

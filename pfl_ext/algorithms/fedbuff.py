@@ -2,33 +2,35 @@
 (Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", Algorithm 1,
 arXiv 2106.06639).
 
-At most M users train at a time (``concurrency``), each from the version of the model that was newest when it
-started, and each at most once in flight. The server's buffer takes ``s(tau) u_i``: u_i is the update of the
-local training of user i, tau the number of server steps since i's start, ``s(tau) = 1 / sqrt(1 + tau)``. Once
-it has K updates (``federated.cohort_size``) the server's optimiser steps on
+At any time M users train (``concurrency``), each from the version of the model that was newest when it
+started, and each at most once at a time. Of user i, u_i is the update of its local training, and tau_i the
+number of server steps since its start. Once the buffer has K updates (``buffer_size``), the server's
+optimiser steps on
 
-    d = sum_i s(tau_i) w_i u_i / sum_i w_i
+    d = sum_i s(tau_i) w_i u_i / sum_i w_i,    s(tau) = 1 / sqrt(1 + tau)    (constant: s = 1)
 
-with w_i = 1 as in the paper (``federated.weighting: users``), which divides by K, or a user's images. The
-staleness is not in the divisor, so that old updates make a small step. Then the version grows by one and the
-buffer is empty: a server step is a round of the run. With M = K = 1 this is FedAvg with a cohort of one.
+with w_i = 1 as in the paper (``federated.weighting: users``), so that the divisor is K, or the images of user
+i. The divisor does not hold s: old updates make a small step. Then the version grows by one, and the buffer
+is empty. A server step is a round of the run. With M = K = 1 this is FedAvg with a cohort of one.
 
-When users arrive is a matter of the run's ``devices`` (`pfl_ext.devices.arrivals`): the order of all events
-is known before training, so that the K users of a step are a cohort, trained together by versions, and a
-run is the same on any number of workers and after a resume. A version of the model is kept as long as some
-later step needs it: at most ``max_staleness + 1`` of them. A user who trains twice for one step draws other
-batches the second time. Learning rates are those of the round in which a user starts.
+When users arrive follows from the run's ``devices`` (`pfl_ext.devices.arrivals`) and from nothing that is
+trained. So the K users of every step are known before training, and a step trains them together, by the
+version that they started from: a run is the same on any number of workers and after a resume. A version is
+kept, and is part of the checkpoint, until the last step that needs it: at most M of them and the newest.
 
-Not for private training: who is in a buffer follows from how fast users are, which is no sampling that
-amplifies privacy, and from their numbers of images.
+Users who start from the same version and arrive for the same step draw their batches as a round of their
+own, so that nobody draws the same batches twice. The local learning rate is that of the round in which a user
+starts, the server's that of the step.
+
+Privacy is refused: who is in a buffer follows from how fast users are, which is no random sampling, and from
+how many images they have.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -38,31 +40,38 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from pfl_ext import checkpoint
-from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register, trained_bytes
 from pfl_ext.algorithms.clients import Clients, Weights
 from pfl_ext.configs import STRICT
-from pfl_ext.devices.arrivals import Job, ServerStep, server_steps
+from pfl_ext.devices.arrivals import ServerStep, server_steps
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.models.memory import physical_memory
 from pfl_ext.rules import Refusals
 
 VERSIONS = "versions/"
 """Before the number of a version and the name of a variable in a checkpoint."""
+OF_ROUNDS = ("deadline_s", "over_selection", "stragglers", "availability")
+"""Keys of ``devices`` that say something of rounds with a cohort."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class FedBuffOptions:
-    """How many users train at a time, and how old an update may be; the buffer is federated.cohort_size."""
+    """How many users train at a time, how many updates make a step, and what old updates count."""
 
     concurrency: PositiveInt = 10
-    """M: users in flight at any time."""
+    """M, users who train at the same time; at most all of them."""
+    buffer_size: PositiveInt = 10
+    """K, updates for a step of the server, which is a round."""
+    staleness_weight: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
+    """What an update counts that is tau server steps old: 1 / sqrt(1 + tau), or 1."""
     max_staleness: NonNegativeInt | None = None
-    """Server steps since its start after which an update is dropped; none: all are taken."""
+    """Server steps since its start after which an update is not taken; none: all are taken."""
 
 
 @dataclass
 class Buffered:
-    """The model with the server's optimiser, and the versions that users in flight have started from."""
+    """The model with the server's optimiser, and the versions that later steps need, by number."""
 
     model: PyTorchModel
     versions: dict[int, Weights]
@@ -73,37 +82,41 @@ class FedBuff(Algorithm[Buffered]):
     """A round is a step of the server."""
 
     options: ClassVar[type] = FedBuffOptions
-    takes_devices: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("devices",)
+    idle: ClassVar[str] = "federated.cohort_size"
     refusals: ClassVar[Refusals] = {
         "privacy": "the order in which users arrive is no random sampling, and depends on how many images "
         "they have: choose algorithm fedavg or fedprox for private training",
-        "replacement": "FedBuff has a user at most once in flight: set federated.replacement to false",
+        "replacement": "FedBuff trains a user at most once at a time: set federated.replacement to false",
         "proportional": "FedBuff draws users alike: set federated.sampling to uniform",
     }
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
         assert means.devices is not None
-        self.clients, users, options = Clients(means), means.users, means.options
-        self.sent = Sent(*self.bytes(Buffered(means.model, {})))
+        users, options, size = means.users, means.options, trained_bytes(means.module)
+        self.clients, self.sent = Clients(means), Sent(size, size)
         fleet = Fleet(means.devices, users.partition.user_ids, means.seed)
-        everybody, sizes = np.arange(users.num_users), users.sizes
-        seconds = fleet.seconds(everybody, users.sampling.image_passes(sizes), self.sent)
+        passes = users.sampling.image_passes(users.sizes)
         self.steps: list[ServerStep] = server_steps(
-            seconds,
+            fleet.seconds(np.arange(users.num_users), passes, self.sent),
             concurrency=options.concurrency,
-            buffer=means.cohort_size,
+            buffer_size=options.buffer_size,
             max_staleness=options.max_staleness,
             drop_out=means.devices.drop_out,
             num_steps=means.num_rounds,
             seed=means.seed,
         )
-        self._last_use = {job.version: t for t, step in enumerate(self.steps) for job in step.jobs}
-        self._weights = users.sampling.taking_part(sizes) if means.by_images else np.ones(len(sizes))
+        self._last_use = {version: t for t, step in enumerate(self.steps) for version in step.by_version()}
+        groups = [len(step.by_version()) for step in self.steps]
+        self._groups_before = np.cumsum([0, *groups]).tolist()
+        sizes = users.sampling.taking_part(users.sizes)
+        self._weights = sizes.astype(float) if means.by_images else np.ones(len(sizes))
 
     @classmethod
     def check(cls, setup: Setup) -> None:
-        """Refuse a run without a clock, or with what is said of rounds that have a cohort.
+        """Refuse a run without a clock, with devices' keys about cohorts, with more users at a time than
+        there are, or with versions that have no room in memory.
 
         Raises:
             ValueError: one line.
@@ -111,65 +124,75 @@ class FedBuff(Algorithm[Buffered]):
         devices, plain = setup.devices, DevicesConfig()
         if devices is None or not devices.has_clock:
             raise ValueError(
-                "fedbuff takes updates in the order of their arrival, which needs speeds: give "
+                "fedbuff takes updates in the order in which devices send them, which needs speeds: give "
                 "devices.classes or devices.capacities"
             )
-        for key in ("deadline_s", "late", "over_selection", "stragglers", "availability"):
+        for key in OF_ROUNDS:
             if getattr(devices, key) != getattr(plain, key):
                 raise ValueError(
-                    f"devices.{key} is about rounds that begin and end, and fedbuff has none: leave it out"
+                    f"devices.{key} is about rounds with a cohort, and fedbuff has none: leave it out"
                 )
         if setup.options.concurrency > setup.users.num_users:
             raise ValueError(
                 f"federated.options.concurrency is {setup.options.concurrency} and there are "
-                f"{setup.users.num_users} users, each at most once in flight: set it to at most that"
+                f"{setup.users.num_users} users, each at most once at a time: set it to at most that"
+            )
+        oldest = setup.options.max_staleness
+        most = setup.options.concurrency if oldest is None else min(setup.options.concurrency, oldest)
+        need, there = (most + 1) * trained_bytes(setup.module), physical_memory()
+        if need > there:
+            raise ValueError(
+                f"fedbuff keeps up to {most + 1:,} versions of the model, {need / 1e9:,.1f} GB of memory, "
+                f"where there are {there / 1e9:,.1f}: lower federated.options.concurrency or .max_staleness"
             )
 
     def init(self, seed: int) -> Buffered:
-        """The run's model, whose weights were drawn from the run's seed, as the version 0."""
+        """The run's model, whose weights were drawn from the run's seed, as version 0."""
         return Buffered(self.means.model, {0: self.clients.weights()})
 
     def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
-        """Train the users whose updates fill the buffer, by versions, and make the server's step."""
-        step, x = self.steps[number], state.versions[number]
-        total = {name: torch.zeros_like(w) for name, w in x.items()}
+        """Train the users of a buffer, by the versions that they started from, and make the server's step."""
+        step, newest = self.steps[number], state.versions[number]
+        total = {name: torch.zeros_like(w) for name, w in newest.items()}
         whole = sum(float(self._weights[job.user]) for job in step.jobs)
-        images, losses = 0, list[tuple[int, float]]()
-        for version, jobs in _by_version(step.jobs).items():
-            users = np.array([job.user for job, _ in jobs], np.int64)
-            turns = np.array([turn for _, turn in jobs], np.int64)
-            start = state.versions[version]
-            update, seen = self.clients.mean_update(start, users, version, draws=number, turns=turns)
+        seen: list[dict[str, Any]] = []
+        for place, (version, users) in enumerate(step.by_version().items()):
+            draws = self._groups_before[number] + place
+            update, line = self.clients.mean_update(state.versions[version], users, version, draws=draws)
+            seen.append(line)
             weight = float(self._weights[users].sum())
             if weight:
-                factor = (1 + number - version) ** -0.5 * (weight / whole)
+                share = self._staleness_weight(number - version) * weight / whole
                 for name, sum_ in total.items():
-                    sum_.add_(update[name], alpha=factor)
-            images += seen["images"]
-            losses += [(seen["images"], seen["train_loss"])] if "train_loss" in seen else []
-        rate = self.clients.server_step(x, total, number)
-        state.versions[number + 1] = self.clients.weights()
-        kept = {v: w for v, w in state.versions.items() if v > number or self._last_use.get(v, 0) > number}
-        line: dict[str, Any] = {"users": len(step.jobs), "images": images, "learning_rate": rate}
-        if losses:
-            seen_images = sum(count for count, _ in losses)
-            line["train_loss"] = round(sum(count * loss for count, loss in losses) / seen_images, 6)
-        return Buffered(state.model, kept), line | self._events(number)
+                    sum_.add_(update[name], alpha=share)
+        rate = self.clients.server_step(newest, total, number)
+        kept = {v: w for v, w in state.versions.items() if self._last_use.get(v, -1) > number}
+        kept[number + 1] = self.clients.weights()
+        line = {"users": len(step.jobs), "images": sum(each["images"] for each in seen)}
+        trained = [each for each in seen if "train_loss" in each]
+        if trained:
+            losses, counts = ([each[key] for each in trained] for key in ("train_loss", "images"))
+            line["train_loss"] = round(float(np.average(losses, weights=counts)), 6)
+        return Buffered(state.model, kept), line | {"learning_rate": rate} | self._events(number)
+
+    def _staleness_weight(self, age: int) -> float:
+        """s of an update that is ``age`` server steps old."""
+        return 1.0 if self.means.options.staleness_weight == "constant" else float((1 + age) ** -0.5)
 
     def _events(self, number: int) -> dict[str, Any]:
-        """What ``metrics.jsonl`` says of the time up to a step."""
+        """What ``metrics.jsonl`` says of the time between the step before and this one."""
         step = self.steps[number]
         ages = [number - job.version for job in step.jobs]
-        ended = len(step.jobs) + step.stale
+        sent = len(step.jobs) + step.stale
         return {
-            "selected": ended + step.lost,
-            "reported": ended,
+            "selected": sent + step.lost,
+            "reported": len(step.jobs),
             "lost": step.lost,
             "late": step.stale,
             "staleness": round(sum(ages) / len(ages), 4),
-            "max_staleness": max(ages),
-            "bytes_down": (ended + step.lost) * self.sent.down,
-            "bytes_up": ended * self.sent.up,
+            "staleness_max": max(ages),
+            "bytes_down": (sent + step.lost) * self.sent.down,
+            "bytes_up": sent * self.sent.up,
             "virtual_seconds": round(step.end, 4),
         }
 
@@ -178,7 +201,7 @@ class FedBuff(Algorithm[Buffered]):
         return state.model
 
     def tensors(self, state: Buffered) -> dict[str, Tensor]:
-        """Of the model, the server's optimiser and the versions; the buffer is empty between rounds."""
+        """Of the model, the server's optimiser and the versions; between rounds the buffer is empty."""
         kept = {
             f"{VERSIONS}{version}/{name}": tensor
             for version, weights in state.versions.items()
@@ -189,18 +212,8 @@ class FedBuff(Algorithm[Buffered]):
     def load(self, state: Buffered, tensors: Mapping[str, Tensor]) -> Buffered:
         """Put all of it back."""
         checkpoint.restore_model(state.model, tensors)
-        device = next(iter(state.model.variable_map.values())).device
-        versions: dict[int, Weights] = {}
+        variables, versions = state.model.variable_map, dict[int, Weights]()
         for key, tensor in checkpoint.part(tensors, VERSIONS).items():
             version, _, name = key.partition("/")
-            versions.setdefault(int(version), {})[name] = tensor.to(device)
+            versions.setdefault(int(version), {})[name] = tensor.to(variables[name].device)
         return Buffered(state.model, versions)
-
-
-def _by_version(jobs: tuple[Job, ...]) -> dict[int, list[tuple[Job, int]]]:
-    """The jobs of a step by the version that they start from, each with how many of its user came before."""
-    turns, found = Counter[int](), dict[int, list[tuple[Job, int]]]()
-    for job in jobs:
-        found.setdefault(job.version, []).append((job, turns[job.user]))
-        turns[job.user] += 1
-    return dict(sorted(found.items()))

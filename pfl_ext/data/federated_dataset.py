@@ -118,16 +118,6 @@ class Member:
 Sampler = Literal["fixed", "replacement", "poisson", "cyclic", "proportional", "proportional_replacement"]
 
 
-def _turns(cohort: IntArray) -> IntArray:
-    """How many places before each of a cohort's ``[n]`` its user has."""
-    before: Counter[int] = Counter()
-    turns = []
-    for user in cohort.tolist():
-        turns.append(before[user])
-        before[user] += 1
-    return np.array(turns, np.int64)
-
-
 class FederatedImageDataset(FederatedDataset):
     """A pfl ``FederatedDataset`` over an `ImageStore`.
 
@@ -176,7 +166,6 @@ class FederatedImageDataset(FederatedDataset):
         self._reweight, self._collate = reweight, collate
         self._round = 0
         self._only: IntArray | None = None
-        self._turns: IntArray | None = None
         self.turnouts: Turnouts | None = None
         """Who reports in a round, where devices are simulated; None: all users that are drawn."""
 
@@ -200,17 +189,13 @@ class FederatedImageDataset(FederatedDataset):
         self._round = round_number
 
     @contextlib.contextmanager
-    def only(self, users: IntArray, turns: IntArray | None = None) -> Iterator[None]:
-        """Within, these users ``[n]`` are the cohort.
-
-        ``turns``: which of its turns in this round each is at, ``[n]``; None: one after another, from 0.
-        """
-        before = self._only, self._turns
-        self._only, self._turns = users, turns
+    def only(self, users: IntArray) -> Iterator[None]:
+        """Within, these users are the cohort."""
+        before, self._only = self._only, users
         try:
             yield
         finally:
-            self._only, self._turns = before
+            self._only = before
 
     def of(self, partition: Partition) -> FederatedImageDataset:
         """The same store, draws and cohorts, where these users own these rows."""
@@ -295,9 +280,12 @@ class FederatedImageDataset(FederatedDataset):
         steps = self._sampling.num_steps(sizes) if turnout is None else turnout.steps
         passes = self._sampling.images_of_steps(sizes, steps)
         sizes = self._sampling.taking_part(sizes)
-        turns = _turns(cohort) if self._turns is None else self._turns
-        parts = (cohort, turns, sizes, steps, passes)
-        return [Member(*values) for values in zip(*(part.tolist() for part in parts))]
+        turns: Counter[int] = Counter()
+        members = []
+        for user, *work in zip(*(part.tolist() for part in (cohort, sizes, steps, passes))):
+            members.append(Member(user, turns[user], *work))
+            turns[user] += 1
+        return members
 
     @property
     def _turnout(self) -> Turnout | None:
