@@ -202,7 +202,9 @@ def check_federated(
     if config.privacy is not None:
         calibrated(config.privacy, population, federated.cohort_size, federated.num_rounds)
     users = training_data(run, store, module.task, partition)
-    users.cohort(federated.cohort_size)
+    draws_cohorts = "federated.cohort_size" not in federated.chosen.idle.split()
+    if draws_cohorts:
+        users.cohort(federated.cohort_size)
     refuse(federated.chosen.refusals, workers=current() is not None)
     chosen = setup(config, module, users)
     federated.chosen.check(chosen)
@@ -211,7 +213,9 @@ def check_federated(
         size = trained_bytes(module)
         sent, ids = Sent(size, size), users.partition.user_ids
         drawn = {"cohort_size": federated.cohort_size, "seed": config.seed}
-        Turnouts(config.devices, users, ids, **drawn, sent=sent).of(0)
+        turnouts = Turnouts(config.devices, users, ids, **drawn, sent=sent)
+        if draws_cohorts:
+            turnouts.of(0)
 
 
 def train_federated(

@@ -1,0 +1,219 @@
+"""FedBuff: asynchronous training, in which the server steps on a buffer of K updates as they arrive
+(Nguyen et al. 2022, "Federated Learning with Buffered Asynchronous Aggregation", Algorithm 1,
+arXiv 2106.06639).
+
+At any time M users train (``concurrency``), each from the version of the model that was newest when it
+started, and each at most once at a time. Of user i, u_i is the update of its local training, and tau_i the
+number of server steps since its start. Once the buffer has K updates (``buffer_size``), the server's
+optimiser steps on
+
+    d = sum_i s(tau_i) w_i u_i / sum_i w_i,    s(tau) = 1 / sqrt(1 + tau)    (constant: s = 1)
+
+with w_i = 1 as in the paper (``federated.weighting: users``), so that the divisor is K, or the images of user
+i. The divisor does not hold s: old updates make a small step. Then the version grows by one, and the buffer
+is empty. A server step is a round of the run. With M = K = 1 this is FedAvg with a cohort of one.
+
+When users arrive follows from the run's ``devices`` (`pfl_ext.devices.arrivals`) and from nothing that is
+trained. So the K users of every step are known before training, and a step trains them together, by the
+version that they started from: a run is the same on any number of workers and after a resume. A version is
+kept, and is part of the checkpoint, until the last step that needs it: at most M of them and the newest.
+
+Users who start from the same version and arrive for the same step draw their batches as a round of their
+own, so that nobody draws the same batches twice. The local learning rate is that of the round in which a user
+starts, the server's that of the step.
+
+Privacy is refused: who is in a buffer follows from how fast users are, which is no random sampling, and from
+how many images they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pfl.model.pytorch import PyTorchModel
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
+
+from pfl_ext import checkpoint
+from pfl_ext.algorithms.algorithm import Algorithm, Means, Setup, register, trained_bytes
+from pfl_ext.algorithms.clients import Clients, Weights
+from pfl_ext.configs import STRICT
+from pfl_ext.devices.arrivals import ServerStep, server_steps
+from pfl_ext.devices.config import DevicesConfig
+from pfl_ext.devices.fleet import Fleet, Sent
+from pfl_ext.models.memory import physical_memory
+from pfl_ext.rules import Refusals
+
+VERSIONS = "versions/"
+"""Before the number of a version and the name of a variable in a checkpoint."""
+OF_ROUNDS = ("deadline_s", "over_selection", "stragglers", "availability")
+"""Keys of ``devices`` that say something of rounds with a cohort."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class FedBuffOptions:
+    """How many users train at a time, how many updates make a step, and what old updates count."""
+
+    concurrency: PositiveInt = 10
+    """M, users who train at the same time; at most all of them."""
+    buffer_size: PositiveInt = 10
+    """K, updates for a step of the server, which is a round."""
+    staleness_weight: Literal["inverse_sqrt", "constant"] = "inverse_sqrt"
+    """What an update counts that is tau server steps old: 1 / sqrt(1 + tau), or 1."""
+    max_staleness: NonNegativeInt | None = None
+    """Server steps since its start after which an update is not taken; none: all are taken."""
+
+
+@dataclass
+class Buffered:
+    """The model with the server's optimiser, and the versions that later steps need, by number."""
+
+    model: PyTorchModel
+    versions: dict[int, Weights]
+
+
+@register("fedbuff")
+class FedBuff(Algorithm[Buffered]):
+    """A round is a step of the server."""
+
+    options: ClassVar[type] = FedBuffOptions
+    takes: ClassVar[tuple[str, ...]] = ("devices",)
+    idle: ClassVar[str] = "federated.cohort_size"
+    refusals: ClassVar[Refusals] = {
+        "privacy": "the order in which users arrive is no random sampling, and depends on how many images "
+        "they have: choose algorithm fedavg or fedprox for private training",
+        "replacement": "FedBuff trains a user at most once at a time: set federated.replacement to false",
+        "proportional": "FedBuff draws users alike: set federated.sampling to uniform",
+    }
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        assert means.devices is not None
+        users, options, size = means.users, means.options, trained_bytes(means.module)
+        self.clients, self.sent = Clients(means), Sent(size, size)
+        fleet = Fleet(means.devices, users.partition.user_ids, means.seed)
+        passes = users.sampling.image_passes(users.sizes)
+        self.steps: list[ServerStep] = server_steps(
+            fleet.seconds(np.arange(users.num_users), passes, self.sent),
+            concurrency=options.concurrency,
+            buffer_size=options.buffer_size,
+            max_staleness=options.max_staleness,
+            drop_out=means.devices.drop_out,
+            num_steps=means.num_rounds,
+            seed=means.seed,
+        )
+        self._last_use = {version: t for t, step in enumerate(self.steps) for version in step.by_version()}
+        groups = [len(step.by_version()) for step in self.steps]
+        self._groups_before = np.cumsum([0, *groups]).tolist()
+        sizes = users.sampling.taking_part(users.sizes)
+        self._weights = sizes.astype(float) if means.by_images else np.ones(len(sizes))
+
+    @classmethod
+    def check(cls, setup: Setup) -> None:
+        """Refuse a run without a clock, with devices' keys about cohorts, with more users at a time than
+        there are, or with versions that have no room in memory.
+
+        Raises:
+            ValueError: one line.
+        """
+        devices, plain = setup.devices, DevicesConfig()
+        if devices is None or not devices.has_clock:
+            raise ValueError(
+                "fedbuff takes updates in the order in which devices send them, which needs speeds: give "
+                "devices.classes or devices.capacities"
+            )
+        for key in OF_ROUNDS:
+            if getattr(devices, key) != getattr(plain, key):
+                raise ValueError(
+                    f"devices.{key} is about rounds with a cohort, and fedbuff has none: leave it out"
+                )
+        if setup.options.concurrency > setup.users.num_users:
+            raise ValueError(
+                f"federated.options.concurrency is {setup.options.concurrency} and there are "
+                f"{setup.users.num_users} users, each at most once at a time: set it to at most that"
+            )
+        oldest = setup.options.max_staleness
+        most = setup.options.concurrency if oldest is None else min(setup.options.concurrency, oldest)
+        need, there = (most + 1) * trained_bytes(setup.module), physical_memory()
+        if need > there:
+            raise ValueError(
+                f"fedbuff keeps up to {most + 1:,} versions of the model, {need / 1e9:,.1f} GB of memory, "
+                f"where there are {there / 1e9:,.1f}: lower federated.options.concurrency or .max_staleness"
+            )
+
+    def init(self, seed: int) -> Buffered:
+        """The run's model, whose weights were drawn from the run's seed, as version 0."""
+        return Buffered(self.means.model, {0: self.clients.weights()})
+
+    def round(self, state: Buffered, number: int) -> tuple[Buffered, dict[str, Any]]:
+        """Train the users of a buffer, by the versions that they started from, and make the server's step."""
+        step, newest = self.steps[number], state.versions[number]
+        total = {name: torch.zeros_like(w) for name, w in newest.items()}
+        whole = sum(float(self._weights[job.user]) for job in step.jobs)
+        seen: list[dict[str, Any]] = []
+        for place, (version, users) in enumerate(step.by_version().items()):
+            draws = self._groups_before[number] + place
+            update, line = self.clients.mean_update(state.versions[version], users, version, draws=draws)
+            seen.append(line)
+            weight = float(self._weights[users].sum())
+            if weight:
+                share = self._staleness_weight(number - version) * weight / whole
+                for name, sum_ in total.items():
+                    sum_.add_(update[name], alpha=share)
+        rate = self.clients.server_step(newest, total, number)
+        kept = {v: w for v, w in state.versions.items() if self._last_use.get(v, -1) > number}
+        kept[number + 1] = self.clients.weights()
+        line = {"users": len(step.jobs), "images": sum(each["images"] for each in seen)}
+        trained = [each for each in seen if "train_loss" in each]
+        if trained:
+            losses, counts = ([each[key] for each in trained] for key in ("train_loss", "images"))
+            line["train_loss"] = round(float(np.average(losses, weights=counts)), 6)
+        return Buffered(state.model, kept), line | {"learning_rate": rate} | self._events(number)
+
+    def _staleness_weight(self, age: int) -> float:
+        """s of an update that is ``age`` server steps old."""
+        return 1.0 if self.means.options.staleness_weight == "constant" else float((1 + age) ** -0.5)
+
+    def _events(self, number: int) -> dict[str, Any]:
+        """What ``metrics.jsonl`` says of the time between the step before and this one."""
+        step = self.steps[number]
+        ages = [number - job.version for job in step.jobs]
+        sent = len(step.jobs) + step.stale
+        return {
+            "selected": sent + step.lost,
+            "reported": len(step.jobs),
+            "lost": step.lost,
+            "late": step.stale,
+            "staleness": round(sum(ages) / len(ages), 4),
+            "staleness_max": max(ages),
+            "bytes_down": (sent + step.lost) * self.sent.down,
+            "bytes_up": sent * self.sent.up,
+            "virtual_seconds": round(step.end, 4),
+        }
+
+    def model(self, state: Buffered) -> PyTorchModel:
+        """The newest version."""
+        return state.model
+
+    def tensors(self, state: Buffered) -> dict[str, Tensor]:
+        """Of the model, the server's optimiser and the versions; between rounds the buffer is empty."""
+        kept = {
+            f"{VERSIONS}{version}/{name}": tensor
+            for version, weights in state.versions.items()
+            for name, tensor in weights.items()
+        }
+        return checkpoint.model_tensors(state.model) | kept
+
+    def load(self, state: Buffered, tensors: Mapping[str, Tensor]) -> Buffered:
+        """Put all of it back."""
+        checkpoint.restore_model(state.model, tensors)
+        variables, versions = state.model.variable_map, dict[int, Weights]()
+        for key, tensor in checkpoint.part(tensors, VERSIONS).items():
+            version, _, name = key.partition("/")
+            versions.setdefault(int(version), {})[name] = tensor.to(variables[name].device)
+        return Buffered(state.model, versions)

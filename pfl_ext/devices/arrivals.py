@@ -1,0 +1,118 @@
+"""Asynchronous training as a list of events, all of them known before anybody trains.
+
+M users train at any time, each at most once at a time. Whoever finishes is followed at once by another user,
+drawn with equal chances from those who do not train, who starts from the newest version of the model. The
+server takes updates in the order in which they arrive; with K of them it makes a step, and the version grows
+by one. How long a user takes follows from its device and its images (`pfl_ext.devices.fleet`), so that
+nothing here looks at a weight.
+
+Letters: M users at a time, K updates of a step, U users, n users of a step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_ext.privacy.sampling import private_cohort
+from pfl_ext.randomness import stream
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+class Job(NamedTuple):
+    """The training of one user."""
+
+    user: int
+    version: int
+    """Of the model that it started from: how many server steps had been made."""
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """One step of the server."""
+
+    jobs: tuple[Job, ...]
+    """K, in the order of their arrival."""
+    stale: int
+    """Updates that came since the step before and were too old."""
+    lost: int
+    """Users who dropped out since the step before."""
+    end: float
+    """Virtual seconds from the run's start."""
+
+    def by_version(self) -> dict[int, IntArray]:
+        """The users ``[n]`` of each version that they started from, the oldest version first."""
+        found: dict[int, list[int]] = {}
+        for job in self.jobs:
+            found.setdefault(job.version, []).append(job.user)
+        return {version: np.array(users, np.int64) for version, users in sorted(found.items())}
+
+
+class _Drawn:
+    """Who trains now."""
+
+    def __init__(self, num_users: int, seed: int) -> None:
+        self._num_users, self._seed, self.users = num_users, seed, set[int]()
+
+    def add(self, number: int) -> int:
+        """The user of the job of this number; where nobody trains, the cohort of one of that round."""
+        others = self._num_users - len(self.users)
+        user = int(private_cohort("fixed", self._seed, number, others, 1)[0])
+        for other in sorted(self.users):  # from a place among the others to a number among all
+            user += user >= other
+        self.users.add(user)
+        return user
+
+
+def server_steps(
+    seconds: FloatArray,
+    *,
+    concurrency: int,
+    buffer_size: int,
+    max_staleness: int | None,
+    drop_out: float,
+    num_steps: int,
+    seed: int,
+) -> list[ServerStep]:
+    """The steps of a run.
+
+    Args:
+        seconds: virtual, that each user takes, ``[U]``, above 0.
+        concurrency: M, at most U.
+        buffer_size: K.
+        max_staleness: server steps since its start after which an update is not taken; None: all are.
+        drop_out: probability of a user to be lost when it would have finished.
+        num_steps: how many steps there are.
+        seed: of the run.
+    """
+    drawn, heap = _Drawn(len(seconds), seed), list[tuple[float, int, Job]]()
+    steps, jobs, stale, lost, begun = list[ServerStep](), list[Job](), 0, 0, 0
+
+    def begin(now: float) -> None:
+        nonlocal begun
+        user = drawn.add(begun)
+        heapq.heappush(heap, (now + float(seconds[user]), begun, Job(user, len(steps))))
+        begun += 1
+
+    for _ in range(concurrency):
+        begin(0.0)
+    while len(steps) < num_steps:
+        now, number, job = heapq.heappop(heap)
+        drawn.users.remove(job.user)
+        if drop_out and stream(seed, "drop-out of a job", number).random() < drop_out:
+            lost += 1
+        elif max_staleness is not None and len(steps) - job.version > max_staleness:
+            stale += 1
+        else:
+            jobs.append(job)
+        if len(jobs) == buffer_size:
+            steps.append(ServerStep(tuple(jobs), stale, lost, now))
+            jobs, stale, lost = [], 0, 0
+        begin(now)
+    return steps
