@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -10,11 +9,10 @@ import pytest
 import yaml
 
 from benchmarks.core.config.benchmark import Benchmark
-from benchmarks.core.config.digests import config_tree, digest, experiment_digest
+from benchmarks.core.config.digests import config_tree, digest
 from benchmarks.core.config.sections import Runtime, TrainingConfig
-from benchmarks.core.config.trees import build, leaves, section_in
+from benchmarks.core.config.trees import leaves, section_in
 from benchmarks.core.experiment import build_model
-from benchmarks.fedcv.classification.config import CLASSIFICATION
 from benchmarks.fedcv.detection.config import DETECTION
 from benchmarks.fedcv.segmentation.config import SEGMENTATION
 from benchmarks.flair import paper
@@ -247,14 +245,6 @@ def test_the_mini_scale_changes_size_and_not_the_task(name: str) -> None:
         assert mini.federated == full.federated
 
 
-def test_the_digest_tells_configs_apart_and_nothing_else() -> None:
-    assert digest(config("--seed=1")) != digest(config("--seed=2"))
-    assert digest(config("--runtime.threads=1")) == digest(config())
-    assert digest(build(Config, json.loads(json.dumps(dataclasses.asdict(config()))), "again")) == digest(
-        config()
-    )
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -383,61 +373,3 @@ def test_the_weights_files_content_belongs_to_the_config(tmp_path: Path) -> None
         parse(["--config=fl-f-17", "--weights=nowhere.pth"])
     with pytest.raises(ValueError, match="--weights is for fine-tuning"):
         parse([f"--weights={one}"])
-
-
-def test_the_config_of_an_old_run_is_read_as_it_was_meant(tmp_path: Path) -> None:
-    """Keys that were retired, fields without effect, values that are filled in today."""
-    path = tmp_path / "run" / "config.yaml"
-    path.parent.mkdir()
-    tree = config_tree(VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config)
-    tree["personal"] = {"num_epochs": 0, "split_seed": 0}
-    tree["evaluation"] |= {"per_user": False, "few_shot_below": 20}
-    tree["centralised"]["num_epochs"] = 5
-    tree["federated"]["mu"] = None
-    path.write_text(yaml.safe_dump(tree))
-    with pytest.raises(ValueError, match=r"there is no config key (personal|evaluation)"):
-        VISION.parse([f"--config={path}"])
-    (path.parent / "metrics.jsonl").touch()  # it is a run's
-    made = VISION.parse([f"--config={path}"]).config
-    assert made == VISION.parse(["--config=cifar10-fedavg", "--recipe=fedprox"]).config
-    assert made.federated.mu == 0.01
-
-
-@pytest.mark.parametrize(
-    "words", [["--config=fedavg"], ["--augment.label_smoothing=0"], ["--model.normalisation=imagenet"]]
-)
-def test_what_a_runs_file_leaves_out_is_not_what_the_protocol_has(words: list[str], tmp_path: Path) -> None:
-    """FedCV's protocol has label smoothing and its own normalisation, which a config may be without."""
-    made = CLASSIFICATION.parse(words).config
-    path = tmp_path / "run" / "config.yaml"
-    path.parent.mkdir()
-    (path.parent / "metrics.jsonl").touch()
-    path.write_text(yaml.safe_dump(config_tree(made)))
-    assert CLASSIFICATION.read(config_tree(made), "config.yaml") == made
-    assert CLASSIFICATION.parse([f"--config={path}"]).config == made
-
-
-@pytest.mark.parametrize("benchmark", [FLAIR, VISION, CLASSIFICATION, SEGMENTATION, DETECTION])
-def test_every_shipped_setting_is_read_from_its_runs_file_as_it_was(
-    benchmark: Benchmark[TrainingConfig],
-) -> None:
-    for setting in benchmark.settings:
-        made = benchmark.parse([f"--config={setting}"]).config
-        assert benchmark.read(config_tree(made), "config.yaml") == made
-
-
-DIGESTS = Path(__file__).with_name("config_digests.json")
-GOLDEN: dict[str, dict[str, list[str]]] = json.loads(DIGESTS.read_text())
-"""For command lines of each benchmark: the first digits of the digest and of the experiment's digest, as the
-code of commit 8b11667 computed them."""
-
-
-@pytest.mark.parametrize("name, benchmark", [("flair", FLAIR), ("visual_classification", VISION)])
-def test_digests_stay_what_they_were(name: str, benchmark: Benchmark[TrainingConfig]) -> None:
-    """A run directory of before goes on, and its repetitions are still merged with it."""
-    assert {line[9:] for line in GOLDEN[name] if line.count("--") == 1} >= set(benchmark.settings)
-    found = {}
-    for line in GOLDEN[name]:
-        made = benchmark.parse(line.split()).config
-        found[line] = [digest(made)[:16], experiment_digest(config_tree(made), benchmark.kind)[:16]]
-    assert found == GOLDEN[name]

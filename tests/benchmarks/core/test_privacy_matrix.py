@@ -220,8 +220,7 @@ DIFFERENT = ("data.scored", "data.val_share")
 def test_the_printed_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     lines = capsys.readouterr().out.splitlines()
-    shared = {key: rule for key, rule in RULES.items() if key not in DIFFERENT}
-    assert set(markdown(shared).splitlines()) <= set(lines)
+    assert set(markdown({k: r for k, r in RULES.items() if k not in DIFFERENT}).splitlines()) <= set(lines)
     assert all(line.count("|") == 5 for line in lines)
     both = [line for line in lines if any(f"`{key} of" in line for key in DIFFERENT)]
     assert [line.split(" | ")[:2] for line in sorted(both)] == [

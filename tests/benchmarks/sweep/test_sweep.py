@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-import queue
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
@@ -18,26 +16,22 @@ from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-import wandb
 import yaml
 from optuna.trial import TrialState
-from wandb.apis.public import sweeps as wandb_sweeps
-from wandb.wandb_agent import Agent
 
-from benchmarks.core.config.digests import short_digest
 from benchmarks.core.config.trees import Tree
 from benchmarks.core.mini import DataSource
 from benchmarks.core.secret import open_secret, secret_path
 from benchmarks.flair import train as flair_train
-from benchmarks.flair.config import FLAIR, parse
+from benchmarks.flair.config import FLAIR
 from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep, Options, read_values
-from benchmarks.sweep.report import Row, parallel_coordinates, table
-from benchmarks.sweep.space import Metric, command_words, read_sweep
+from benchmarks.sweep.report import parallel_coordinates
+from benchmarks.sweep.space import Metric, read_sweep
 from dataset.cli import Stopped, raised, run
 from dataset.files import locked
 from tests.benchmarks.conftest import SMALL, train_into
-from tests.benchmarks.sweep.test_space import COMMAND, written
+from tests.benchmarks.sweep.test_space import written
 
 RATES = {"local.learning_rate": {"values": [0.01, 0.3]}}
 FOUR = {"local.learning_rate": {"values": [0.1, 0.2, 0.3, 0.4]}}
@@ -374,97 +368,6 @@ def test_a_line_that_is_just_being_written_is_not_read(tmp_path: Path) -> None:
     assert read_values(tmp_path / "none", "val/C-AP") == []
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["nowhere", "--local=true"], "no such file and no shipped sweep; the shipped ones are bayes, clip-"),
-        (["learning-rates", "--local=true", "--workers=0"], "--workers is '0'"),
-        (
-            ["learning-rates", "--local=true", "--run_dir=x"],
-            "--run_dir is the sweep's to give: remove it from the arg",
-        ),
-        (
-            ["learning-rates", "--local=true", "--program=benchmarks.sweep.command"],
-            "--program is 'benchmarks.sweep.command': choose",
-        ),
-        (
-            ["learning-rates", "--local=true", "--program=benchmarks.visual_classification.train"],
-            "is a sweep of benchmarks.flair.train, and --program is",
-        ),
-        (["learning-rates", "--local=true", "--local.learning_rate=1"], "--local.learning_rate is swept"),
-        (
-            ["learning-rates", "--local=true", "--locl.batch_size=1"],
-            "there is no config key locl.batch_size; did you mean local.batch_size?",
-        ),
-        (["learning-rates", "--workers=2"], "--workers is for local sweeps"),
-        (["learning-rates"], "no wandb key was found"),
-        (["me/flair/abc123", "--server.beta1=0.5"], "stand in its command at wandb"),
-        (["--local=true"], "the sweep comes first"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_a_mistake_ends_in_one_line_and_code_2(
-    argv: list[str],
-    message: str,
-    mini_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.chdir(tmp_path)
-    where = [] if "/" in argv[0] else [f"--data_path={mini_file}"]
-    assert run(main, [*argv, *where] if not argv[0].startswith("--") else argv) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(errors) == 1
-    assert message in errors[0]
-
-
-def test_wandbs_own_agent_runs_what_was_asked_for(
-    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """wandb's Agent itself; only its server's answers are written here."""
-    fixed = [f"--data_path={mini_file}", "--run_dir=sweep/{digest}", *SHORT, "--federated.num_rounds=1"]
-    fixed.append("--runtime.threads=1")
-    command = [*COMMAND[:-1], *fixed, "--runtime.track=wandb", "--runtime.progress=false", "${args}"]
-    args = {"local.learning_rate": {"value": 0.3}}
-    answers = [[{"type": "run", "run_id": "r1", "program": "", "args": args}]]
-    monkeypatch.setattr(
-        wandb_sweeps, "_sweep_with_runs", lambda *_: {"config": yaml.safe_dump({"command": command})}
-    )
-    monkeypatch.setattr(wandb_sweeps, "_register_agent", lambda *_, **__: {"id": "agent"})
-
-    def heartbeat(api: Any, agent_id: str, metrics: Any, running: dict[str, bool]) -> list[Any]:
-        return answers.pop(0) if not running and answers else []
-
-    monkeypatch.setattr(wandb_sweeps, "_agent_heartbeat", heartbeat)
-    monkeypatch.setattr(wandb, "Api", lambda: None)
-    monkeypatch.setattr(Agent, "POLL_INTERVAL", 0.1)
-    for name, value in {"MODE": "offline", "SWEEP_ID": "sweep1", "DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    monkeypatch.setenv("WANDB_RUN_ID", "")
-    monkeypatch.setenv("WANDB_SWEEP_PARAM_PATH", "")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    monkeypatch.chdir(tmp_path)
-    Agent(None, queue.Queue(), sweep_id="sweep1", count=1).run()  # type: ignore[no-untyped-call]
-    words = ["--config=fl-r-17", *fixed, *command_words({"local.learning_rate": 0.3})]
-    directory = tmp_path / "sweep" / short_digest(parse(words).config)
-    assert yaml.safe_load((directory / "config.yaml").read_text())["local"]["learning_rate"] == 0.3
-    assert json.loads((directory / "results.json").read_text())["model_sha256"]
-    assert [path.stem for path in tmp_path.glob("sweep/*/wandb/offline-run-*/*.wandb")] == ["run-r1"]
-
-
-def some_rows() -> list[Row]:
-    points = [{"a.rate": 0.1, "b": "x"}, {"a.rate": 0.001, "b": "y"}, {"a.rate": 0.01, "b": "x"}]
-    scores: list[float | None] = [12.0, 30.0, None]
-    return [
-        Row(i, point, "finished" if score else "failed", score, 3, None, 1.0, f"trials/{i}")
-        for i, (point, score) in enumerate(zip(points, scores))
-    ]
-
-
 def test_the_column_of_test_is_the_headline_of_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,104 +389,3 @@ def test_the_column_of_test_is_the_headline_of_what_is_trained(
     (row,) = csv.DictReader((local.directory / "table.csv").read_text().splitlines())
     assert (row["best val/accuracy"], row["test accuracy"]) == ("60", "61.50")
     assert "C-AP" not in (local.directory / "table.md").read_text()
-
-
-def test_a_local_sweep_needs_no_command(
-    doubled: Callable[..., LocalSweep], mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Issue 17.46: it failed after a while, with a dump of an object."""
-    doubled(RATES, command=None)  # trials take no time from here on
-    argv = [
-        str(tmp_path / "sweep.yaml"),
-        "--local=true",
-        f"--data_path={mini_file}",
-        f"--sweep_dir={tmp_path / 's'}",
-    ]
-    assert run(main, argv) == 0
-    assert "| finished |" in (tmp_path / "s" / "table.md").read_text()
-
-
-def test_a_sweep_by_val_of_runs_that_follow_test_is_refused_before_any_trial(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every trial would fail at its end, as there is no val in its metrics.jsonl."""
-    argv = [written(tmp_path, RATES, command=None, metric=None), "--local=true", f"--data_path={mini_file}"]
-    argv += ["--program=benchmarks.visual_classification.train"]
-    assert run(main, argv) == 2
-    assert "add --data.scored=val" in capsys.readouterr().err
-
-
-def test_the_run_dir_of_a_sweeps_file_is_refused_not_ignored(
-    mini_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Issue 17.46."""
-    for word in (["--run_dir=mine/{digest}"], ["--run_dir", "mine"], ["--runtime.device=cuda:1"]):
-        file = written(tmp_path, RATES, command=[*COMMAND[:-1], *word, COMMAND[-1]])
-        assert run(main, [file, "--local=true", f"--data_path={mini_file}"]) == 2
-        key = word[0].split("=")[0]
-        assert (
-            f"{key} is the sweep's to give: remove it from the command of {file}" in capsys.readouterr().err
-        )
-
-
-def test_wandb_gives_each_trial_a_directory_of_its_own(
-    mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registered: list[Tree] = []
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setattr(wandb, "sweep", lambda tree, **_: registered.append(tree))
-    monkeypatch.setattr(wandb, "agent", lambda *_, **__: None)
-    command = [*COMMAND[:-1], "--run_dir=mine/{digest}", COMMAND[-1]]
-    for options, place in (
-        ({"command": None}, "runs/sweeps/sweep/{digest}"),
-        ({"command": command}, "mine/{digest}"),
-    ):
-        assert run(main, [written(tmp_path, RATES, **options), f"--data_path={mini_file}"]) == 0
-        words = registered[-1]["command"]
-        assert [word for word in words if word.startswith("--run_dir")] == [f"--run_dir={place}"]
-        assert words[:4] == ["${env}", "${interpreter}", "-m", "benchmarks.flair.train"]
-        assert words[-1] == "${args}"
-
-
-def test_the_table_has_the_best_first_and_the_unscored_last() -> None:
-    best = Metric("val/C-AP", "maximize")
-    cells = table(some_rows(), ["a.rate", "b"], best, "C-AP")
-    assert [line[1] for line in cells] == ["trial", "001", "000", "002"]
-    assert [line[0] for line in cells] == ["rank", "1", "2", ""]
-    unknown = table([dataclasses.replace(some_rows()[0], seconds=None)], ["a.rate"], best, "C-AP")
-    assert dict(zip(*unknown))["seconds"] == ""
-    smallest = table(some_rows(), ["a.rate"], Metric("val/loss"), "C-AP")
-    assert [line[1] for line in smallest[1:]] == ["000", "001", "002"]
-
-
-def test_one_scored_trial_makes_no_plot(tmp_path: Path) -> None:
-    sweep, _, _ = read_sweep("learning-rates")
-    only = [row for row in some_rows() if row.number == 1]
-    assert not parallel_coordinates(only, sweep, "t", tmp_path / "p")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_parameter_of_one_value_is_drawn_without_a_word(tmp_path: Path) -> None:
-    sweep, _, _ = read_sweep("learning-rates")
-    points = [{"local.learning_rate": 0.1, "server.learning_rate": rate} for rate in (0.02, 0.05)]
-    rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
-    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
-
-
-def test_every_kind_of_parameter_is_drawn(tmp_path: Path) -> None:
-    """Words, None, whole numbers, and what optuna draws in other units than the config's."""
-    space = {
-        "augment.flip": {"values": ["none", "horizontal"]},
-        "local.max_images": {"values": [None, 64]},
-        "local.num_epochs": {"min": 1, "max": 3},
-        "seed": {"min": 0, "max": 2**31 - 1},
-        "server.learning_rate": {"distribution": "log_normal", "mu": -3, "sigma": 1},
-        "federated.cohort_size": {"distribution": "q_log_uniform_values", "min": 8, "max": 64, "q": 8},
-    }
-    sweep, _, _ = read_sweep(written(tmp_path, space, method="random", run_cap=9))
-    points = [next(sweep.candidates(0, number, []))[1] for number in range(9)]
-    rows = [Row(i, point, "finished", 1.0 + i, 3, None, 1.0, "x") for i, point in enumerate(points)]
-    assert parallel_coordinates(rows, sweep, "t", tmp_path / "p")
-    picture = (tmp_path / "p.svg").read_text()
-    assert all(f"<!-- {name} -->" in picture for name in space)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import re
 import zlib
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.pool import Pool
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,15 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dataset.cli import run
-from dataset.flair.download_preprocess import main as preprocess
-from dataset.store import validate as validation
 from dataset.store.annotations import LabelMatrix
 from dataset.store.hdf5 import DataFile
 from dataset.store.index import TAXONOMIES, DatasetIndex, SplitIndex, check_index
 from dataset.store.native import checksum
 from dataset.store.probe import probe
-from dataset.store.validate import _label_lines, main, validate
-from tests.dataset.drawn import label_rows, records, write_parquet
+from dataset.store.validate import main, validate
+from tests.dataset.drawn import label_rows
 from tests.dataset.store.test_hdf5 import dataset_index, partitioned, write
 
 
@@ -48,74 +44,6 @@ def put(file: h5py.File, name: str, array: np.ndarray[Any, Any]) -> None:
     del file[name]
     file[name] = array
     file[name].attrs["sha256"] = checksum(array)
-
-
-def test_a_sound_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(main, [str(write(tmp_path / "f.hdf5", "jpeg", splits=partitioned()))]) == 0
-    text = capsys.readouterr().out
-    assert "train: 3 users, 7 images (per user: median 2, mean 2.33, max 4)" in text
-    assert "partition geo-100: 3 users, 5 images (per user: median 2, mean 1.67, max 2)" in text
-    assert "1.000 labels/image" in text
-    assert "jpeg, grouped by user, valid" in text
-    assert "source: drawn" in text
-
-
-def test_what_comes_after_equal_labels_is_described_too() -> None:
-    def classes(*counts: int) -> SimpleNamespace:
-        return SimpleNamespace(kind="one class", counts=lambda: np.array(counts))
-
-    annotations = {"a": classes(3, 4), "b": classes(3, 4), "c": classes(5, 2)}
-    mappings = {key: {"cat": 0, "dog": 1} for key in annotations}
-    reader, split = SimpleNamespace(label_mappings=mappings), SimpleNamespace(annotations=annotations)
-    file: Any = SimpleNamespace(reader=reader, splits=["train"], split=lambda name: split)
-    assert _label_lines(file) == [
-        *("a: 2, with images in train", "  dog: 4", "  cat: 3", "b: the same 2"),
-        *("c: 2, with images in train", "  cat: 5", "  dog: 2"),
-    ]
-
-
-def test_a_description_names_the_labels_and_counts_their_images(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each label of each taxonomy, the most frequent first; of many, the first ones and the rest together."""
-    rows = records(60)
-    folder, path = write_parquet(tmp_path / "in", rows), tmp_path / "f.hdf5"
-    assert run(preprocess, [f"--source={folder}", f"--output_file={path}"]) == 0
-
-    def counts(taxonomy: str) -> list[list[str]]:
-        """Name and counts as they were printed."""
-        capsys.readouterr()
-        assert run(main, [str(path)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith(f"{taxonomy}: "))
-        assert lines[start].endswith("with images in train, val, test")
-        return [line.strip().split(": ") for line in itertools.takewhile(is_label, lines[start + 1 :])]
-
-    def is_label(line: str) -> bool:
-        return line.startswith("  ")
-
-    def expected(taxonomy: str, label: str) -> str:
-        here = [one.partition for one in rows if label in getattr(one, taxonomy)]
-        return ", ".join(str(here.count(split)) for split in ("train", "val", "test"))
-
-    for taxonomy in TAXONOMIES:
-        printed = counts(taxonomy)
-        names = {label for one in rows for label in getattr(one, taxonomy)}
-        assert {name for name, _ in printed} == names
-        assert all(told == expected(taxonomy, name) for name, told in printed)
-        totals = [sum(map(int, told.split(", "))) for _, told in printed]
-        assert totals == sorted(totals, reverse=True)
-    monkeypatch.setattr(validation, "MOST_LABELS", 4)
-    fine = counts("fine_grained_labels")
-    assert [name for name, _ in fine[4:]] == ["9 more, together"]
-    held = np.array([[int(n) for n in told.split(", ")] for _, told in fine])
-    np.testing.assert_array_equal(
-        held.sum(0),
-        [
-            sum(len(set(one.fine_grained_labels)) for one in rows if one.partition == split)
-            for split in ("train", "val", "test")
-        ],
-    )
 
 
 def content(path: Path) -> list[Any]:
@@ -396,71 +324,6 @@ def test_each_kind_of_damage_is_named(
     with h5py.File(path, "r+") as file:
         damage(file)
     assert message in rejected(path, capsys)
-
-
-GEO = "train/partitions/geo-100"
-
-
-def row_out_of_range(file: h5py.File) -> None:
-    put(file, f"{GEO}/rows", np.array([5, 2, 3, 0, 7]))
-
-
-def dealt_twice(file: h5py.File) -> None:
-    put(file, f"{GEO}/rows", np.array([5, 2, 3, 0, 5]))
-
-
-def user_without_images(file: h5py.File) -> None:
-    put(file, f"{GEO}/offsets", np.array([0, 1, 1, 5]))
-
-
-def same_user(file: h5py.File) -> None:
-    put(file, f"{GEO}/user_ids", np.array([b"one", b"two", b"one"]))
-
-
-def odd_name(file: h5py.File) -> None:
-    file.move(GEO, "train/partitions/geo 100")
-
-
-def stale_rows(file: h5py.File) -> None:
-    file[f"{GEO}/rows"][0] = 4
-
-
-def no_rows(file: h5py.File) -> None:
-    del file[f"{GEO}/rows"]
-
-
-def elsewhere(file: h5py.File) -> None:
-    del file["train/partitions"]
-    file["train/partitions"] = h5py.ExternalLink("other.hdf5", "/partitions")
-
-
-def other_partition(file: h5py.File) -> None:
-    file.move(GEO, "train/partitions/geo-30k")
-
-
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (row_out_of_range, "split train: partition 'geo-100': a row is out of range (0..6)"),
-        (dealt_twice, "partition 'geo-100': it deals an image twice"),
-        (user_without_images, "partition 'geo-100': its offsets do not rise"),
-        (same_user, "partition 'geo-100': user one is there twice"),
-        (odd_name, "partition 'geo 100': its name has other characters"),
-        (stale_rows, "geo-100/rows does not agree with its checksum"),
-        (no_rows, "geo-100/rows"),
-        (elsewhere, "partitions is no group of it"),
-        (other_partition, "its content checksum does not agree"),
-    ],
-)
-def test_each_kind_of_damage_to_a_partition_is_named(
-    tmp_path: Path, damage: Callable[[h5py.File], None], message: str
-) -> None:
-    path = write(tmp_path / "f.hdf5", "jpeg", splits=partitioned())
-    validate(path)
-    with h5py.File(path, "r+") as file:
-        damage(file)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        validate(path)
 
 
 def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,6 @@ from pfl_ext.privacy.epsilon import (
     least_multiplier,
     without_replacement_delta,
 )
-from pfl_ext.privacy.sampling import private_cohort
 
 pytestmark = pytest.mark.xdist_group("accounting")
 """One process runs them all: calibrations are remembered."""
@@ -344,63 +343,6 @@ def test_without_simulation_the_run_is_the_system_accounted_for() -> None:
     assert "nothing is simulated" in report["claim"]
 
 
-def test_releases_before_training_are_composed_with_the_rounds() -> None:
-    """By dp-accounting itself; of several runs each has releases of its own."""
-
-    def direct(rounds: int, releases: int) -> float:
-        ledger = PLDAccountant(REMOVE, value_discretization_interval=3e-4)
-        ledger.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(2.0)), rounds)
-        ledger.compose(dp_accounting.GaussianDpEvent(8.0), releases)
-        return float(ledger.get_epsilon(1e-5))
-
-    plain = System(1000, 100, 2.0, 1e-5, "poisson", "pld")
-    system = replace(plain, releases=(8.0, 8.0))
-    assert system.epsilon_after(50) == pytest.approx(direct(50, 2), rel=1e-3)
-    assert system.epsilon_after(50) > 1.01 * plain.epsilon_after(50)
-    assert system.epsilon_of_runs(3, 50) == pytest.approx(direct(150, 6), rel=1e-3)
-    mu = math.sqrt(2) / 8
-    assert gaussian_delta(system.epsilon_after(0), mu) == pytest.approx(1e-5, rel=0.01)
-    assert plain.epsilon_after(0) == 0
-
-
-def test_releases_take_their_part_of_the_budget() -> None:
-    config = PrivacyConfig(epsilon=2.0, delta=1e-5, moments_multiplier=8.0)
-    noises = [
-        c.calibrate(1000, 100, 50).simulated.noise_multiplier
-        for c in (replace(config, moments_multiplier=None), config, replace(config, moments_multiplier=4.0))
-    ]
-    assert noises[0] < noises[1] < noises[2]
-    calibration = config.calibrate(1000, 100, 50)
-    assert calibration.epsilon <= 2.0
-    assert calibration.to_json()["as_executed"]["releases_before_training"] == [8.0, 8.0]
-    with pytest.raises(ValueError, match=r"moments_multiplier is 8: .* alone spend an epsilon of 0\.6"):
-        replace(config, epsilon=0.1).calibrate(1000, 100, 50)
-    for tiny in (1e-300, 1e-5, 0.01):
-        with pytest.raises(ValueError, match="alone spend an epsilon of"):
-            replace(config, moments_multiplier=tiny).calibrate(1000, 100, 50)
-    odd = {"moments_multiplier": 1e300, "mean_bound": 1e300, "square_bound": 1e-300}
-    for key, value in odd.items():
-        given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
-        with pytest.raises(ValueError, match=r"should be (less|greater) than or equal to"):
-            PrivacyConfig(**given)
-
-
-@pytest.mark.parametrize(
-    "key, value, needed",
-    [
-        ("sampler", "fixed", "poisson"),
-        ("sampler", "cyclic", "poisson"),
-        ("noise", "rounds_as_epochs", "calibrated"),
-        ("noise_cohort_size", 500, "none"),
-        ("noise_population", 5000, "none"),
-    ],
-)
-def test_releases_are_refused_where_nobody_has_argued_for_them(key: str, value: Any, needed: str) -> None:
-    given: dict[str, Any] = {"epsilon": 2.0, "moments_multiplier": 8.0, key: value}
-    with pytest.raises(ValueError, match=rf"privacy\.{key} is {value}, and .*: set {key} to {needed}"):
-        PrivacyConfig(**given)
-
-
 def test_the_config_nests_in_a_strict_pydantic_config() -> None:
     @strict_dataclass(frozen=True)
     class Outer:
@@ -412,42 +354,6 @@ def test_the_config_nests_in_a_strict_pydantic_config() -> None:
         TypeAdapter(Outer).validate_python({"privacy": {}})
     with pytest.raises(ValidationError):
         TypeAdapter(Outer).validate_python({"privacy": {"accountant": "moments"}})
-
-
-def test_poisson_cohorts_include_each_user_independently_with_the_same_probability() -> None:
-    population, expected, rounds = 400, 40, 2000
-    joined = np.zeros((rounds, population), bool)
-    for r in range(rounds):
-        cohort = private_cohort("poisson", 7, r, population, expected)
-        assert (np.diff(cohort) > 0).all()
-        joined[r, cohort] = True
-    sizes = joined.sum(1)
-    assert sizes.mean() == pytest.approx(40, abs=4 * math.sqrt(36 / rounds))
-    assert sizes.var() == pytest.approx(36, rel=0.15)  # N q (1 - q); a fixed size has none
-    assert np.abs(joined.mean(0) - 0.1).max() < 5 * math.sqrt(0.09 / rounds)
-    together = (joined[:, :200] & joined[:, 200:]).mean()
-    assert together == pytest.approx(0.01, abs=0.001)
-
-
-def test_fixed_cohorts_have_their_size_and_no_user_twice() -> None:
-    """Predecessors 5: with replacement some user is drawn twice in 200 of 41,131 in 38 % of rounds."""
-    counts = np.zeros(100)
-    for r in range(500):
-        cohort = private_cohort("fixed", 7, r, 100, 20)
-        assert len(np.unique(cohort)) == 20
-        counts[cohort] += 1
-    assert np.abs(counts / 500 - 0.2).max() < 5 * math.sqrt(0.16 / 500)
-
-
-@pytest.mark.parametrize("sampler", ["poisson", "fixed"])
-def test_cohorts_are_functions_of_seed_and_round(sampler: Any) -> None:
-    first = private_cohort(sampler, 3, 8, 1000, 100)
-    assert np.array_equal(first, private_cohort(sampler, 3, 8, 1000, 100))
-    assert not np.array_equal(first, private_cohort(sampler, 3, 9, 1000, 100))
-    assert not np.array_equal(first, private_cohort(sampler, 4, 8, 1000, 100))
-    assert len(private_cohort(sampler, 3, 8, 1000, 1000)) == 1000
-    with pytest.raises(ValueError, match="cohort_size is 1001"):
-        private_cohort(sampler, 3, 8, 1000, 1001)
 
 
 @pytest.mark.parametrize("start", [1, 12, 99, 100, 101, 400, 5000])

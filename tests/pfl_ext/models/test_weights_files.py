@@ -1,0 +1,184 @@
+"""Files of pretrained weights: what they give, and which are refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import safetensors.torch
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from pfl_ext.models.classifier import (
+    ImageClassifier,
+)
+from pfl_ext.models.weights import read_weights
+from pfl_ext.tasks.multi_label import MultiLabel
+from tests.closeness import assert_close_as_vector
+from tests.pfl_ext.models.test_models import RESNET18, build
+
+pytestmark = pytest.mark.xdist_group("models")
+"""One process runs them all: `drawn_once` remembers networks."""
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_published_weights_give_the_published_features_and_a_new_head(
+    published: dict[str, Tensor], tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"w{suffix}"
+    torch.save(published, path) if suffix == ".pth" else safetensors.torch.save_file(published, path)
+    backbone = build(pretrained=True, weights=path)
+    original = torchvision.models.get_model("resnet18", weights=None)
+    original.load_state_dict(published)
+    original.fc, features = nn.Identity(), copy.deepcopy(backbone).train()
+    setattr(features, "fc", nn.Identity())  # noqa: B010
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert_close_as_vector(features(x), original.eval()(x), RESNET18)
+    fresh = build(pretrained=True).state_dict()
+    assert torch.equal(backbone.state_dict()["fc.weight"], fresh["fc.weight"]), (
+        "draws do not depend on weights"
+    )
+
+
+@pytest.mark.parametrize("pretrained", [False, True], ids=["group", "frozen_batch"])
+def test_a_saved_model_of_ours_is_a_weights_file(pretrained: bool, tmp_path: Path) -> None:
+    model = ImageClassifier(build(pretrained=pretrained, seed=5), task=MultiLabel(), input_size=32)
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    loaded = build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors")
+    for name, tensor in model.backbone.state_dict().items():
+        assert name.startswith("fc.") or torch.equal(loaded.state_dict()[name], tensor), name
+    kept = build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
+    for name, tensor in model.backbone.state_dict().items():
+        assert torch.equal(kept.state_dict()[name], tensor), name
+    with pytest.raises(ValueError, match=r"wrong shape or type fc.*set model\.keep_head to false"):
+        build(labels=3, pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True)
+    with pytest.raises(ValueError, match=r"model\.bottleneck makes a new head: set it to none"):
+        build(pretrained=pretrained, weights=tmp_path / "model.safetensors", keep_head=True, bottleneck=4)
+
+
+def broken(weights: dict[str, Tensor], fault: str) -> Any:
+    changed: dict[str, Any] = dict(weights)
+    if fault == "missing":
+        del changed["layer1.0.bn1.running_mean"]
+    elif fault == "unexpected":
+        changed["layer5.weight"] = torch.zeros(3)
+    elif fault == "misshaped":
+        changed["conv1.weight"] = torch.zeros(64, 1, 7, 7)
+    elif fault == "integers":
+        changed["conv1.weight"] = torch.zeros(64, 3, 7, 7, dtype=torch.int64)
+    elif fault == "wrapped":
+        return {"state_dict": weights, "epoch": 3}
+    elif fault == "empty":
+        return {}
+    elif fault == "list":
+        return list(weights.values())
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", r"does not fit resnet18: missing layer1\.0\.bn1\.running_mean"),
+        ("unexpected", r"does not fit resnet18: unexpected layer5\.weight"),
+        ("misshaped", r"conv1\.weight is \(64, 1, 7, 7\) torch\.float32 for \(64, 3, 7, 7\)"),
+        ("integers", r"conv1\.weight is .* torch\.int64"),
+        ("wrapped", "something else than tensors by name"),
+        ("empty", "missing .* and 97 more"),
+        ("list", "something else than tensors by name"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    published: dict[str, Tensor], tmp_path: Path, fault: str, message: str
+) -> None:
+    path = tmp_path / "w.pth"
+    torch.save(broken(published, fault), path)
+    with pytest.raises(ValueError, match=message) as refused:
+        build(pretrained=True, weights=path)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("content", ["truncated", "html", "empty"])
+def test_damaged_and_foreign_files_are_refused(
+    published: dict[str, Tensor], tmp_path: Path, suffix: str, content: str
+) -> None:
+    path = tmp_path / f"w{suffix}"
+    torch.save(published, path) if suffix == ".pth" else safetensors.torch.save_file(published, path)
+    data = path.read_bytes()
+    path.write_bytes(
+        {"truncated": data[: len(data) // 2], "html": b"<html>404</html>", "empty": b""}[content]
+    )
+    with pytest.raises(ValueError, match=r"cannot be read as .* damaged") as refused:
+        build(pretrained=True, weights=path)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class Foreign:
+    """A class that unpickling would have to run code of ours for."""
+
+
+def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
+    torch.save({"conv1.weight": Foreign()}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match="cannot be read"):
+        build(weights=tmp_path / "w.pth")
+
+
+def test_weights_that_are_not_there_or_not_named_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"w\.pth does not exist"):
+        build(weights=tmp_path / "w.pth")
+    (tmp_path / "w.h5").touch()
+    with pytest.raises(ValueError, match=r"w\.h5: must be 'imagenet' or a file named"):
+        build(weights=tmp_path / "w.h5")
+
+
+def test_weights_of_another_arch_are_refused(weights_file: Path) -> None:
+    with pytest.raises(ValueError, match="does not fit resnet50: missing"):
+        build("resnet50", pretrained=True, weights=weights_file)
+
+
+def test_batchnorm_weights_are_refused_by_groupnorm(weights_file: Path) -> None:
+    with pytest.raises(ValueError, match="BatchNorm statistics, for which GroupNorm has no place"):
+        build(weights=weights_file)
+
+
+@pytest.mark.parametrize("failure", [URLError("no route to host"), RuntimeError("invalid hash value")])
+def test_without_a_network_the_file_to_fetch_is_named(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("pfl_ext.models.download._ask", lambda _: None)
+    monkeypatch.setattr("torch.hub.download_url_to_file", fail)
+    with pytest.raises(ValueError, match=r"resnet18-f37072fd\.pth .* --weights FILE"):
+        build(pretrained=True, weights="imagenet")
+
+
+def test_the_downloaded_weights_are_the_pinned_ones(
+    published: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torchvision's own way, with the transfer alone replaced."""
+    asked: list[tuple[str, str | None]] = []
+
+    def transfer(url: str, target: str, prefix: str | None = None) -> None:
+        asked.append((url, prefix))
+        torch.save(published, target)
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("pfl_ext.models.download._ask", lambda _: None)
+    monkeypatch.setattr("torch.hub.download_url_to_file", transfer)
+    backbone = build(pretrained=True, weights="imagenet")
+    assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", "f37072fd")]
+    assert torch.equal(backbone.state_dict()["bn1.running_var"], published["bn1.running_var"])
+
+
+def test_an_arch_without_published_weights_of_that_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="no IMAGENET1K_V1 weights for vit_h_14"):
+        read_weights("vit_h_14", "imagenet")
