@@ -23,8 +23,8 @@ from benchmarks.sweep.command import main
 from benchmarks.sweep.local import LocalSweep
 from benchmarks.sweep.space import command_words
 from dataset.cli import run
+from tests.benchmarks.sweep.conftest import RATES, SHORT
 from tests.benchmarks.sweep.test_space import COMMAND, written
-from tests.benchmarks.sweep.test_sweep import RATES, SHORT
 
 
 @pytest.mark.parametrize(

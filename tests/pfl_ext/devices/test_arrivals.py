@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from pfl_ext.devices.arrivals import ServerStep, server_steps
+from pfl_ext.devices.arrivals import Job, ServerStep, server_steps
 from pfl_ext.randomness import stream
 
 SECONDS = np.array([1.0, 2.5, 7.0, 1.5, 4.0, 0.5])
@@ -30,7 +30,9 @@ def by_plain_loops(seconds: Any, seed: int, **more: Any) -> list[ServerStep]:
     """The same by a list of who trains, which is looked through for the first to finish."""
     chosen: dict[str, Any] = {**PLAIN, **more}
     flying: list[Flight] = []
-    begun, version, buffer, stale, lost, found, now = 0, 0, [], 0, 0, [], 0.0
+    buffer: list[Job] = []
+    found: list[ServerStep] = []
+    begun, version, stale, lost, now = 0, 0, 0, 0, 0.0
     while len(found) < chosen["num_steps"]:
         while len(flying) < chosen["concurrency"]:
             free = [user for user in range(len(seconds)) if user not in {f.user for f in flying}]
@@ -46,9 +48,9 @@ def by_plain_loops(seconds: Any, seed: int, **more: Any) -> list[ServerStep]:
         elif chosen["max_staleness"] is not None and age > chosen["max_staleness"]:
             stale += 1
         else:
-            buffer.append((first.user, first.version))
+            buffer.append(Job(first.user, first.version))
         if len(buffer) == chosen["buffer_size"]:
-            found.append(ServerStep(tuple(buffer), stale, lost, now))  # type: ignore[arg-type]
+            found.append(ServerStep(tuple(buffer), stale, lost, now))
             version, buffer, stale, lost = version + 1, [], 0, 0
     return found
 
