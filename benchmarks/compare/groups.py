@@ -89,24 +89,34 @@ class Comparison:
 
 
 def label_groups(groups: Sequence[tuple[RunRecord, ...]]) -> list[str]:
-    """A name for each group: its setting and, among groups of one setting, the keys that tell it from them.
+    """A name for each group: its setting and, among groups of one setting, as few keys as tell it from them.
 
-    Where these are many, or are not enough, it is the setting and the directory of the first run.
+    Where these are many, it is the setting and the directory of the first run.
     """
     trees = [experiment(dataclasses.asdict(runs[0].config), type(runs[0].config)) for runs in groups]
     settings = [str(runs[0].config.setting) or "no setting" for runs in groups]
     labels = []
     for runs, tree, setting in zip(groups, trees, settings):
-        rivals = [other for other, name in zip(trees, settings) if name == setting]
-        apart = [key for key, value in tree.items() if any(other.get(key) != value for other in rivals)]
-        label = setting
-        if 0 < len(apart) <= MOST_KEYS:
-            label = ", ".join([setting, *(f"{key.rpartition('.')[2]} {tree[key]}" for key in apart)])
-        elif apart:
-            label = f"{setting} ({runs[0].directory.name})"
-        labels.append(label)
+        rivals = [other for other, name in zip(trees, settings) if name == setting and other != tree]
+        apart = _apart(tree, rivals)
+        if len(apart) <= MOST_KEYS:
+            named = [f"{key.rpartition('.')[2]} {tree.get(key)}" for key in apart]
+            labels.append(", ".join([setting, *named]))
+        else:
+            labels.append(f"{setting} ({runs[0].directory.name})")
     several = Counter(labels)
     for place, runs in enumerate(groups):
         if several[labels[place]] > 1:
             labels[place] = f"{settings[place]} ({runs[0].directory})"
     return [label if len(label) <= MOST_LETTERS else f"{label[: MOST_LETTERS - 1]}…" for label in labels]
+
+
+def _apart(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
+    """Keys that together tell a config from all others: the one that tells it from most, and so on."""
+    keys = list(dict.fromkeys(key for one in (tree, *rivals) for key in one))
+    found, left = list[str](), list(rivals)
+    while left:
+        best = max(keys, key=lambda key: sum(other.get(key) != tree.get(key) for other in left))
+        found.append(best)
+        left = [other for other in left if other.get(best) == tree.get(best)]
+    return found

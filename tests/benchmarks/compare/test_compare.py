@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ HOSTILE = (
     "a\nb\u202ec",
     "x\" y='",
     "_z",
+    "plain",
 )
 
 
@@ -246,14 +248,24 @@ def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(folder: Path, tmp_p
 
 
 def hostile(tmp_path: Path) -> Comparison:
-    """Runs of one setting, so that the names of their directories are the names of groups."""
-    for place, name in enumerate(HOSTILE):
-        argv = [
-            f"--{key}={1 + place}" for key in ("local.num_epochs", "local.batch_size", "server.beta1")[:2]
-        ]
-        whole_run(tmp_path / "runs" / name, *argv, f"--federated.cohort_size={1 + place}")
+    """Runs that only three keys together tell apart, so that groups have the names of their directories."""
+    keys = ("local.num_epochs", "local.batch_size", "federated.cohort_size")
+    for values, name in zip(itertools.product((1, 2), repeat=3), HOSTILE, strict=True):
+        argv = [f"--{key}={value}" for key, value in zip(keys, values)]
+        whole_run(tmp_path / "runs" / name, *argv)
     whole_run(tmp_path / "runs" / os.fsdecode(b"\xff"), "--setting=</title><script>alert(1)</script>")
     return compare([tmp_path / "runs"])
+
+
+def test_labels_name_as_few_keys_as_tell_groups_apart(tmp_path: Path) -> None:
+    for place, (epochs, size) in enumerate([(1, 16), (2, 16), (2, 8), (3, 8)]):
+        whole_run(tmp_path / str(place), f"--local.num_epochs={epochs}", f"--local.batch_size={size}")
+    assert [group.label for group in compare([tmp_path]).groups] == [
+        "FL-R-17, num_epochs 1",
+        "FL-R-17, num_epochs 2, batch_size 16",
+        "FL-R-17, num_epochs 2, batch_size 8",
+        "FL-R-17, num_epochs 3",
+    ]
 
 
 def test_names_can_do_no_harm(tmp_path: Path) -> None:
