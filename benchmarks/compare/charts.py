@@ -18,6 +18,7 @@ from benchmarks.compare.measures import deciles
 from benchmarks.compare.series import (
     Line,
     by_megabytes,
+    by_megabytes_up,
     by_minutes,
     by_steps,
     by_virtual_minutes,
@@ -93,17 +94,26 @@ def _of_score(groups: Sequence[Group], split: str, name: str) -> list[Chart]:
     if not over_steps:
         return []
     over_time = lines_of(groups, split, name, by_minutes)
-    over_bytes = lines_of(groups, split, name, by_megabytes)
-    ends = [line.x[-1] for line in over_bytes]
-    log_x = bool(ends) and max(ends) >= SPREAD_OF_BYTES * min(ends) > 0
     made = [Chart(title, _units(groups), label, over_steps)]
     if over_time:
         made.append(Chart(f"{title} over time", "minutes of training", label, over_time))
     if over_virtual := lines_of(groups, split, name, by_virtual_minutes):
         made.append(Chart(f"{title} over virtual time", "minutes of devices", label, over_virtual))
+    over_bytes = lines_of(groups, split, name, by_megabytes)
+    over_sent = lines_of(groups, split, name, by_megabytes_up)
     if over_bytes:
-        made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, log_x))
+        spread = _spread(over_bytes)
+        made.append(Chart(f"{title} over bytes", "MB between server and users", label, over_bytes, spread))
+    if any(not np.allclose(sent.x, both.x / 2) for sent, both in zip(over_sent, over_bytes)):
+        spread = _spread(over_sent)
+        made.append(Chart(f"{title} over bytes sent", "MB from users", label, over_sent, spread))
     return made
+
+
+def _spread(lines: Sequence[Line]) -> bool:
+    """Whether the axis of the bytes is logarithmic."""
+    ends = [line.x[-1] for line in lines]
+    return bool(max(ends) >= SPREAD_OF_BYTES * min(ends) > 0)
 
 
 def _of_users(groups: Sequence[Group], name: str) -> list[Chart]:

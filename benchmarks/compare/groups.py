@@ -112,11 +112,20 @@ def label_groups(groups: Sequence[tuple[RunRecord, ...]]) -> list[str]:
 
 
 def _apart(tree: Tree, rivals: Sequence[Tree]) -> list[str]:
-    """Keys that together tell a config from all others: the one that tells it from most, and so on."""
+    """Keys that together tell a config from all others: the one that tells it from most, and so on.
+
+    A key that all have, as the kind of a compression, comes before one that goes with some kind.
+    """
     keys = list(dict.fromkeys(key for one in (tree, *rivals) for key in one))
+    shared = {key for key in keys if all(key in one for one in (tree, *rivals))}
     found, left = list[str](), list(rivals)
+
+    def tells(key: str) -> tuple[bool, int]:
+        count = sum(other.get(key) != tree.get(key) for other in left)
+        return key in shared and count > 0, count
+
     while left:
-        best = max(keys, key=lambda key: sum(other.get(key) != tree.get(key) for other in left))
+        best = max(keys, key=tells)
         found.append(best)
         left = [other for other in left if other.get(best) == tree.get(best)]
     return found

@@ -45,6 +45,7 @@ class Curve(NamedTuple):
     seconds: FloatArray | None  # [n] of training before each; None: not known
     bytes: FloatArray | None  # [n] between server and users before each; None: not known
     virtual: FloatArray | None = None  # [n] seconds of the run's devices before each; None: no clock
+    bytes_up: FloatArray | None = None  # [n] of the bytes, those from users
 
 
 def per_user(run: RunRecord) -> Tree:
@@ -146,7 +147,7 @@ def _history(run: RunRecord) -> list[Tree]:
     return run.history if (run.directory / "metrics.jsonl").exists() else []
 
 
-def _bytes_by_step(run: RunRecord) -> list[float] | None:
+def _bytes_by_step(run: RunRecord, ways: Sequence[str] = ("down", "up")) -> list[float] | None:
     """Bytes of each round: what a user receives and sends, times the users that were asked.
 
     Those that dropped out count as the others: at most they have sent all. None where it is not known. On
@@ -156,11 +157,10 @@ def _bytes_by_step(run: RunRecord) -> list[float] | None:
     lines = [line for line in _history(run) if "users" in line]
     if traffic is None or not lines:
         return None
-    each = traffic["down"] + traffic["up"]
     return [
-        float(line["bytes_down"] + line["bytes_up"])
+        float(sum(line[f"bytes_{way}"] for way in ways))
         if "bytes_down" in line
-        else float((line["users"] + line.get("lost", 0)) * each)
+        else float((line["users"] + line.get("lost", 0)) * sum(traffic[way] for way in ways))
         for line in lines
     ]
 
@@ -214,11 +214,11 @@ def curve(run: RunRecord, *keys: str) -> Curve | None:
     places = np.array(steps)[known]
     timed = [float(line["seconds"]) for line in _history(run) if "seconds" in line]
     seconds = _before(timed, places) if timed else None
-    sent = _bytes_by_step(run)
-    traffic = None if sent is None else _before(sent, places)
+    both, up = _bytes_by_step(run), _bytes_by_step(run, ["up"])
+    traffic, sent = (None if each is None else _before(each, places) for each in (both, up))
     ends = [float(line["virtual_seconds"]) for line in _history(run) if "virtual_seconds" in line]
     virtual = _before([float(each) for each in np.diff(ends, prepend=0)], places) if ends else None
-    return Curve(places.astype(float), values[known], seconds, traffic, virtual)
+    return Curve(places.astype(float), values[known], seconds, traffic, virtual, sent)
 
 
 def _before(of_steps: Sequence[float], places: npt.NDArray[np.int64]) -> FloatArray:

@@ -52,6 +52,11 @@ def by_megabytes(found: Curve) -> FloatArray | None:
     return None if found.bytes is None else found.bytes / 1e6
 
 
+def by_megabytes_up(found: Curve) -> FloatArray | None:
+    """Of these, the MB that users send."""
+    return None if found.bytes_up is None else found.bytes_up / 1e6
+
+
 def lines_of(groups: Sequence[Group], split: str, name: str, axis: Axis) -> list[Line]:
     """The lines of the groups that follow this score of this split."""
     made = []

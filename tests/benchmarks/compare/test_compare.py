@@ -20,7 +20,14 @@ from benchmarks.compare.__main__ import main
 from benchmarks.compare.groups import Comparison
 from benchmarks.compare.measures import curve, deciles
 from benchmarks.compare.reading import compare, read_any
-from benchmarks.compare.series import by_megabytes, by_minutes, by_steps, by_virtual_minutes, line_of
+from benchmarks.compare.series import (
+    by_megabytes,
+    by_megabytes_up,
+    by_minutes,
+    by_steps,
+    by_virtual_minutes,
+    line_of,
+)
 from benchmarks.core.config.trees import Tree
 from dataset.cli import run
 from pfl_ext.algorithms.per_user import spreads_by_group
@@ -183,12 +190,15 @@ def test_curves_over_virtual_time_begin_where_a_round_does(folder: Path, tmp_pat
         line |= {"virtual_seconds": 60.0 * (number + 1) ** 2, "bytes_down": 7_000_000, "bytes_up": 3_000_000}
     path.write_text("".join(json.dumps(line) + "\n" for line in told))
     (group,) = compare([tmp_path / "b0"]).groups
-    lines = [line_of(0, group, ("val", "C-AP"), axis) for axis in (by_virtual_minutes, by_megabytes)]
-    assert [None if line is None else line.x.tolist() for line in lines] == [[0, 4], [0, 20]]
+    axes = (by_virtual_minutes, by_megabytes, by_megabytes_up)
+    lines = [line_of(0, group, ("val", "C-AP"), axis) for axis in axes]
+    assert [None if line is None else line.x.tolist() for line in lines] == [[0, 4], [0, 20], [0, 6]]
     assert line_of(0, compare([folder / "b0"]).groups[0], ("val", "C-AP"), by_virtual_minutes) is None
     words = [str(tmp_path / "b0"), str(folder / "a0")]
     assert run(main, [*words, f"--output_dir={tmp_path / 'page'}", "--target=25"]) == 0
-    page = check((tmp_path / "page" / "compare.html").read_text())
+    text = (tmp_path / "page" / "compare.html").read_text()
+    assert "C-AP exact on val over bytes sent" in text
+    page = check(text)
     rows = page.rows("25.00 % C-AP exact on val, as asked for")
     assert [row[2:] for row in rows] == [["2", "0.0333", "4", "20"], ["–"] * 4]
 
