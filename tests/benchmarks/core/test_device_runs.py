@@ -254,7 +254,7 @@ REFUSED = (
     (["--devices.drop_out=0.1", "--mode=centralised"], "has no effect where mode is centralised"),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=hierarchical"],
-        "does not take that: set devices to none, or choose fedavg or fednova or ",
+        "does not take that: set devices to none, or choose fedavg or ",
     ),
     (
         ["--devices.drop_out=0.1", "--federated.algorithm=scaffold", "--federated.scaffold_option=I"],
