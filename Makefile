@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help setup test lint docs horovod weights doctor compare published published-verify
+.PHONY: help setup lock test lint docs horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
@@ -44,13 +44,17 @@ workers-given:
 
 setup: $(READY) ## install everything into .venv (some minutes, 6 GB: torch with CUDA)
 
-$(READY): requirements.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 10) <= v[:2] <= (3, 12))' \
-	  || { echo "error: Python 3.10 to 3.12 is needed (pfl 0.6); say which: make PYTHON=python3.11 ..." >&2; exit 2; }
+$(READY): requirements.lock
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v[:2] <= (3, 12))' \
+	  || { echo "error: Python 3.11 or 3.12 is needed; say which: make PYTHON=python3.11 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): torch, pfl and the rest, some minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	@touch $@
+
+lock: $(READY) ## write requirements.lock, by which setup installs, after a change of requirements.txt: ARGS="--upgrade"
+	@UV_CUSTOM_COMPILE_COMMAND='make lock' $(VENV)/bin/uv pip compile requirements.txt --quiet --universal \
+	  --python-version 3.11 --generate-hashes --no-annotate --output-file requirements.lock $(ARGS)
 
 horovod: $(HOROVOD) ## build Horovod 0.28.1 against .venv's torch (minutes; a C++ compiler), and prove it
 
