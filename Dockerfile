@@ -47,8 +47,9 @@ ARG TORCH_INDEX=
 RUN python3 -m venv .venv \
     && PIP_INDEX_URL=$TORCH_INDEX pip install "torch==$TORCH" "torchvision==$TORCHVISION"
 
-COPY --chown=fl:fl requirements.txt ./
-RUN pip install -r requirements.txt && touch .venv/.ready
+# The versions of requirements.lock, without its hashes, since torch may be another build here.
+COPY --chown=fl:fl requirements.txt requirements.lock ./
+RUN pip install -r requirements.txt -c <(sed -n 's/^\([a-z].*==[^\\]*\).*/\1/p' requirements.lock) && touch .venv/.ready
 
 # What `make horovod` reads, and no more. Without BASE's toolkit it is built for CPUs; HOROVOD=0 leaves it out.
 ARG HOROVOD=1

@@ -129,7 +129,7 @@ def test_horovod_is_built_from_what_is_copied_for_it(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.startswith("error: Horovod is built against torch, which is not installed here")
     (tmp_path / ".venv").mkdir()
-    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "requirements.lock").touch()
     (tmp_path / ".venv" / ".ready").touch()
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     asked = subprocess.run(

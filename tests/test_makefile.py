@@ -26,7 +26,7 @@ def run_make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """`make` in a folder whose .venv counts as set up; its Python runs the project's modules there."""
     shutil.copy(ROOT / "Makefile", folder)
-    (folder / "requirements.txt").touch()
+    (folder / "requirements.lock").touch()
     python = folder / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(f'#!/bin/sh\necho "$@" >> asked\nPYTHONPATH={ROOT} exec {sys.executable} $RUN "$@"\n')

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks import console
+from benchmarks.doctor.packages import FOR_TESTS
 from dataset.files import needed
+from pfl_ext.workers.build_horovod import BUILDING, CMAKE, RUNTIME
 from tests.benchmarks.conftest import SMALL
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +31,8 @@ ROOTS = ("benchmarks", "dataset", "pfl_ext")
 toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # of pytest's
 PROJECT = toml.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = [Requirement(text) for text in PROJECT["dependencies"]]
-EXTRAS = [Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra]
+OF_EXTRA = PROJECT["optional-dependencies"]
+EXTRAS = [Requirement(text) for name, extra in OF_EXTRA.items() if name != "horovod" for text in extra]
 PINNED = {
     one.name.lower(): one
     for line in (ROOT / "requirements.txt").read_text().splitlines()
@@ -87,6 +91,41 @@ def test_what_is_needed_is_pinned_and_what_is_imported_is_needed() -> None:
             for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {*ROOTS}:
                 brings = {one.lower().replace("_", "-") for one in found.get(name, ())}
                 assert brings & known or name in OF_BENCHES | {"horovod"} | _of_pfl(name), f"{path}: {name}"
+
+
+def test_extras_have_what_a_checkout_tests_with_and_what_builds_horovod() -> None:
+    checks = (ROOT / "requirements.txt").read_text().partition(FOR_TESTS)[2]
+    assert OF_EXTRA["dev"] == re.findall(r"(?m)^([A-Za-z_-]+)==", checks)
+    assert set(OF_EXTRA["horovod"]) == {CMAKE, *BUILDING, *RUNTIME}
+
+
+def test_the_lock_file_has_every_pin_with_hashes_and_installs_without_resolving() -> None:
+    """``make lock`` writes it; ``make setup`` installs from it, and fails where a hash differs."""
+    text = re.sub(r"(?m)^ *#.*\n", "", (ROOT / "requirements.lock").read_text())
+    locked: dict[str, set[str]] = {}
+    for entry in re.split(r"\n(?! )", text.strip()):
+        requirement, *hashes = entry.split(" \\\n    --hash=")
+        one = Requirement(requirement)
+        assert hashes, one
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for digest in hashes), one
+        locked.setdefault(one.name, set()).add(str(one.specifier))
+    for name, pin in PINNED.items():
+        assert locked[name.replace("_", "-")] == {str(pin.specifier)}, "run: make lock"
+    for name in locked:
+        for text in metadata.requires(name) or () if _is_installed(name) else ():
+            needs = Requirement(text)
+            wanted = needs.marker is None or needs.marker.evaluate({"extra": ""})
+            assert not wanted or needs.name.lower().replace("_", "-").replace(".", "-") in locked, (
+                name,
+                text,
+            )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _of_pfl(name: str) -> set[str]:
