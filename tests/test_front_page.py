@@ -32,13 +32,6 @@ def test_every_local_link_of_a_page_leads_somewhere(page: str) -> None:
     assert missing == []
 
 
-def test_every_make_target_of_the_readme_is_in_the_makefile() -> None:
-    targets = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"make ([a-z][a-z0-9-]+)", (ROOT / "README.md").read_text()))
-    assert named <= targets
-    assert "flair-fl" in named
-
-
 def test_tables_of_the_readme_have_as_many_cells_in_every_row() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     for above, below in itertools.pairwise(lines):

@@ -1,21 +1,18 @@
-"""The documentation: a site without a warning, read in a browser; its code and its commands exist."""
+"""The documentation: a site without a warning, read in a browser; its code exists."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.browser import SCHEMES, WIDTHS, opened
+from tests.shown import FENCED, ROOT
 
-ROOT = Path(__file__).parents[1]
-FENCED = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.xdist_group("site")
 
@@ -57,26 +54,6 @@ def test_a_page_is_read_without_network_at_any_width(site: Path, name: str, widt
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
-
-
-def commands(page: Path) -> list[str]:
-    """The lines of a page's shell examples, continued lines as one, without comments."""
-    text = "".join(body for kind, body in FENCED.findall(page.read_text()) if kind == "sh")
-    lines = text.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith(("make ", "python -m ", ".venv/bin/python -m "))]
-
-
-@pytest.mark.parametrize("page", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_commands_of_a_page_name_targets_and_modules_that_there_are(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for line in commands(page):
-        words = shlex.split(line, comments=True)
-        if words[0] == "make":
-            named = {word for word in words[1:] if re.fullmatch(r"[a-z][a-z0-9-]*", word)}
-            assert named, line
-            assert named <= targets, line
-        elif "." in words[2]:
-            assert find_spec(words[2]) is not None, line
 
 
 def test_code_that_a_page_shows_is_a_file_that_a_test_runs() -> None:

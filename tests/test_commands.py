@@ -1,0 +1,142 @@
+"""Every command that a page shows: the program that it names reads all of its words, and stops."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from benchmarks import console
+from benchmarks.core.experiment import Experiment
+from benchmarks.flair.train import Flair
+from benchmarks.published import train as published
+from tests.shown import ROOT, Shown, commands, recorded
+
+LISTED = subprocess.run(["git", "-C", str(ROOT), "ls-files", "*.md"], capture_output=True, text=True).stdout
+PAGES = [ROOT / name for name in LISTED.split()] or sorted(ROOT.glob("*.md"))
+CONFIGS = sorted(ROOT.glob("benchmarks/**/configs/*.yaml"))
+ELSEWHERE = {"pytest", "mkdocs", "pip", "pytorch.train"}
+"""Modules of other software, whose words are its own."""
+
+WORDLESS = {"tests.benchmarks.core.quadratics", "tests.campaigns.scaffold_toy"}
+"""Programs that read no words and start at once."""
+
+READ = re.compile(
+    r"no such file|is no directory|is not a folder|is not there|no wandb key|outside the band|No such file",
+    re.I,
+)
+"""What a program says of files and accounts once it has read its words."""
+
+
+class Read(Exception):
+    """The program has read its words."""
+
+
+@pytest.fixture
+def stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs stop when they have read their words."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def resolve_data(cls: type[Experiment[Any]], argv: Sequence[str]) -> NoReturn:
+        words = cls.benchmark.words(argv)
+        cls.benchmark.parse([f"--{k}={v}" for k, v in words.items() if k not in ("data_path", "weights")])
+        raise Read
+
+    def parse_args(self: argparse.ArgumentParser, *words: Any) -> argparse.Namespace:
+        found: argparse.Namespace
+        found, rest = parse(self, *words)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if self.prog.endswith("table1"):
+            return found  # and goes on to `resolve_data`
+        raise Read
+
+    def parse_known(self: argparse.ArgumentParser, *words: Any) -> tuple[argparse.Namespace, list[str]]:
+        found, rest = parse(self, *words)
+        if self.prog.endswith("bench_workers"):
+            Flair.resolve_data(rest)
+        return found, rest
+
+    monkeypatch.setattr(Experiment, "resolve_data", classmethod(resolve_data))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
+
+
+def read(module: str, words: Sequence[str], patch: pytest.MonkeyPatch) -> None:
+    """Have a module of the project read the words of a command."""
+    if module == "benchmarks.published.train":
+        published._asked(words)
+    elif module in WORDLESS:
+        assert not words
+        assert find_spec(module)
+    elif module not in ELSEWHERE:
+        patch.setattr(sys, "argv", [module, *words])
+        with contextlib.suppress(Read), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def programs(words: tuple[str, ...], folder: Path) -> list[tuple[str, list[str]]]:
+    """The modules that a command runs, each with its words."""
+    if words[0] == "make":
+        called = [call for call in recorded(words, folder) if "-m" in call]
+    elif words[0].startswith("fl-"):
+        modules = getattr(console, words[0].removeprefix("fl-") + "_commands")()
+        return [(modules[words[1]], list(words[2:]))]
+    else:
+        called = [list(words)]
+    calls = [call[call.index("-m") + 1 :] for call in called]
+    return [(module, rest) for module, *rest in calls]
+
+
+@pytest.mark.usefixtures("stops")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_of_a_page_are_read_by_their_programs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (refused(command, tmp_path, monkeypatch, capsys) for command in commands(page.read_text()))
+    faults = [fault for fault in said if fault]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.usefixtures("stops")
+def test_the_command_in_the_head_of_a_config_is_read_and_names_that_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in CONFIGS:
+        head = path.read_text().partition("\nsetting:")[0]
+        shown = re.search(r"^# Command: (.*(?:\\\n# .*)*)", head, re.MULTILINE)
+        assert shown, path
+        found = commands("```sh\n" + shown[1].replace("\n# ", "\n") + "\n```\n")
+        assert path.stem in found[-1].line, path
+        for command in found:
+            assert refused(command, tmp_path, monkeypatch, capsys) is None, path
+
+
+def refused(
+    command: Shown, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str | None:
+    """What is wrong with a command, if anything."""
+    try:
+        if command.words[:2] == ("python", "-c"):
+            exec(command.words[2], {})
+            return None
+        for module, words in programs(command.words, folder):
+            if command.is_mention and ("--" not in command.line or "..." in command.line):
+                assert module in ELSEWHERE or find_spec(module), module
+            else:
+                read(module, words, patch)
+    except (Exception, SystemExit) as end:
+        said = capsys.readouterr().err or f"{end!r} {getattr(end, 'stderr', '')}"
+        if end.args not in ((), (0,)) and not READ.search(said):
+            return f"{command.line}: {said}"
+    return None
