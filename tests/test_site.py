@@ -13,7 +13,6 @@ import yaml
 from tests.browser import SCHEMES, WIDTHS, opened
 from tests.shown import FENCED, ROOT
 
-
 pytestmark = pytest.mark.xdist_group("site")
 
 
