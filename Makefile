@@ -71,10 +71,14 @@ test: lint ## ruff, mypy --strict and all tests (builds Horovod, or skips its te
 	@$(if $(FAST),:,[ -e $(HOROVOD) ] || $(MAKE) --no-print-directory horovod || echo "going on without Horovod's tests")
 	$(PY) -m pytest -n auto --dist loadgroup $(if $(FAST),-m 'not slow')
 
-lint: $(READY) ## ruff and mypy --strict
+WORDS = benchmarks dataset docs pfl_ext tests Makefile $(wildcard *.md)
+WORKFLOWS = $(wildcard .github/workflows/*.yml)
+lint: $(READY) ## ruff, mypy --strict, codespell, and whether workflows are GitHub's
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell $(WORDS)
+	$(if $(WORKFLOWS),$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows $(WORKFLOWS))
 
 # Where .venv is there but damaged, nothing is installed first: to find that out is what this is for.
 doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is computed on it, and a self-test of a minute: ARGS="--report F"
