@@ -39,6 +39,7 @@ from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
 from pfl_ext.engine_trial import Trial, few_of
+from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
 from pfl_ext.randomness import seed32
 from pfl_ext.rules import Rule, StepCounter, refusals_of, refuse, rule_of
@@ -168,7 +169,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     ) -> tuple[Any, Metrics]:
         """As pfl's, but the loop of events that ``FederatedAlgorithm.run`` goes on with stays open."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
-        with contextlib.closing(asyncio.new_event_loop()) as loop:
+        with no_running_loop(), contextlib.closing(asyncio.new_event_loop()) as loop:
             return loop.run_until_complete(work)
 
     async def async_gather_results(

@@ -41,6 +41,7 @@ from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.training import PerVariableClippedSGD, rate_factors
+from pfl_ext.events import no_running_loop
 from pfl_ext.models.classifier import RATE_FACTOR
 from pfl_ext.privacy.central import NoisyMean, PrivateMean
 from pfl_ext.privacy.local import LocallyPrivateMean
@@ -267,15 +268,16 @@ class PflLoop(Algorithm[PyTorchModel]):
         for stage in self._stages:
             stage.begin(number, self.means.users.cohort(self.means.cohort_size, number))
         self._algorithm._current_central_iteration = number
-        self._algorithm.run(
-            replace(self._params, central_num_iterations=number + 1),
-            self._backend,
-            state,
-            self.means.local_in(number),
-            NNEvalHyperParams(local_batch_size=None),
-            callbacks=[watch],
-            send_metrics_to_platform=False,
-        )
+        with no_running_loop():
+            self._algorithm.run(
+                replace(self._params, central_num_iterations=number + 1),
+                self._backend,
+                state,
+                self.means.local_in(number),
+                NNEvalHyperParams(local_batch_size=None),
+                callbacks=[watch],
+                send_metrics_to_platform=False,
+            )
         for stage in self._stages:
             stage.end()
         line = self._line(watch.metrics)

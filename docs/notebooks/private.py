@@ -1,0 +1,114 @@
+# ---
+# jupyter:
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # Private training, and its cost
+#
+# Differential privacy of users: whoever sees the model learns hardly more about a person than if that person had never
+# taken part. Each user's update is clipped to a length, and noise is added to their sum. This page shows what that
+# costs, and what decides the cost. In Colab, put the address of this repository in the first cell.
+
+# %%
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "pfl_ext").is_dir()), None)
+if CHECKOUT:
+    sys.path.insert(0, str(CHECKOUT))
+elif importlib.util.find_spec("pfl_ext") is None:
+    words = [sys.executable, "-m", "pip", "install", "-q", "git+https://github.com/OWNER/REPOSITORY"]
+    subprocess.run(words, check=True)
+
+# %%
+import json
+import os
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.flair.train import main as train
+from pfl_ext.privacy.accounting import PrivacyConfig
+
+ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
+
+# %% [markdown]
+# ## Noise follows from the budget
+#
+# FLAIR has 41,131 training users, and the paper trains 5,000 rounds. The noise on the *mean* of the updates is the
+# noise multiplier times the clipping bound, divided by the cohort's size: large cohorts are the cheapest way to
+# better private models.
+
+# %%
+POPULATION, PAPER_ROUNDS = 41_131, 5_000
+cohorts = [200, 1_000, 5_000]
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+for epsilon, colour in ((1, "#D55E00"), (2, "#0072B2"), (8, "#009E73")):
+    budget = PrivacyConfig(epsilon=epsilon, delta=1e-5, mechanism="gaussian")
+    noise = [budget.calibrate(POPULATION, c, PAPER_ROUNDS).simulated.noise_multiplier / c for c in cohorts]
+    axes.plot(cohorts, noise, "o-", color=colour, label=f"epsilon {epsilon}")
+axes.set(xscale="log", yscale="log", xlabel="users in a round")
+axes.set(ylabel="noise on the mean update\n(clipping bounds)")
+axes.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## Three trainings
+#
+# Without noise, with the noise of a system that has FLAIR's 41,131 users and 5,000 of them in each round, and with the noise
+# of 1,000 in each round. `privacy.noise_cohort_size` simulates a larger system, as the paper does: the model learns from
+# the few users of this page and gets the noise that many users would need.
+
+# %%
+WORDS = [
+    "--config=pfl-r-17",
+    "--data_path=mini",
+    f"--federated.num_rounds={ROUNDS}",
+    "--evaluation.every_rounds=5",
+    "--runtime.progress=false",
+    "--seed=0",
+]
+SYSTEM = ["--privacy.noise_population=41131", "--privacy.epsilon=2", "--privacy.delta=1e-5"]
+
+# %%
+train([*WORDS, "--privacy=none", "--run_dir=runs/notebook-no-noise"])
+
+# %%
+train([*WORDS, *SYSTEM, "--privacy.noise_cohort_size=5000", "--run_dir=runs/notebook-5000"])
+
+# %%
+train([*WORDS, *SYSTEM, "--privacy.noise_cohort_size=1000", "--run_dir=runs/notebook-1000"])
+
+
+# %%
+def curve(run):
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    return np.array([(line["round"], line["val"]["C-AP"]) for line in lines if "val" in line]).T
+
+
+figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+for name, colour in (("no-noise", "#777777"), ("5000", "#0072B2"), ("1000", "#D55E00")):
+    axes.plot(*curve(f"runs/notebook-{name}"), color=colour, label=name.replace("-", " "))
+axes.set(xlabel="round", ylabel="val C-AP (%)", ylim=(0, None))
+axes.legend(title="noise of a cohort of", frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## What is promised
+#
+# `privacy.json` says whom the guarantee protects, what it covers and what it does not, and it has a paragraph for a
+# paper. Two guarantees stand in it: that of the simulated system, and that of this run with its few users, which is
+# worth little. `--seed` makes a run that can be repeated, and whoever knows the seed can subtract the noise: leave it out
+# when a model is to be published. [Private training](../private.md) has the choices, [sharp edges](../sharp_edges.md)
+# what no program can refuse.
+
+# %%
+statement = json.loads(Path("runs/notebook-5000/privacy.json").read_text())
+print(statement["paragraph"])
+print("\nnot covered:", *statement["not_covered"], sep="\n* ")
+
+# %% [markdown]
+# Next: [an algorithm of your own](algorithm.ipynb).

@@ -1,0 +1,101 @@
+# ---
+# jupyter:
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # Train, and read what a run leaves behind
+#
+# Two short federated trainings on the embedded stand-in for FLAIR: with its users, and with the same images dealt to
+# users at random. How much does it cost that users differ? In Colab, put the address of this repository in the first
+# cell.
+
+# %%
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "pfl_ext").is_dir()), None)
+if CHECKOUT:
+    sys.path.insert(0, str(CHECKOUT))
+elif importlib.util.find_spec("pfl_ext") is None:
+    words = [sys.executable, "-m", "pip", "install", "-q", "git+https://github.com/OWNER/REPOSITORY"]
+    subprocess.run(words, check=True)
+
+# %%
+import json
+import os
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from benchmarks.flair.train import main as train
+
+ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
+WORDS = [
+    "--config=fl-r-17",
+    "--data_path=mini",
+    f"--federated.num_rounds={ROUNDS}",
+    "--evaluation.every_rounds=5",
+    "--runtime.progress=false",
+]
+
+# %% [markdown]
+# ## Train
+#
+# In each round the server sends the model to a cohort of users, each trains on their own images, and the server takes
+# the mean of what changed as a step of Adam. These calls are the command
+# `python -m benchmarks.flair.train --config fl-r-17 --data_path mini ...`: every constant is a key (`--help` lists
+# them), and the paper's values are the defaults. The paper trains 5,000 rounds of 200 users.
+
+# %%
+train([*WORDS, "--run_dir=runs/notebook-users"])
+
+# %%
+train([*WORDS, "--run_dir=runs/notebook-iid", "--data.partition=iid"])
+
+# %% [markdown]
+# ## Read
+#
+# `metrics.jsonl` has one line for each round, `results.json` the paper's columns on val and test, `config.yaml` every
+# constant, and `model.safetensors` the network. **C-AP** is the mean over labels of each label's average precision,
+# **O-AP** that of all pairs of image and label together. Guessing has the labels' mean prevalence, which is the line
+# to beat. A label that stands on one or two test images can have any AP: read the common ones.
+
+
+# %%
+def read(run):
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    scored = [(line["round"], line["val"]["C-AP"]) for line in lines if "val" in line]
+    return np.array(scored).T, json.loads(Path(run, "results.json").read_text())
+
+
+runs = {"FLAIR's users": read("runs/notebook-users"), "dealt at random": read("runs/notebook-iid")}
+prevalence = runs["FLAIR's users"][1]["prevalence"]
+guess = 100 * np.mean(list(prevalence.values()))
+names = sorted(prevalence, key=prevalence.get, reverse=True)
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", width_ratios=(2, 3))
+for (name, (curve, results)), colour in zip(runs.items(), ("#0072B2", "#E69F00")):
+    left.plot(*curve, color=colour, label=name)
+    right.plot(names, [results["per_class_ap"][n] for n in names], "o", color=colour, label=name)
+left.axhline(guess, color="#777777", linestyle=":", label="guessing (test)")
+left.set(xlabel="round", ylabel="val C-AP (%)", ylim=(0, None))
+left.legend(frameon=False)
+right.plot(names, [100 * prevalence[n] for n in names], "_", color="#777777", label="guessing")
+right.tick_params("x", rotation=60, labelsize=8)
+right.set(ylabel="AP on test (%)")
+right.legend(frameon=False)
+plt.show()
+
+# %%
+for name, (_, results) in runs.items():
+    test = results["test"]
+    print(f"{name:>16}: test C-AP {test['C-AP']:.1f} %, O-AP {test['O-AP']:.1f} %; guessing {guess:.1f} %")
+
+# %% [markdown]
+# The same call again shows these results and trains nothing: a directory holds one run. A run that was killed goes on
+# from its checkpoint, to the same numbers. `make compare RUNS="runs/a runs/b"` puts any runs side by side in one page.
+#
+# Next: [private training and its cost](private.ipynb).

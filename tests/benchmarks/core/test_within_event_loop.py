@@ -1,0 +1,58 @@
+"""Training where an event loop runs already, as in every cell of Jupyter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flair.train import main
+from pfl_ext.events import no_running_loop
+from tests.benchmarks.conftest import SMALL, Train
+
+WORDS = {
+    "pfl's loop of rounds": ["--federated.algorithm=fedavg"],
+    "users one after another": ["--federated.algorithm=fedavg", "--runtime.engine=stock"],
+    "a loop of its own": ["--federated.algorithm=hierarchical", "--federated.weighting=users"],
+}
+
+
+def scores(directory: Path) -> object:
+    results = json.loads((directory / "results.json").read_text())
+    return results["val"], results["test"]
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=list(WORDS))
+def test_a_run_gives_the_same_numbers_there(
+    words: list[str], mini_file: Path, tmp_path: Path, train: Train
+) -> None:
+    outside = train(*words)
+    inside = tmp_path / "inside"
+
+    async def cell() -> None:
+        main([f"--data_path={mini_file}", "--config=fl-r-17", f"--run_dir={inside}", *SMALL, *words])
+        await asyncio.sleep(0)  # the loop goes on
+
+    asyncio.run(cell())
+    assert scores(inside) == scores(outside)
+    assert (inside / "model.safetensors").read_bytes() == (outside / "model.safetensors").read_bytes()
+
+
+def test_the_running_loop_is_back_afterwards_also_after_an_error() -> None:
+    def failing(outside: asyncio.AbstractEventLoop) -> None:
+        with no_running_loop():
+            inside = asyncio.get_event_loop()
+            assert inside is not outside
+            inside.run_until_complete(asyncio.sleep(0))
+            raise ZeroDivisionError
+
+    async def cell() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ZeroDivisionError):
+            failing(loop)
+        assert asyncio.get_running_loop() is loop
+        await asyncio.sleep(0)
+
+    asyncio.run(cell())
