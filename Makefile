@@ -24,7 +24,7 @@ SWEEP  ?= learning-rates
 LOCAL  ?=
 FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 
-.PHONY: help setup lock test lint docs horovod weights doctor compare published published-verify
+.PHONY: help setup lock test lint docs notebooks horovod weights doctor compare published published-verify
 .PHONY: bench bench-growth bench-peers opacus-peer
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
@@ -86,6 +86,9 @@ doctor: $(if $(wildcard $(PY)),,$(READY)) ## what this machine has, how a run is
 
 docs: $(READY) ## the documentation as a site, in build/site: ARGS="--site-dir D"
 	@$(PY) -m mkdocs build --quiet $(ARGS)
+
+notebooks: $(READY) ## execute the notebooks of docs/notebooks and write their outputs: NAMES="explore train"
+	@$(PY) docs/notebooks/execute.py $(NAMES)
 
 bench: $(READY) ## a round by pfl's loop and by the fast engine, side by side: ARGS="--cases cpu|curves|gpu|all --only segmentation"
 	$(PY) -m benchmarks.flair.bench $(ARGS)

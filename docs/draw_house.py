@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 COLOURS = {"benchmarks": "#33628f", "pfl_ext": "#2d7d3a", "dataset": "#a05a2c"}
 OUTPUT = Path(__file__).with_name("house.png")
 WIDTH, HEIGHT, ACROSS, DOWN, MOST = 2.3, 0.55, 2.75, 1.12, 4
-"""Of a box; from one box to the next, and from one row to the next; boxes in a row."""
+"""Width and height of a box; distance to the next box and to the next row; the most boxes in a row."""
 Arrows = Mapping[tuple[str, str], int]
 Point = tuple[float, float]
 

@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
 
-from dataset.cli import run  # noqa: E402
-from dataset.files import write_bytes  # noqa: E402
+from dataset.cli import run
+from dataset.files import write_bytes
 
 NAMES = tuple(sorted(path.stem for path in HERE.glob("*.py") if path.stem != "execute"))
 SECONDS = 900
@@ -44,9 +44,9 @@ def executed(name: str, folder: Path) -> NotebookNode:
     Raises:
         nbclient.exceptions.CellExecutionError: if a cell fails.
     """
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     notebook = source(name)
-    NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})
     for cell in notebook.cells:  # times of execution, which differ each time
         cell.metadata.pop("execution", None)
     return notebook

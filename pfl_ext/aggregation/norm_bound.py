@@ -84,6 +84,6 @@ class BoundedUpdates(Stage):
 
     @staticmethod
     def metrics(tally: Tensor | None) -> Metrics:
-        """Of a worker's share of a round, from the sum of its users' tallies."""
+        """The metrics of a worker's share of a round, from the sum of its users' tallies."""
         users, above = (0.0, 0.0) if tally is None else tally[:2].tolist()
         return Metrics([(BOUNDED, Weighted(above, users))])

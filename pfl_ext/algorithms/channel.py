@@ -149,7 +149,7 @@ class Channel(Stage):
 
     @property
     def num_bytes(self) -> int:
-        """Of a message."""
+        """Bytes of a message."""
         return self._compressor.num_bytes(list(self._shapes.values()))
 
     def begin(self, number: int, cohort: IntArray) -> None:

@@ -106,7 +106,7 @@ class Hierarchical(ServerModelAlgorithm):
         return x, lines
 
     def _weight(self, users: IntArray) -> float:
-        """Of some users of a cohort together, as the run weighs them."""
+        """Weight of some users of a cohort together, as the run weighs them."""
         if not self.means.by_images:
             return float(len(users))
         with self.means.users.only(users):

@@ -52,7 +52,7 @@ STATE, CHANNEL = "algorithm/", "compression/"
 
 
 class Steps(NamedTuple):
-    """Of users' SGD: learning rate, each variable's factor of it (empty: all 1), and momentum."""
+    """Users' SGD: learning rate, each variable's factor of it (empty: all 1), and momentum."""
 
     rate: float
     factors: tuple[float, ...]
@@ -309,7 +309,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         return state
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Of the model, the server's optimiser and the users."""
+        """Tensors of the model, the server's optimiser and the users."""
         kept = {
             prefix + name: tensor
             for prefix, part in self._kept().items()

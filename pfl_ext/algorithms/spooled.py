@@ -34,7 +34,7 @@ LEFT_OUT = StringMetricName("updates left out")
 
 
 class SpooledRounds(Stage):
-    """Of pfl's postprocessors the one before the weighting.
+    """The one of pfl's postprocessors that comes before the weighting.
 
     Args:
         rule: makes one update of many.

@@ -62,7 +62,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.randomness import stream
 
 Place = int
-"""Of a user in the cohort."""
+"""Place of a user in the cohort."""
 
 
 @dataclass(frozen=True, config=STRICT)

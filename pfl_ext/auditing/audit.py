@@ -38,7 +38,7 @@ ROUNDS = 8
 SHARES: dict[Sampler, int] = {"poisson": 10, "fixed": 4, "cyclic": 4}
 """One user in so many is in a cohort; in the circle, everyone takes part twice in all."""
 RUNS, RUN_ROUNDS = 300, 2
-"""Of the audits that need a run for each canary."""
+"""Runs, and rounds of a run, of the audits that need a run for each canary."""
 
 
 class LessNoise(PrivateMean):

@@ -239,14 +239,14 @@ class Game:
         return stream(self.seed, "canary coins").random(self.canaries) < 0.5
 
     def lengths(self, users: IntArray) -> FloatArray:
-        """Of their updates, in bounds; negative where a canary has been replaced by its opposite."""
+        """Lengths of their updates, in bounds; negative where a canary has been replaced by its opposite."""
         signs = np.ones(self.canaries + self.others)
         if self.sampler == "fixed":
             signs[: self.canaries] = np.where(self.joined, 1.0, -1.0)
         return np.where(users < self.canaries, self.length, LONG) * signs[users]
 
     def secret(self, purpose: str) -> int:
-        """Of this run, or the public seed."""
+        """The secret of this run, or the public seed."""
         return PUBLIC_SEED if purpose in self.public else derive(self.seed, "secret", purpose)
 
     def play(self) -> Release:

@@ -61,7 +61,7 @@ class ImageStore(Protocol):
 
 
 Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
-"""Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+"""From a user's targets that take part ``[n, K]`` and all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def _turnout(self) -> Turnout | None:
-        """Of this round; None where all who are drawn do all their work."""
+        """Turnout of this round; None where all who are drawn do all their work."""
         return None if self.turnouts is None or self._only is not None else self.turnouts.of(self._round)
 
     def share(self, cohort_size: int) -> list[Member]:

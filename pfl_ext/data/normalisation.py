@@ -35,7 +35,7 @@ FIXED: Mapping[Normalisation, Scale] = {
 
 
 def scale_of(store: ImageStore) -> Scale:
-    """Of all pixels of a split's images, in float64 from exact counts; nothing is drawn.
+    """Mean and deviation of all pixels of a split's images, in float64 from exact counts; nothing is drawn.
 
     A colour that is the same everywhere has the deviation 1.
     """

@@ -86,7 +86,7 @@ class Gradient:
 
 @dataclass
 class Explicit(Gradient):
-    """Of a small variable: ``[U, ...]``."""
+    """Gradient of a small variable: ``[U, ...]``."""
 
     gradients: Tensor
 
@@ -106,7 +106,7 @@ class Explicit(Gradient):
 
 @dataclass
 class Weight(Gradient):
-    """Of a convolution's or a linear layer's weights: input ``x`` ``[B, ...]``, output gradient ``e``."""
+    """Gradient of a convolution's or linear layer's weights: input ``x`` ``[B, ...]``, output's ``e``."""
 
     layer: nn.Conv2d | nn.Linear
     x: Tensor
@@ -284,7 +284,7 @@ def convolution_backward(
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Of all numbers of ``x``, float64, without a sync; rounding is at most 2^-15 of it."""
+    """Squared norm of ``x``, float64, without a sync; rounding is at most 2^-15 of it."""
     flat = x.detach().reshape(-1).float()
     whole = len(flat) - len(flat) % ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double()
@@ -294,12 +294,12 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def squared_norms_of(variables: list[Tensor]) -> Tensor:
-    """Of each of V variables: ``[V]`` float64. A GPU sums in a tree, which loses less than rows do."""
+    """Squared norms of V variables: ``[V]`` float64. A GPU sums in a tree, which loses less than rows do."""
     if variables[0].device.type == "cpu":
         return torch.stack([squared_norm(v) for v in variables])
     return torch.stack(list(torch._foreach_norm(variables))).double().square()
 
 
 def squared_norms(xs: Tensor) -> Tensor:
-    """Of each ``xs[u]``: ``[U, ...]`` -> ``[U]`` float64. For small variables."""
+    """Squared norm of each ``xs[u]``: ``[U, ...]`` -> ``[U]`` float64. For small variables."""
     return xs.detach().flatten(1).double().square().sum(1)

@@ -32,7 +32,7 @@ from dataset.files import write_json
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
 """Each with all that those before it have given up."""
 LIMIT = 1e-3
-"""Of the distance between the two sums over the length of pfl's, in float32. In a shorter type it is this and
+"""Limit of the distance of the two sums over pfl's length, in float32. In a shorter type it is this and
 twice the distance of pfl's own sum from float32's: two computations that round so may be apart by that."""
 CPU_LIMIT = 5e-3
 """The same on a CPU, where compiled convolutions round more coarsely than torch's, so that more ReLUs fall on
@@ -45,7 +45,7 @@ Sums = Mapping[str, Tensor]
 
 
 def fingerprint(*words: Any) -> str:
-    """Of the GPU, the versions, the engine's code and these words."""
+    """Digest of the GPU, the versions, the engine's code and these words."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     texts = [path.read_text() for path in sources]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -54,7 +54,7 @@ def fingerprint(*words: Any) -> str:
 
 
 def distance(ours: Sums, theirs: Sums) -> float:
-    """Of two sums by variable, over the length of the second; not a number where either is not finite."""
+    """Distance of two sums by variable over the second's length; not a number where either is not finite."""
     gap = torch.stack([(ours[n].double() - theirs[n].double()).square().sum() for n in theirs]).sum()
     size = torch.stack([t.double().square().sum() for t in theirs.values()]).sum()
     return float((gap / size.clamp(min=1e-60)).sqrt())

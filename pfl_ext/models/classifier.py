@@ -335,7 +335,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of what the backbone is fed, for one image."""
+        """Shape of what the backbone is fed, for one image."""
         return (3, self.input_size, self.input_size)
 
     @property
@@ -380,7 +380,7 @@ class ImageClassifier(nn.Module):
 
 
 def memory_format(weight: Tensor) -> torch.memory_format:
-    """Of a tensor of four dimensions."""
+    """Memory format of a tensor of four dimensions."""
     return torch.contiguous_format if weight.is_contiguous() else torch.channels_last
 
 

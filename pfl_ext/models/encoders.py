@@ -27,12 +27,12 @@ class Form:
 
     steps: Steps
     channels: tuple[int, ...]
-    """Of each map."""
+    """Channels of each map."""
     last: str | None = None
     """The convolution after the last block, which widens the map for a classifier."""
     last_channels: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of torchvision's classifier, other than its usual ones."""
+    """Options of torchvision's classifier, where they are not its usual ones."""
 
 
 def _blocks(stem: Sequence[str], container: str, ends: Sequence[int], offset: int = 0) -> Steps:

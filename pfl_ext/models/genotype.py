@@ -24,11 +24,11 @@ OPERATIONS = (
     "dil_conv_3x3",
     "dil_conv_5x5",
 )
-"""Of an edge, in the order of a row of alpha."""
+"""Operations of an edge, in the order of a row of alpha."""
 NODES = 4
 EDGES = sum(2 + node for node in range(NODES))
 KINDS = ("normal", "reduce")
-"""Of cells."""
+"""Kinds of cells."""
 FORM = "normal=OPERATION@INPUT,... reduce=OPERATION@INPUT,..."
 
 

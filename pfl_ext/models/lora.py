@@ -25,7 +25,7 @@ from pfl_ext.models.config import ModelConfig
 ADAPTERS = ("lora_a", "lora_b")
 """What the two layers of an adapter are called, behind the name of the layer that they belong to."""
 ADAPTERS_FILE = "adapters.safetensors"
-"""Of a run directory: the adapters by themselves, under the names that checkpoints have for them."""
+"""File of a run directory: the adapters by themselves, under the names that checkpoints have for them."""
 SomeModule = TypeVar("SomeModule", bound=nn.Module)
 
 

@@ -287,12 +287,12 @@ class Calibration:
 
     @cached_property
     def epsilon(self) -> float:
-        """Of the whole run, for the system with the noise cohort."""
+        """Epsilon of the whole run, for the system with the noise cohort."""
         return self.epsilon_after(self.num_rounds)
 
     @cached_property
     def epsilon_executed(self) -> float:
-        """Of the whole run as executed; infinite when there is no guarantee to speak of."""
+        """Epsilon of the whole run as executed; infinite when there is no guarantee to speak of."""
         return self.executed.epsilon_after(self.num_rounds)
 
     @cached_property

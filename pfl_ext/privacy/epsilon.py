@@ -268,7 +268,7 @@ LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 @lru_cache(maxsize=64)
 def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
-    """Of the rounds of `epsilon_spent`.
+    """Privacy profile of the rounds of `epsilon_spent`.
 
     Mu is an upper bound: between two points of a grid of epsilons, delta is taken from the left one, and the
     Gaussian's from the right one.

@@ -54,9 +54,9 @@ class Release:
     """How the two moments are made private."""
 
     multiplier: float
-    """Of the noise on each sum, in multiples of its bound."""
+    """Standard deviation of the noise on each sum, in multiples of its bound."""
     bounds: tuple[float, float]
-    """Of a user's vector of means, and of its vector of mean squares."""
+    """Bounds of a user's vector of means, and of its vector of mean squares."""
     noise_seed: int
     """A secret."""
 

@@ -30,7 +30,7 @@ NO_LIMIT = 1e8
 RADIUS = 1.5
 """A box belongs to places at most so many strides from its centre, along each axis."""
 LEAST_SCORE, CANDIDATES, OVERLAP, MOST = 0.05, 1000, 0.6, 100
-"""Of detections: the least score; how many are compared with one another; the IoU above which the one with
+"""For detections: the least score; how many are compared with one another; the IoU above which the one with
 the lower score goes; how many are kept, as COCO has it."""
 EPSILON = 1e-7
 """Square pixels, which keep a quotient of areas a number."""
@@ -195,7 +195,7 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Of ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
+    """Areas from sides ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
     return sides[..., 0] * sides[..., 1]
 
 

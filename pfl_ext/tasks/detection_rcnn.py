@@ -31,7 +31,7 @@ IN_SECOND = 0.5
 BETA = 1 / 9
 """Where a smooth L1 loss goes over from square to line, as torchvision has it."""
 LEAST_SCORE, OVERLAP, LEAST_SIDE = 0.05, 0.5, 0.01
-"""Of detections: least score, IoU above which the one with the lower score goes, and least side in pixels."""
+"""For detections: least score, IoU above which the one with the lower score goes, least side in pixels."""
 NOT_THERE = -1.0
 """The draw of a row that only fills up."""
 IGNORED = -1

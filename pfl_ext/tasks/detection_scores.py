@@ -79,7 +79,7 @@ class Detections(MetricValue):
         return rows[order], found[order], truth[order]
 
     def only(self, rows: IntArray) -> Detections:
-        """Of these images of the evaluation set alone."""
+        """The detections of these images of the evaluation set alone."""
         here, found, truth = self.images
         kept = np.isin(here, rows)
         return Detections(self.num_images, self.num_classes, [(here[kept], found[kept], truth[kept])])
@@ -182,7 +182,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
 
 
 def _annotations(boxes: Array, is_truth: bool) -> list[dict[str, Any]]:
-    """Of `_curves`; pycocotools takes the number 0 for no annotation, and boxes as left, top and sides."""
+    """Annotations for `_curves`; pycocotools takes 0 for no annotation, and boxes as left, top and sides."""
     out: list[dict[str, Any]] = []
     for image, row in np.argwhere(boxes[..., CLASS] != NO_BOX).tolist():
         left, top, right, bottom, category, last = boxes[image, row].astype(np.float64).tolist()

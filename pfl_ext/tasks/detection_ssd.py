@@ -19,7 +19,7 @@ MATCH = 0.5
 NEGATIVES = 3
 """Default boxes of the background in the loss for each of an object: those with the highest losses."""
 LEAST_SCORE, CANDIDATES, OVERLAP = 0.001, 300, 0.55
-"""Of detections, as torchvision has them for SSDLite: the least score, how many of a class are compared, and
+"""For detections, as torchvision has them for SSDLite: the least score, how many of a class are compared, and
 the IoU above which the one with the lower score goes."""
 
 

@@ -178,7 +178,7 @@ class MultiLabelScores(MetricValue):
 
         The arrays are kept, not copied: do not write into them afterwards. A batch of no rows,
         ``scores`` ``[0, K]``, is the zero of the addition. NaN scores are carried along and reported when
-        the metric is read, by all workers alike, lest one worker stop and the others wait for it.
+        the metric is read, by all workers alike, so that no worker stops while the others wait for it.
 
         Args:
             num_rows: N, the size of the whole evaluation set.

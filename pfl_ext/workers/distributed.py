@@ -66,7 +66,7 @@ class Workers(DistributedContext):
 
     @property
     def global_rank(self) -> int:
-        """Of all W."""
+        """Rank among all W workers."""
         return self._launch.rank
 
     @property

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE = 0.02
-"""Of one core: a process that uses less, and whose main thread stands still, does nothing."""
+"""Share of one core: a process that uses less, and whose main thread stands still, does nothing."""
 LEAVE_S = 5.0  # an orderly exit after a worker's own error may take so long
 EXIT_CODE = 2
 

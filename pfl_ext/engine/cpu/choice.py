@@ -25,7 +25,7 @@ Feature = Literal["AMX", "AVX512-FP16", "AVX512-BF16", "none"]
 Kind = Literal[
     "3x3 convolutions", "depthwise convolutions", "other convolutions", "GroupNorm", "pooling", "linear"
 ]
-"""Of layers; the first is of stride 1, the second filters each channel by itself."""
+"""Kinds of layers; the first has stride 1, the second filters each channel by itself."""
 
 
 class Way(NamedTuple):

@@ -34,7 +34,7 @@ class Room:
     """Where the weights after a step of gradient descent go; it may be the weights themselves. Then
     ``gradient`` is not written to, and ``done`` says that the step was made."""
     rate: float = 0.0
-    """Of that step."""
+    """Learning rate of that step."""
     done: bool = False
 
 

@@ -26,7 +26,7 @@ from pfl_ext.engine.cpu.choice import Feature
 CHANNELS = 32
 """Channels must be a multiple of this."""
 DEPTHWISE_SIDE, DEPTHWISE_CHANNELS = 5, 16
-"""Of the kernels of `CpuKernels.depthwise_weights`; what its channels must be a multiple of."""
+"""Side of the kernels of `CpuKernels.depthwise_weights`, and what its channels must be a multiple of."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""

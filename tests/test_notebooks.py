@@ -1,0 +1,57 @@
+"""The notebooks: what is tracked are their sources, executed; every cell runs under Jupyter's kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from dataset.cli import run
+from tests.shown import ROOT
+
+HERE = ROOT / "docs" / "notebooks"
+spec = importlib.util.spec_from_file_location("execute", HERE / "execute.py")
+assert spec is not None
+assert spec.loader is not None
+execute: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(execute)
+
+PICTURES = {"algorithm": 1, "explore": 3, "private": 2, "train": 1}
+TRAINED = {"algorithm": 2, "explore": 0, "private": 3, "train": 2}
+
+
+def test_every_notebook_is_listed_here() -> None:
+    assert execute.NAMES == tuple(PICTURES) == tuple(TRAINED)
+    assert {path.stem for path in HERE.glob("*.ipynb")} == set(PICTURES)
+
+
+@pytest.mark.parametrize("name", execute.NAMES)
+def test_what_is_tracked_is_the_source_with_outputs(name: str) -> None:
+    tracked = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
+    nbformat.validate(tracked)
+    source = execute.source(name)
+    assert [(c.cell_type, c.source) for c in tracked.cells] == [(c.cell_type, c.source) for c in source.cells]
+    check_outputs(tracked, name)
+
+
+def check_outputs(notebook: nbformat.NotebookNode, name: str) -> None:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == PICTURES[name]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert printed.count("run directory: runs/notebook-") == TRAINED[name]
+
+
+@pytest.mark.parametrize("name", execute.NAMES)
+def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ROUNDS", "5")
+    check_outputs(execute.executed(name, tmp_path), name)
+    assert len(list(tmp_path.glob("runs/*/results.json"))) == TRAINED[name]
+
+
+def test_a_notebook_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(execute.main, ["explore2"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: there is no notebook explore2: choose any of algorithm, explore, private, train\n"
