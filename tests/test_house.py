@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "pfl_ext": ("pfl_ext", "dataset.files"),
     "benchmarks": ("benchmarks", "pfl_ext", "dataset"),
 }
-"""What each root imports of the project: nobody writes an atomic write twice, so there is ``dataset.files``."""
+"""What each root imports of the project. ``dataset.files`` writes atomically for all, so all import it."""
 
 
 def imports(file: Path) -> list[str]:

@@ -39,8 +39,8 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
 # ## Noise follows from the budget
 #
 # FLAIR has 41,131 training users, and the paper trains 5,000 rounds. The noise on the *mean* of the updates is the
-# noise multiplier times the clipping bound, divided by the cohort's size: large cohorts are the cheapest way to
-# better private models.
+# noise multiplier times the clipping bound, divided by the cohort's size. Larger cohorts make it smaller, until nearly
+# everybody takes part so often that being drawn at random hides nobody any longer; a larger budget gains more from them.
 
 # %%
 POPULATION, PAPER_ROUNDS = 41_131, 5_000
@@ -51,6 +51,8 @@ for epsilon, colour in ((1, "#D55E00"), (2, "#0072B2"), (8, "#009E73")):
     noise = [budget.calibrate(POPULATION, c, PAPER_ROUNDS).simulated.noise_multiplier / c for c in cohorts]
     axes.plot(cohorts, noise, "o-", color=colour, label=f"epsilon {epsilon}")
 axes.set(xscale="log", yscale="log", xlabel="users in a round")
+axes.set_xticks(cohorts, [f"{cohort:,}" for cohort in cohorts], minor=False)
+axes.set_xticks([], minor=True)
 axes.set(ylabel="noise on the mean update\n(clipping bounds)")
 axes.legend(frameon=False)
 plt.show()
@@ -58,8 +60,8 @@ plt.show()
 # %% [markdown]
 # ## Three trainings
 #
-# Without noise, with the noise of a system that has FLAIR's 41,131 users and 5,000 of them in each round, and with the noise
-# of 1,000 in each round. `privacy.noise_cohort_size` simulates a larger system, as the paper does: the model learns from
+# Without privacy; with the noise of a system that has FLAIR's 41,131 users and 5,000 of them in each round; and with that
+# of 100 in each round. `privacy.noise_cohort_size` simulates a larger system, as the paper does: the model learns from
 # the few users of this page and gets the noise that many users would need.
 
 # %%
@@ -74,13 +76,13 @@ WORDS = [
 SYSTEM = ["--privacy.noise_population=41131", "--privacy.epsilon=2", "--privacy.delta=1e-5"]
 
 # %%
-train([*WORDS, "--privacy=none", "--run_dir=runs/notebook-no-noise"])
+train([*WORDS, "--privacy=none", "--run_dir=runs/notebook-not-private"])
 
 # %%
 train([*WORDS, *SYSTEM, "--privacy.noise_cohort_size=5000", "--run_dir=runs/notebook-5000"])
 
 # %%
-train([*WORDS, *SYSTEM, "--privacy.noise_cohort_size=1000", "--run_dir=runs/notebook-1000"])
+train([*WORDS, *SYSTEM, "--privacy.noise_cohort_size=100", "--run_dir=runs/notebook-100"])
 
 
 # %%
@@ -90,10 +92,11 @@ def curve(run):
 
 
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for name, colour in (("no-noise", "#777777"), ("5000", "#0072B2"), ("1000", "#D55E00")):
-    axes.plot(*curve(f"runs/notebook-{name}"), color=colour, label=name.replace("-", " "))
+labels = {"not-private": "not private", "5000": "noise of 5,000 users", "100": "noise of 100 users"}
+for (name, label), colour in zip(labels.items(), ("#777777", "#0072B2", "#D55E00")):
+    axes.plot(*curve(f"runs/notebook-{name}"), color=colour, label=label)
 axes.set(xlabel="round", ylabel="val C-AP (%)", ylim=(0, None))
-axes.legend(title="noise of a cohort of", frameon=False)
+axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
