@@ -24,7 +24,7 @@ from pfl_ext.workers.distributed import (
 
 
 def sums(rank: int, size: int) -> None:
-    """Of float32 and float64 tensors together, in place, exactly."""
+    """Float32 and float64 tensors are summed together, in place, exactly."""
     tensors = [torch.full((2, 3), 2.0**rank), torch.tensor([2.0**-30 + rank], dtype=torch.float64)]
     returned = get_ops().distributed.all_reduce(tensors)
     assert returned[0] is tensors[0]
