@@ -94,7 +94,7 @@ def _run(program: str, commands: Mapping[str, str]) -> int:
 
 
 def _first_line(module: str) -> str:
-    """Of a module's docstring, which is not imported for it."""
+    """The first line of a module's docstring, read without importing the module."""
     spec = find_spec(module)
     assert spec is not None
     path = Path(str(spec.origin))

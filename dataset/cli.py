@@ -28,7 +28,7 @@ RESUMABLE = 75
 CLOSED_PIPE = 128 + signal.SIGPIPE
 MAX_LINE = 1600
 MAX_NAME_BYTES = 200
-"""Of an output's name; a file system has 255, of which the names of its temporary files need some."""
+"""Most bytes of an output's name; file systems allow 255, and the names of temporary files are longer."""
 
 
 def run(main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:

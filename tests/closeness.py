@@ -50,5 +50,5 @@ def tensors(vector: Vector) -> dict[str, Tensor]:
 
 
 def norm(parts: Sequence[Tensor]) -> float:
-    """Of all parts as one vector, in float64."""
+    """L2 norm of all parts as one vector, in float64."""
     return math.sqrt(sum(float(part.double().square().sum()) for part in parts))

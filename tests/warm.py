@@ -235,7 +235,7 @@ def serve(address: str) -> None:
 
 
 ADDRESSES: dict[tuple[tuple[str, str], ...], str] = {}
-"""Of the servers that this process started, by the variables that matter to them."""
+"""Addresses of the servers that this process started, by the variables that matter to them."""
 
 
 def server(environment: Mapping[str, str]) -> str:

@@ -40,7 +40,7 @@ SIDE, ROUNDS = 8, 6
 SAMPLED_EVERY = 0.1  # seconds
 SPEC = MiniSpec(val_users=120, test_users=120, image_size=SIDE)
 HEADS = ("users", "images", "val images", "labels", "file, GB", "start, s", "round, s", "memory, GB")
-"""Of the table."""
+"""Column titles of the table."""
 WORDS = (
     "--model.arch=lenet",
     "--data.image_size=20",

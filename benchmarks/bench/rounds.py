@@ -60,7 +60,7 @@ class Sides:
     """A split that is scored every tenth round, a tenth of which is charged to each; None: no evaluation."""
     privacy: PrivacyConfig | None = None
     flops_of_an_image: float | None = None
-    """Of a training pass; for the model FLOP utilisation on a card."""
+    """FLOPs of a training pass on one image; for the model FLOP utilisation on a GPU."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ from dataset.pages import Html, clean, tag
 from pfl_ext.tasks.multi_label_scores import shown
 
 WIDTH, HEIGHT = 4.4, 3.1
-"""Of a chart in inches: on a phone its letters are about as large as the page's."""
+"""Size of a chart in inches: on a phone its letters are about as large as the page's."""
 INK, LINE = "#010203", "#040506"
 SERIES = tuple(f"#0a0b0{place}" for place in range(len(COLOURS)))
 """What stands for the page's colours of letters, of lines and of groups while a chart is drawn."""

@@ -63,11 +63,11 @@ class Comparison:
     groups: tuple[Group, ...]
     left_out: tuple[str, ...]
     measures: Mapping[Path, Sequence[Measure]]
-    """Of each run, by its directory."""
+    """Measures of each run, keyed by the run's directory."""
 
     @property
     def runs(self) -> list[RunRecord]:
-        """Of all groups."""
+        """The runs of all groups."""
         return [run for group in self.groups for run in group.runs]
 
     @property

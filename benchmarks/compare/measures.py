@@ -32,7 +32,7 @@ class Measure(NamedTuple):
     section: str
     """The table that it stands in."""
     name: str
-    """Of the column."""
+    """The name of the column."""
     unit: Unit
     value: float
 

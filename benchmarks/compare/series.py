@@ -22,14 +22,14 @@ class Line:
     """One group in one chart: the mean over its seeds at each x, and the least and the greatest of them."""
 
     place: int
-    """Of the group, which gives its colour."""
+    """Position of the group in the comparison, which gives its colour."""
     x: FloatArray
     mean: FloatArray
     low: FloatArray
     high: FloatArray
     n: int
     singles: Sequence[tuple[FloatArray, FloatArray]] = ()
-    """Of runs that have not ended, each by itself."""
+    """Curves of runs that have not ended, each by itself."""
 
 
 def by_steps(found: Curve) -> FloatArray:
@@ -53,7 +53,7 @@ def by_megabytes(found: Curve) -> FloatArray | None:
 
 
 def by_megabytes_up(found: Curve) -> FloatArray | None:
-    """Of these, the MB that users send."""
+    """MB that users send to the server; None where they are not known."""
     return None if found.bytes_up is None else found.bytes_up / 1e6
 
 
@@ -68,7 +68,7 @@ def lines_of(groups: Sequence[Group], split: str, name: str, axis: Axis) -> list
 
 
 def line_of(place: int, group: Group, keys: tuple[str, ...], axis: Axis) -> Line | None:
-    """Of one group: the mean of its seeds that have ended, or of all where none has, at common steps."""
+    """One group's line: the mean of its seeds that have ended, or of all where none has, at common steps."""
     ended = _curves(group.finished, keys, axis)
     under_way = _curves(group.unfinished, keys, axis)
     several, singles = (ended, under_way) if ended else (under_way, [])

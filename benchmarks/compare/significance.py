@@ -26,7 +26,7 @@ class Difference:
     second: str
     n: tuple[int, int]
     difference: float
-    """Of the first less the second."""
+    """Mean of the first minus mean of the second."""
     low: float
     high: float
     t: float

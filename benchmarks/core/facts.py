@@ -20,7 +20,7 @@ from pfl_ext.models.classifier import ImageClassifier, probe_checksum
 
 @torch.no_grad()
 def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path | None) -> Tree:
-    """Of a network before its first step: weights, size, normalisation, and what it says to a fixed batch."""
+    """Facts of a network before its first step: weights, size, normalisation, a checksum of its outputs."""
     norms = Counter(type(m).__name__ for m in module.modules() if "Norm" in type(m).__name__)
     return {
         "weights": weights_facts(config, weights),

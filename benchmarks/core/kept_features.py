@@ -57,12 +57,12 @@ class _Column:
     """What the features of some rows are computed from."""
 
     split: str
-    """Of the file."""
+    """Name of the split in the file."""
     rows: IntArray
     """Those that are read."""
     pixels: Any
     crops: Callable[[IntArray], FloatArray] | None = None
-    """Of rows; None: whole images, as evaluation sees them."""
+    """The crops of given rows; None: whole images, as evaluation sees them."""
 
 
 @dataclasses.dataclass(frozen=True)

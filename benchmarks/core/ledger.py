@@ -159,7 +159,7 @@ class Ledger(ABC):
 
 
 class CentralLedger(Ledger):
-    """Of a run with ``privacy``: calibrates the noise before the first round.
+    """The ledger of a run with ``privacy``: calibrates the noise before the first round.
 
     Raises:
         ValueError: when no noise keeps the budget, as `PrivacyConfig.calibrate` says, or when
@@ -226,7 +226,7 @@ class CentralLedger(Ledger):
 
 
 class LocalLedger(Ledger):
-    """Of a run with ``local_privacy``: counts how often each user takes part."""
+    """The ledger of a run with ``local_privacy``: counts how often each user takes part."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class ModelState:
     """For training whose state is a model and its optimiser."""
 
     def tensors(self, state: PyTorchModel) -> dict[str, torch.Tensor]:
-        """Of both."""
+        """The tensors of the model and its optimiser."""
         return checkpoint.model_tensors(state)
 
     def saved(self) -> None:

@@ -72,7 +72,7 @@ class RunDirectory:
         self._content_sha256 = content_sha256 or (lambda: data_sha256)
         self._metrics = path / "metrics.jsonl"
         self.config_sha256: str = from_main(self._config_sha256() if is_main() else None)
-        """Of the directory's config.yaml, or of the one that it will get."""
+        """Digest of the directory's config.yaml, or of the one that will be written there."""
 
     def _config_sha256(self) -> str:
         """The digest of the config that the directory holds, if it is this run's; else refuse."""

@@ -38,7 +38,7 @@ class Secret:
     cohort_seed: int
     """128 bits, for the cohorts of all rounds."""
     sha256: str | None
-    """Of the secret, for checkpoints; None where the noise comes from the run's public seed."""
+    """Digest of the secret, for checkpoints; None where the noise comes from the run's public seed."""
     path: Path
 
     @property

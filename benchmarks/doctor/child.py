@@ -107,7 +107,7 @@ STAGES: dict[str, Callable[[float], Iterator[Facts]]] = {
 
 
 def one_line(fault: BaseException) -> str:
-    """Of an exception: its type and the first line of what it says."""
+    """An exception in one line: its type and the first line of its message."""
     said = next((line for line in str(fault).splitlines() if line.strip()), "")
     return f"{type(fault).__name__}: {said.strip()}"[:300]
 

@@ -120,7 +120,7 @@ def path(facts: Facts, report: Facts) -> Found:
 
 
 def _precision(facts: Facts) -> str:
-    """Of a CPU."""
+    """The line about precision on a CPU."""
     start = "precision: float32, the default; "
     if facts["bf16"] == facts["float32"]:
         return start + "bf16 would change nothing, as the processor has no AMX, AVX512-FP16 or AVX512-BF16"

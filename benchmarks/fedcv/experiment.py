@@ -52,7 +52,7 @@ class Mini:
 
     @property
     def path(self) -> Path:
-        """Of its file."""
+        """Path of the data set's file."""
         return Path(f"data/flair-mini-{self.word}-{zlib.crc32(f'{VERSION} {self.spec}'.encode()):08x}.hdf5")
 
 

@@ -43,7 +43,7 @@ class Case:
     val_users: int = 0
     """0: no evaluation; otherwise val is scored every tenth round, a tenth of which is charged to each."""
     precision: str = "fp32"
-    """Of the fast engine; stock is always fp32, as pfl's users run it."""
+    """Precision of the fast engine; stock is always fp32, as pfl's users run it."""
     private: bool = False
     runtime: tuple[str, ...] = ()
     """Further words for the fast engine."""

@@ -45,7 +45,7 @@ SPLIT = "test"
 def class_scores(
     config: Config, task: LabelSetView, directory: Path, model: PyTorchModel, metrics: Mapping[str, Metrics]
 ) -> Tree:
-    """Of the best model: AP and prevalence of each class, few-shot classes apart; users if asked for."""
+    """The best model's AP and prevalence of each class, few-shot classes apart; users if asked for."""
     scores = metrics["test"][SCORES]
     ap = 100 * average_precision(scores.scores(), scores.targets())
     positives = {name: int(n) for name, n in zip(task.label_names, scores.targets().sum(0))}

@@ -89,7 +89,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Of the variant, with the weights it started from where they are not torchvision's."""
+        """Label of the variant, with the weights it started from where they are not torchvision's."""
         weights = self.runs[0].outcome.get("weights")
         other = f", weights {weights['sha256'][:8]}" if weights and not weights.get("imagenet") else ""
         return self.variant.label + other

@@ -26,7 +26,7 @@ class Work:
     """Learning rate of each step, for the noisy sum over `expected`."""
     momentum: float
     clipping_bound: float
-    """Of the L2 norm of one image's gradient."""
+    """Bound on the L2 norm of one image's gradient."""
     noise_multiplier: float
     """Standard deviation of the noise on a step's sum, over `clipping_bound`."""
     sampling_rate: float

@@ -29,7 +29,7 @@ RUNS = Path("runs") / "published"
 
 
 def run_name(row: Row, seed: int) -> str:
-    """Of a run's directory, and of the file with its result."""
+    """Name of a run's directory, and of the file with its result."""
     return f"{row.name}-seed{seed}"
 
 

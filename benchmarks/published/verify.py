@@ -54,7 +54,7 @@ def under_way(row: Row, finished: Sequence[int]) -> str:
 
 
 def verdict(row: Row, values: Sequence[float]) -> str:
-    """Of the mean of our runs."""
+    """Whether the mean of our runs is within the row's band, in words."""
     if not values:
         return "no run"
     if row.band is None:

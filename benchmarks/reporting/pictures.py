@@ -18,7 +18,7 @@ from benchmarks.reporting.plots import legend_below, save
 SURE = 0.3
 """Boxes with at least this score are drawn."""
 WIDTH = 5.4
-"""Of a picture, in inches."""
+"""Width of a picture, in inches."""
 
 
 def masks(

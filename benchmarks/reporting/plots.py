@@ -26,7 +26,7 @@ GREEN, VERMILION, PINK, SKY, BLACK = "#009E73", "#D55E00", "#CC79A7", "#56B4E9",
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK)
 MARKERS = "osD^vPX"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (6, 3)))
-"""Of the n-th curve of a picture; after the last comes the first again. Grey is for what is no curve."""
+"""Colours, markers and line styles of a picture's curves, in cycles; grey is for what is no curve."""
 LETTERS_AN_INCH = 13
 LINE_IN = 0.17
 """Width and height of a legend's letters, about."""

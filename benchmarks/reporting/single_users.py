@@ -35,7 +35,7 @@ class UserScores(NamedTuple):
     """How one score of one model differs over users of one kind."""
 
     kind: str
-    """Of users and models, in words."""
+    """Kind of users and models, in words."""
     score: str
     values: Tree
     """By the keys of `COLUMNS`, as far as they are known."""

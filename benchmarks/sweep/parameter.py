@@ -19,7 +19,7 @@ Distribution = Literal[
 ]  # fmt: skip
 TINY = 1e-12
 MOST_VALUES = 1_000_000
-"""Of a parameter with a step, and of a grid: they are listed."""
+"""Most values of a parameter with a step, and most points of a grid: they are listed."""
 LARGEST_INT = 2**53
 
 

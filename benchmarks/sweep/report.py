@@ -21,7 +21,7 @@ from dataset.files import write_bytes
 from pfl_ext.tasks.multi_label_scores import shown
 
 MOST_TICKS = 100
-"""Of a parameter that is drawn as categories; one of more whole numbers is drawn as a scale."""
+"""Most values of a parameter drawn as categories; one of more whole numbers is drawn as a scale."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Row:
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
-        """Of each seed."""
+        """The curve of each seed."""
         return tuple(map(curve_of, self.runs))
 
 

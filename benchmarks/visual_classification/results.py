@@ -52,7 +52,7 @@ def partition_facts(task: SingleLabelView) -> Tree:
 
 
 def class_scores(task: SingleLabelView, metrics: Mapping[str, Metrics]) -> Tree:
-    """Of the model that is reported: accuracy of each class on test; and the partition it learnt from."""
+    """Scores of the reported model: accuracy of each class on test; and the partition it was trained on."""
     shares = metrics["test"][SCORES].per_class
     return {
         "per_class_accuracy": {

@@ -114,7 +114,7 @@ class Skew:
     histogram: Mapping[str, int]
     """Users by their L1 distance, in [0, 2]."""
     mean: float
-    """Of the distances, weighted by the users' labels."""
+    """Mean of the distances, weighted by each user's number of labels."""
     at_random: float
     """The same where the labels are dealt to the users at random: what few labels a user do by themselves."""
     classes: Mapping[str, int]

@@ -39,7 +39,7 @@ class Thumbnail:
 
 
 def colour(number: int, of: int) -> tuple[int, int, int]:
-    """Of a class, RGB: as many hues as there are classes, far apart for numbers that are near.
+    """Colour of a class, RGB: as many hues as there are classes, far apart for numbers that are near.
 
     Args:
         number: of the class.

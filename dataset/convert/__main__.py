@@ -30,7 +30,7 @@ from dataset.store.hdf5 import DataFile
 from dataset.store.images import BACKGROUNDS, Transcoding
 
 SHARE = 0.1
-"""Of the users, or of each user's images, that become val, and test, where the source has no splits."""
+"""Share of the users, or of each user's images, for val, and for test, where the source has no splits."""
 ISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 """The columns of FLamby's CSV that have the names of the classes, in their order."""
 SEVERAL = ";"

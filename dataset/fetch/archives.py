@@ -56,7 +56,7 @@ class ArchiveSource(Source):
     paths: Mapping[str, Path] | None = None
     """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
     suffixes: Sequence[str] = JPEG_SUFFIXES
-    """Of images in the archives, in small letters."""
+    """Suffixes of images in the archives, in lower case."""
 
     @cached_property
     def listed(self) -> tuple[pa.Table, dict[str, int]]:

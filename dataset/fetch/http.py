@@ -51,7 +51,7 @@ class Patience:
 
 
 PATIENCE = Patience()
-"""Of every download; tests replace it."""
+"""How long every download waits for its server; tests replace it."""
 
 
 def retry_after(header: str, otherwise: float) -> float:

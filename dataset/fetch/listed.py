@@ -74,7 +74,7 @@ class Lists:
 
     @property
     def partition_names(self) -> list[str]:
-        """Of all listings."""
+        """The names of the partitions of all listings."""
         return [name for listing in self.listings for name in listing.users]
 
     def table(self, natural: str) -> pa.Table:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from dataset.fetch.archives import Member, archive_members
 
 Wanted = Callable[[PurePosixPath], tuple[str, int] | None]
-"""Of a path within a folder or an archive: the name under which a file is kept, and its largest size in
+"""Maps a path within a folder or an archive to the name under which the file is kept and its largest size in
 bytes; None for a file that is not read."""
 MAX_TOTAL = 1 << 32
 """Bytes of all files together."""

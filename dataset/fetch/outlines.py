@@ -22,9 +22,9 @@ from pycocotools import mask as coco_mask
 from dataset.store.annotations import VOID
 
 MAX_PIXELS = 1 << 26
-"""Of an image whose mask is drawn."""
+"""Most pixels of an image whose mask is drawn."""
 LEAST_NUMBERS = 6
-"""Of a polygon; one of two points has no area."""
+"""Fewest coordinates of a polygon; one of two points has no area."""
 CROWD_CLASS = 0
 """In place of an object's class: a group's outline, which is rough."""
 _BITS, _MORE, _SIGN, _FIRST = 5, 0x20, 0x10, 48  # of a character of pycocotools' text

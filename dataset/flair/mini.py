@@ -42,7 +42,7 @@ from dataset.store.writer import DataWriter
 __all__ = ["COARSE_LABELS", "VERSION", "MiniSpec", "draw_images", "main", "mini_index", "write_mini"]
 
 VERSION = 1
-"""Of the drawn data: to be raised with every change of what a spec gives."""
+"""Version of the drawn data: to be raised with every change of what a spec gives."""
 
 MAX_COARSE, MAX_FINE = 9, 36
 """The most labels on an image (flair.md A1)."""

@@ -22,7 +22,7 @@ from dataset.store.index import DatasetIndex
 MASK, OBJECTS = "mask", "objects"
 """The names of the annotations, which are those of other data sets."""
 CLASSES = (BACKGROUND, *COARSE_LABELS)
-"""Of masks."""
+"""Classes of the masks."""
 _BATCH = 1024
 
 

@@ -23,7 +23,9 @@ _DIGITS = re.compile(r"(\d+)")
 
 @drawn("most-frequent", numbered=False, of_any=True)
 def most_frequent(drawing: Drawing, _: float) -> PartitionIndex:
-    """Of categories that as many images contain, the lowest is taken first. The seed changes nothing.
+    """Each client in turn gets the images left of the most frequent category; the last gets all others.
+
+    Of equally frequent categories the lowest comes first. The seed changes nothing.
 
     Raises:
         ValueError: where a client would have no image.

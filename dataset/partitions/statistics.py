@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a number for each client."""
+    """Summary of a number that each client has."""
 
     min: float
     median: float
@@ -40,7 +40,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: IntArray) -> Spread:
-        """Of ``[U]``."""
+        """The summary of ``values``, ``[U]``, one for each client."""
         return cls(*map(float, (values.min(), np.median(values), values.mean(), values.max())))
 
 

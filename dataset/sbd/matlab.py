@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_BYTES = 1 << 26
-"""Of a file's matrices, when they are decompressed."""
+"""Most bytes of a file's matrices after decompression."""
 HEADER = 128
 _MATRIX, _COMPRESSED, _UINT8 = 14, 15, 2  # types of data elements
 _STRUCT_CLASS, _UINT8_CLASS = 2, 9  # classes of arrays

@@ -83,7 +83,7 @@ class BoxView(AnnotatedView):
         return SplitBoxes(users, offsets, file_split, rows, self.pixels, boxes, scale, self.most)
 
     def _annotation(self, file_split: str) -> Boxes:
-        """Of a split of the file."""
+        """The boxes of a split of the file."""
         found = self.file.split(file_split).annotations[self.taxonomy]
         assert isinstance(found, Boxes)
         return found

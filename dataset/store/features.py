@@ -31,7 +31,7 @@ FloatArray = npt.NDArray[np.float32]
 BLOCK = 1024
 """Rows."""
 FULL = "float32"
-"""Of numpy's names of formats, the one in which features are computed."""
+"""The format in which features are computed, by numpy's name."""
 
 
 class FeatureColumn:
@@ -162,7 +162,7 @@ class FeatureCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all splits."""
+        """Size of the columns of all splits."""
         return sum(column.num_bytes for column in self._columns.values())
 
     def missing(self, wanted: Mapping[str, IntArray]) -> list[tuple[str, int]]:

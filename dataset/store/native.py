@@ -37,7 +37,7 @@ TYPES = LEAF_TYPES | dict.fromkeys(("user_offsets", "image_offsets", "rows", "of
 TYPES |= {"user_index": "<i4", "image_sizes": "<i4", "image_crc32": "<u4"}
 TYPES |= {f"{taxonomy}_{leaf}": LEAF_TYPES[leaf] for taxonomy in TAXONOMIES for leaf in LEAVES["label set"]}
 WIDTHS = {"image_sizes": 2, "corners": 4}
-"""Of the columns that are matrices."""
+"""Widths of the columns that are matrices."""
 
 Storage = Literal["jpeg", "raw"]
 StoredImages = Sequence[memoryview | npt.NDArray[np.uint8]] | npt.NDArray[np.uint8]

@@ -90,7 +90,7 @@ class Inputs(Protocol):
     """What a split's images are read from: a `PixelCache`, or what stands for it."""
 
     def read(self, split: str, rows: IntArray) -> npt.NDArray[Any]:
-        """Of any rows of a split of the file, ``[n, ...]``, in their order, from any thread."""
+        """Inputs of any rows of a split of the file, ``[n, ...]``, in their order, from any thread."""
         ...
 
 
@@ -113,7 +113,7 @@ class Split:
         return len(self.file_rows)
 
     def targets(self, rows: IntArray) -> npt.NDArray[Any]:
-        """Of rows, ``[n, ...]``, in their order."""
+        """Targets of these rows, ``[n, ...]``, in their order."""
         raise NotImplementedError
 
     def read(self, rows: IntArray) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

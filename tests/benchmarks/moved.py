@@ -126,5 +126,5 @@ def assert_as_near_as_rounding(
 
 
 def distance(one: Scored, other: Scored) -> float:
-    """Of the logits, in the norm of the whole matrix."""
+    """Frobenius norm of the difference between the logits."""
     return float(np.linalg.norm(one.logits - other.logits))

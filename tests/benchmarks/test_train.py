@@ -110,7 +110,7 @@ FOLLOWED = 5
 
 
 def evaluations(train: Train, name: str, *words: str) -> list[Scored]:
-    """Of val before each of `FOLLOWED` rounds of the paper's network, and after the last."""
+    """Evaluations on val before each of `FOLLOWED` rounds of the paper's network, and after the last."""
     rounds = ("--local.learning_rate=0.05", f"--federated.num_rounds={FOLLOWED}")
     with watched() as seen:
         train(*RESNET18, *rounds, "--runtime.checkpoint_every=10", *words, name=name)

@@ -41,11 +41,11 @@ class Row:
 
     make_mechanism: MakeMechanism
     canaries: int = 12_500
-    """Of a run, such that the expected cohort is a whole number; 1: `SMALL_RUNS` with one canary each."""
+    """Canaries in a run, such that the expected cohort is a whole number; 1: `SMALL_RUNS` with one each."""
     runs: int = 1
     """With new coins and secrets each; more for what differs little from a sound mechanism."""
     length: float = LONG
-    """Of a canary's update in bounds, about."""
+    """Length of a canary's update, about, in multiples of the clipping bound."""
 
 
 ROWS = {

@@ -55,17 +55,17 @@ def judge(target: Target, content: bytes, folder: Path, sound: str | None) -> tu
     """``("read" | "refused" | "finding", what)`` of one input; ``sound`` is what its seed is read as."""
     path = folder / f"input{target.suffix}"
     path.write_bytes(content)
-    told: list[object] = []
+    values: list[object] = []
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = run(lambda _: told.append(target.read(path)), [])
+            code = run(lambda _: values.append(target.read(path)), [])
     except BaseException:
         return "finding", traceback.format_exc()
     lines = [line for line in err.getvalue().replace("\r", "\n").split("\n") if "error: " in line]
     if code == 0:
-        if target.same and repr(told[0]) != sound and content not in target.seeds:
-            return "finding", f"read as {told[0]!r}"[:400]
+        if target.same and repr(values[0]) != sound and content not in target.seeds:
+            return "finding", f"read as {values[0]!r}"[:400]
         return "read", ""
     if code != 2 or len(lines) != 1 or len(lines[0]) > 2000 or "Traceback" in err.getvalue():
         return "finding", f"exit code {code}: {err.getvalue()[-1000:]}"
@@ -168,15 +168,15 @@ class Tally:
         findings = [(name, number, what) for name, number, what in kept["findings"]]
         return cls(seed, Counter(kept["done"]), counts, findings, kept["seconds"], kept["peak"])
 
-    def add(self, target: Target, told: list[tuple[int, str, str]], peak: int, seconds: float) -> None:
+    def add(self, target: Target, outcomes: list[tuple[int, str, str]], peak: int, seconds: float) -> None:
         """What became of a batch."""
         count = self.counts.setdefault(target.name, Counter())
-        for number, kind, what in told:
+        for number, kind, what in outcomes:
             count[kind] += 1
             if kind == "finding":
                 self.findings.append((target.name, number, what))
                 print(f"{target.name} {number}: {what[-1500:]}", flush=True)
-        self.done[target.name] = told[-1][0] + 1
+        self.done[target.name] = outcomes[-1][0] + 1
         self.peak, self.seconds = max(self.peak, peak), self.seconds + seconds
 
     def __str__(self) -> str:
@@ -218,9 +218,9 @@ def campaign(
             for target in open_ones:
                 started, first = time.monotonic(), tally.done[target.name]
                 numbers = list(range(first, min(first + BATCH, each)))
-                told, peak = batch(target, numbers, tally.seed, Path(place))
-                tally.add(target, told, peak, time.monotonic() - started)
-                for number, kind, _ in told:
+                outcomes, peak = batch(target, numbers, tally.seed, Path(place))
+                tally.add(target, outcomes, peak, time.monotonic() - started)
+                for number, kind, _ in outcomes:
                     if keep is not None and kind == "finding":
                         name = "".join(c if c.isalnum() else "_" for c in target.name)
                         write_bytes(keep / f"{name}-{number}", make(target, number, tally.seed))

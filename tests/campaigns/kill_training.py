@@ -203,8 +203,8 @@ def remember_calibrations() -> None:
 PARTS = ("results.json", "metrics.jsonl", "privacy.json", "checkpoint's state", "checkpoint's tensors")
 
 
-def told(directory: Path) -> tuple[Any, ...]:
-    """All that a run says, without its times."""
+def outcome(directory: Path) -> tuple[Any, ...]:
+    """All that a run records, without its times."""
     results = json.loads((directory / "results.json").read_text())
     del results["wall_clock_s"]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -257,7 +257,7 @@ class Campaign:
         started = time.monotonic()
         assert self._live("whole", None) == 0, f"see {self._log}"
         self._seconds = time.monotonic() - started
-        self._whole = told(self.folder / "whole")
+        self._whole = outcome(self.folder / "whole")
 
     def _draw(self) -> int:
         write_mini(self._data, SPEC)
@@ -302,7 +302,7 @@ class Campaign:
                 deaths[str(death)] += 1
             if code != 0:
                 raise RuntimeError(f"{self.folder / name} ended with {code}: {self._log.read_text()[-2000:]}")
-            ended = told(self.folder / name)
+            ended = outcome(self.folder / name)
             if self.kind != "secret":
                 compare(name, ended, self._whole)
             if self._private:

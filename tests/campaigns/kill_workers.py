@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.flair.train import main as train
 from dataset.cli import run
 from dataset.flair.mini import write_mini
-from tests.campaigns.kill_training import COMMON, KINDS, PHASES, PLACES, SPEC, compare, tell, told
+from tests.campaigns.kill_training import COMMON, KINDS, PHASES, PLACES, SPEC, compare, outcome, tell
 from tests.campaigns.lives import START, At, Phases
 from tests.launching import ROOT, command, environment
 
@@ -158,7 +158,7 @@ class Campaign:
         write_mini(folder / "mini.hdf5", SPEC)
         self._seconds, self._at = 0.0, ""
         assert self._live("whole", "never") is None
-        self._whole = told(folder / "whole")
+        self._whole = outcome(folder / "whole")
 
     def _live(self, name: str, how: How) -> str | None:
         """One life; what killed it, or None if it came to its end."""
@@ -203,7 +203,7 @@ class Campaign:
                     break
                 deaths[death] += 1
                 phases[self._at] += 1
-            compare(name, told(self._folder / name), self._whole)
+            compare(name, outcome(self._folder / name), self._whole)
             left = [str(path) for path in (self._folder / name).rglob("*.partial")]
             if left:
                 raise RuntimeError(f"left behind: {left}")

@@ -33,7 +33,7 @@ START = "start-up"
 
 
 class Phases:
-    """Which part of its work a process is in, told through memory that it shares, so that it outlives it.
+    """Which part of its work a process is in, noted in shared memory, which outlives the process.
 
     :param functions: of each part, ``module:Class.name``; a part within another counts, not the other.
     :param path: of memory shared by processes that are not forked from this one.
@@ -125,7 +125,7 @@ def live(
 ) -> int | None:
     """Run ``work`` in a process of its own; its exit code, or None if it was killed before its end.
 
-    :param phases: told what the process is at.
+    :param phases: where the process notes what it is at.
     :raises RuntimeError: when it ends by anything but an exit or this death, with the end of its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)

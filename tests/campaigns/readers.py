@@ -68,17 +68,17 @@ class Target:
 
 def read_flair(path: Path) -> object:
     """All that a training reads of a file, unvalidated: index, labels, pixels, in blocks."""
-    told = []
+    parts = []
     with DataFile(path) as file:
-        told.append(file.fingerprint)
+        parts.append(file.fingerprint)
         for name in file.splits:
             split = file.split(name)
-            told.append(f"{list(split.user_ids)[:5]} {list(split.image_ids)[:5]} {split.user_offsets[:5]}")
+            parts.append(f"{list(split.user_ids)[:5]} {list(split.image_ids)[:5]} {split.user_offsets[:5]}")
             for start in range(0, min(split.num_images, 200), 50):
                 rows = np.arange(start, min(start + 50, split.num_images))
-                told.append(str(int(file.read_images(name, rows, 16).sum())))
-                told += [str(int(labels.dense(rows).sum())) for labels in split.labels.values()]
-    return told
+                parts.append(str(int(file.read_images(name, rows, 16).sum())))
+                parts += [str(int(labels.dense(rows).sum())) for labels in split.labels.values()]
+    return parts
 
 
 def read_probed(path: Path) -> object:

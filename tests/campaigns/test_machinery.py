@@ -56,10 +56,10 @@ def test_each_way_to_fail_is_a_finding_and_the_batch_goes_on(
     target = Target(name, sound, read, same=name == "misreading")
     tally = fuzz.Tally(seed=3)
     for first in (0, 1):
-        told, peak = fuzz.batch(target, [first], tally.seed, tmp_path)
-        tally.add(target, told, peak, 1.0)
+        outcomes, peak = fuzz.batch(target, [first], tally.seed, tmp_path)
+        tally.add(target, outcomes, peak, 1.0)
     assert tally.counts[name] == {"finding": 2}
-    assert all(what in told for _, _, told in tally.findings)
+    assert all(what in found for _, _, found in tally.findings)
     assert tally.done[name] == 2
 
 

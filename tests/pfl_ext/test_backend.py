@@ -103,7 +103,7 @@ def train(
 
 
 def gradient(weight: Tensor, images: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]) -> Tensor:
-    """Of the mean binary cross-entropy over images and labels, by hand: (sigmoid(z) - y) x^T / (n K)."""
+    """Gradient of the mean binary cross-entropy over images and labels: (sigmoid(z) - y) x^T / (n K)."""
     x = torch.from_numpy(images).double().mean((1, 2)) / 255
     y = torch.from_numpy(targets).double()
     return ((torch.sigmoid(x @ weight.double().T) - y).T @ x) / y.numel()

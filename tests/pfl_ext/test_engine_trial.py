@@ -167,8 +167,8 @@ def test_pfls_loop_trains_where_no_path_holds(
     ours = run(setting(), check, fuse=False)
     assert check.outcome is not None
     assert check.outcome["path"] == len(PATHS)
-    told = [failure["deviation"] for failure in check.outcome["failures"]]
-    assert (told == [None] * len(PATHS)) == more
+    deviations = [failure["deviation"] for failure in check.outcome["failures"]]
+    assert (deviations == [None] * len(PATHS)) == more
     assert distance(ours, theirs) == 0
     assert "pfl's own loop trains the users" in capsys.readouterr().err
 

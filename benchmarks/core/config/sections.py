@@ -98,7 +98,7 @@ class ChoosingSection:
 
     @property
     def name(self) -> str:
-        """Of the chosen thing."""
+        """The name of what is chosen."""
         return str(getattr(self, self.registry.key.partition(".")[2]))
 
     @property
@@ -315,7 +315,7 @@ class TrainingConfig:
 
     @property
     def local_learning_rate(self) -> float:
-        """Of users' steps in the first round."""
+        """Learning rate of users' steps in the first round."""
         effective = self.local.effective_learning_rate
         return self.local.learning_rate if effective is None else effective * (1 - self.server.momentum)
 

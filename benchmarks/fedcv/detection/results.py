@@ -22,8 +22,8 @@ from pfl_ext.workers.distributed import is_main
 
 
 def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
-    """Of the model that is reported: AP of each class on test, in percent, None where test has no object of
-    the class; and how the training images lie with the users."""
+    """Scores of the reported model: AP of each class on test, in percent, None where test has no object of
+    the class; and how the training images are distributed over the users."""
     scores: Detections = metrics["test"][SCORES]
     return {
         "per_class_ap": by_class(view, scores.per_class),

@@ -21,8 +21,8 @@ from pfl_ext.workers.distributed import is_main
 
 
 def class_scores(view: AnnotatedView, metrics: Mapping[str, Metrics]) -> Tree:
-    """Of the model that is reported: IoU of each class on test, in percent, None where a class is absent from
-    truth and prediction; and how the training images lie with the users."""
+    """Scores of the reported model: IoU of each class on test, in percent, None where a class is absent from
+    truth and prediction; and how the training images are distributed over the users."""
     return {
         "per_class_iou": by_class(view, metrics["test"][SCORES].per_class),
         "partition": partition_facts(view),

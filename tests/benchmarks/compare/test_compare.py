@@ -184,11 +184,11 @@ def test_curves_are_means_between_the_least_and_the_greatest(folder: Path) -> No
 def test_curves_over_virtual_time_begin_where_a_round_does(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "b0", tmp_path / "b0")
     path = tmp_path / "b0" / "metrics.jsonl"
-    told = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(told) > 2
-    for number, line in enumerate(told[:-1]):
+    metrics = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(metrics) > 2
+    for number, line in enumerate(metrics[:-1]):
         line |= {"virtual_seconds": 60.0 * (number + 1) ** 2, "bytes_down": 7_000_000, "bytes_up": 3_000_000}
-    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    path.write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (group,) = compare([tmp_path / "b0"]).groups
     axes = (by_virtual_minutes, by_megabytes, by_megabytes_up)
     lines = [line_of(0, group, ("val", "C-AP"), axis) for axis in axes]

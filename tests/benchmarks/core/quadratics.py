@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float64]
 SIDE, CLASSES = 2, 3
 SIZES = (2, 7, 5, 11, 1)
 ROUNDS, TABLE_ROUNDS = 6, 40
-"""Of the tests and of the table that `main` prints."""
+"""Rounds of the tests, and of the table that `main` prints."""
 BASE: Tree = {
     "data": {"image_size": SIDE},
     "model": {"input_size": SIDE},
@@ -327,13 +327,13 @@ ALGORITHMS: dict[str, Tree] = {
 PARTICIPATION: dict[str, Tree] = {"full": {}, "partial": {"federated": {"cohort_size": 3}}}
 STEPS = -(-2 * max(SIZES) // 4)
 TOLERANCE = 2**-24 * 8 * ROUNDS * STEPS
-"""Of `ROUNDS` rounds in float32 against float64, relative to the whole vector: no step is expansive here, so
+"""Relative error of the whole vector after `ROUNDS` rounds in float32, at most: no step is expansive here, so
 that each adds its own roundings (of the product, the gradient, the update, the sums: fewer than eight) and
 none grows."""
 
 
 def distances(ours: Array, theirs: Array) -> Array:
-    """Of each round's vectors, relative to the second's norm."""
+    """Distance of each round's two vectors, relative to the second's norm."""
     return np.asarray(np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1))
 
 

@@ -49,7 +49,7 @@ TREES = {
 
 
 def loss(x: Array, images: Any) -> float:
-    """Of a model on a user's images, each once."""
+    """Mean loss of a model over a user's images, each seen once."""
     matrix, total = np.hstack([x[:-CLASSES].reshape(CLASSES, -1), x[-CLASSES:, None]]), 0.0
     for batch in (Batch.of(*batch) for batch in images.once()):
         total += float(0.5 * np.square(batch.x @ matrix.T - batch.t).sum())

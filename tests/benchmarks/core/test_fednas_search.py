@@ -97,7 +97,7 @@ def trained(run: AnyRun, store: Any, directory: Path, val: Any = None) -> Traine
 
 
 def gradients(net: nn.Module, state: State, batch: Any, names: Sequence[str]) -> State:
-    """Of the mean cross-entropy of a batch, in float64."""
+    """Gradients of the mean cross-entropy of a batch, in float64."""
     leaves = {name: state[name].clone().requires_grad_(name in names) for name in state}
     x, labels = batch
     loss = F.cross_entropy(torch.func.functional_call(net, leaves, (x,)), labels)

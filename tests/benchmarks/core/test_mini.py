@@ -22,7 +22,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv, present, told",
+    "argv, present, message",
     [
         ([], False, "no FLAIR file (make flair-data gets it): running on the embedded mini data set"),
         (["--data_path=mini"], True, "--data_path mini: running on the embedded mini data set"),
@@ -30,7 +30,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_reason_for_the_mini_set_is_said_once(
-    argv: list[str], present: bool, told: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], present: bool, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Issue 17.22: ``--data_path mini`` said that there is no FLAIR file where there is one."""
     assert SOURCE.path is not None
@@ -39,8 +39,8 @@ def test_the_reason_for_the_mini_set_is_said_once(
         SOURCE.path.touch()
     words, path = Flair.resolve_data(argv)
     Flair.ready_data(parse_flair(words), path)
-    assert path == (MINI_FILE if told else SOURCE.path)
-    assert capsys.readouterr().out == (f"{told}, {MINI_FILE}, at laptop scale\n" if told else "")
+    assert path == (MINI_FILE if message else SOURCE.path)
+    assert capsys.readouterr().out == (f"{message}, {MINI_FILE}, at laptop scale\n" if message else "")
     assert path.exists()
 
 
@@ -53,13 +53,13 @@ def test_visual_classification_says_which_file_there_is_not(capsys: pytest.Captu
 
 @pytest.mark.parametrize("resolve_data", [Flair.resolve_data, VisualClassification.resolve_data])
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [(["--data_path=no.hdf5"], "--data_path no.hdf5: no such"), (["--data_path="], "--data_path is empty")],
 )
 def test_a_given_file_that_does_not_exist_is_an_error(
-    resolve_data: object, words: list[str], told: str
+    resolve_data: object, words: list[str], message: str
 ) -> None:
     """Issue 17.39."""
     assert callable(resolve_data)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         resolve_data(words)

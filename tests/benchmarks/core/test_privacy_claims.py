@@ -101,21 +101,21 @@ def test_a_finished_paragraph_does_not_say_that_the_secret_is_gone_while_it_lies
     tmp_path: Path,
 ) -> None:
     """It is written with the last round; the secret is deleted after that, and a kill may come between."""
-    told = written(tmp_path, *WIDE, secret=True)["paragraph"]
-    assert "was deleted" not in told
-    assert "which the run deletes after its last file" in told
+    paragraph = written(tmp_path, *WIDE, secret=True)["paragraph"]
+    assert "was deleted" not in paragraph
+    assert "which the run deletes after its last file" in paragraph
 
 
 def test_the_warning_of_a_large_delta_names_the_population_that_it_follows_from(tmp_path: Path) -> None:
     words = (*WIDE, "--privacy.noise_population=3000", "--privacy.noise_cohort_size=20")
-    told = written(tmp_path, *words)
-    assert told["delta"] == pytest.approx(3000**-1.1)
-    assert "N^-1.1 of 3,000 users" in told["warning"]
+    statement = written(tmp_path, *words)
+    assert statement["delta"] == pytest.approx(3000**-1.1)
+    assert "N^-1.1 of 3,000 users" in statement["warning"]
 
 
 def test_a_public_release_says_that_the_screen_is_not_covered(tmp_path: Path) -> None:
-    told = written(tmp_path, *WIDE, "--privacy.release=public", secret=True)
-    assert any("screen" in text for text in told["not_covered"])
+    statement = written(tmp_path, *WIDE, "--privacy.release=public", secret=True)
+    assert any("screen" in text for text in statement["not_covered"])
 
 
 @pytest.mark.parametrize("clip_step", [0.2, 50.0, 1e4, 1e300])

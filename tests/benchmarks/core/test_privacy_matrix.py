@@ -109,7 +109,7 @@ def candidates(key: str) -> list[Any]:
 def private(
     section: str, kind: type[TrainingConfig] = FLAIR.kind, bottleneck: int | None = 64
 ) -> TrainingConfig:
-    """Of a network with a bottleneck, so that model.trained may be two_layers."""
+    """A private run's config; its network has a bottleneck, so that model.trained may be two_layers."""
     federated = dataclasses.replace(kind().federated, weighting="users", cohort_size=3, num_rounds=4)
     sections: dict[str, Any] = {
         "privacy": PrivacySection(epsilon=50, delta=0.01, mechanism="gaussian", clipping_bound=0.02),
@@ -128,7 +128,7 @@ def with_value(tree: Any, key: str, value: Any) -> Any:
 
 
 def without_feedback(kind: str) -> CompressionSection:
-    """Of a kind of compression that has error feedback, which has a row of its own."""
+    """A section with this kind of compression, without error feedback, which has a row of its own."""
     has_feedback = issubclass(COMPRESSORS[kind].options, FeedbackOptions)
     return CompressionSection(kind=kind, options={"error_feedback": False} if has_feedback else None)
 

@@ -53,26 +53,27 @@ def test_the_paper_setting_is_calibrated_to_its_known_noise() -> None:
 
 def test_a_private_run_says_what_it_promises(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     directory = train(*PRIVATE, draw=True)
-    told = privacy(directory)
-    assert told["unit"] == "one user with all of their images"
-    assert (told["num_rounds"], told["rounds_done"], told["delta"]) == (3, 3, 0.01)
-    assert told["as_executed"]["population"] == told["simulated_system"]["population"] == 12
-    assert told["simulated_system"]["epsilon_spent"] == told["simulated_system"]["epsilon_at_end"] <= 50
-    assert told["is_simulation"]
-    assert told["as_executed"]["cohort_size"] == 4
-    bounds = told["by_round"]["clipping bound"]
+    statement = privacy(directory)
+    assert statement["unit"] == "one user with all of their images"
+    assert (statement["num_rounds"], statement["rounds_done"], statement["delta"]) == (3, 3, 0.01)
+    simulated = statement["simulated_system"]
+    assert statement["as_executed"]["population"] == simulated["population"] == 12
+    assert simulated["epsilon_spent"] == simulated["epsilon_at_end"] <= 50
+    assert statement["is_simulation"]
+    assert statement["as_executed"]["cohort_size"] == 4
+    bounds = statement["by_round"]["clipping bound"]
     assert bounds[0] == 0.1
     assert len(set(bounds)) == 3
-    assert len(told["by_round"]["signal-to-noise ratio"]) == 3
+    assert len(statement["by_round"]["signal-to-noise ratio"]) == 3
     assert [line["privacy"]["clipping bound"] for line in lines(directory)[:3]] == bounds
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     summary = capsys.readouterr().err
     assert "privacy: epsilon" in summary
-    assert f"by RDP, a looser check, {told['simulated_system']['epsilon_at_end_rdp']:.3f}" in summary
+    assert f"by RDP, a looser check, {simulated['epsilon_at_end_rdp']:.3f}" in summary
     assert "SIMULATED with cohorts of 4 for 10" in summary
     assert "set privacy.noise_cohort_size and privacy.noise_population to none" in summary
     assert "\nWARNING: delta is 0.01, which is large" in summary
-    assert told["as_executed"]["epsilon_at_end"] == told["as_executed"]["mu_gdp"] == "infinite"
+    assert statement["as_executed"]["epsilon_at_end"] == statement["as_executed"]["mu_gdp"] == "infinite"
     assert "research only" not in summary
 
 
@@ -83,9 +84,13 @@ def test_every_private_row_of_table_1_runs(name: str, train: Train, tmp_path: Pa
         pretrained = [*RESNET18, f"--weights={tmp_path / 'imagenet.pth'}"]
         torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "imagenet.pth")
     directory = train(*PRIVATE, f"--config={name}", *pretrained, "--federated.num_rounds=1")
-    told = privacy(directory)
-    assert (told["sampler"], told["config"]["mechanism"], told["rounds_done"]) == ("poisson", "adaptive", 1)
-    assert told["by_round"]["refused updates"] == [0]
+    statement = privacy(directory)
+    assert (statement["sampler"], statement["config"]["mechanism"], statement["rounds_done"]) == (
+        "poisson",
+        "adaptive",
+        1,
+    )
+    assert statement["by_round"]["refused updates"] == [0]
     assert results(directory)["setting"] == name.upper()
 
 
@@ -96,13 +101,13 @@ def test_banded_noise_with_a_circle_of_users_is_a_choice_of_the_config(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(*CYCLIC, "--privacy.band=3")
-    told = privacy(directory)
-    assert (told["sampler"], told["config"]["band"]) == ("cyclic", 3)
-    assert told["neighbouring_relation"] == "replace_special"
-    assert told["as_executed"]["participations_at_most"] == 1
-    assert told["as_executed"]["min_separation"] == 3
-    assert told["by_round"]["users"] == [4, 4, 4]
-    noise, bound = (told["by_round"][name] for name in ("noise std. dev. on the mean", "clipping bound"))
+    statement = privacy(directory)
+    assert (statement["sampler"], statement["config"]["band"]) == ("cyclic", 3)
+    assert statement["neighbouring_relation"] == "replace_special"
+    assert statement["as_executed"]["participations_at_most"] == 1
+    assert statement["as_executed"]["min_separation"] == 3
+    assert statement["by_round"]["users"] == [4, 4, 4]
+    noise, bound = (statement["by_round"][name] for name in ("noise std. dev. on the mean", "clipping bound"))
     scales = [n / b for n, b in zip(noise, bound)]
     assert [s / scales[0] for s in scales] == pytest.approx(
         [s / BandedFactor(3, 3).noise_scales[0] for s in BandedFactor(3, 3).noise_scales]
@@ -128,7 +133,7 @@ def test_noise_and_cohorts_are_secret_unless_a_seed_is_asked_for(
 def test_a_resumed_private_run_goes_on_with_the_same_noise_bound_and_budget(
     seed: list[str], train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Predecessors 10 and 11: noise replayed or lost, the clipping bound starting anew."""
+    """Predecessors 10 and 11: noise replayed or lost, the clipping bound starting over."""
     argv = (*PRIVATE, *seed, "--runtime.checkpoint_every=2", "--federated.num_rounds=4")
     real = recorder.Recorder.step_done
     seen: list[Tree] = []
@@ -185,18 +190,22 @@ def test_local_privacy_is_a_choice_of_the_config_and_adds_up_over_a_users_rounds
     mechanism: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(*LOCAL, f"--local_privacy.mechanism={mechanism}", "--seed=1", draw=True)
-    told = privacy(directory)
+    statement = privacy(directory)
     made = LocalPrivacyConfig(mechanism, epsilon=4, delta=0.001)  # type: ignore[arg-type]
-    assert (told["kind"], told["rounds_done"], told["epsilon_of_one_participation"]) == ("local", 3, 4)
+    assert (statement["kind"], statement["rounds_done"], statement["epsilon_of_one_participation"]) == (
+        "local",
+        3,
+        4,
+    )
     seen = Counter(
         user for r in range(3) for user in stream(1, "cohort", r).choice(12, 4, replace=False).tolist()
     )
     most = max(seen.values())
-    assert told["participations_at_most"] == {"so_far": most, "at_end": most}
-    assert told["epsilon_spent"] == told["epsilon_at_end"] == made.epsilon_after(most, 0.001)
-    assert told["seeded_for_research_only"]
-    assert len(told["by_round"]["signal-to-noise ratio"]) == 3
-    assert told["by_round"]["users"] == [4, 4, 4]
+    assert statement["participations_at_most"] == {"so_far": most, "at_end": most}
+    assert statement["epsilon_spent"] == statement["epsilon_at_end"] == made.epsilon_after(most, 0.001)
+    assert statement["seeded_for_research_only"]
+    assert len(statement["by_round"]["signal-to-noise ratio"]) == 3
+    assert statement["by_round"]["users"] == [4, 4, 4]
     assert (directory / "plots" / "privacy.png").read_bytes().startswith(b"\x89PNG")
     screen = capsys.readouterr()
     assert f"privacy: LOCAL, {mechanism}, epsilon 4 of each update" in screen.err
@@ -246,11 +255,11 @@ def test_epsilon_is_accounted_at_few_points_of_a_run_and_never_too_low(
     monkeypatch.setattr("pfl_ext.privacy.epsilon.PLDAccountant", counted)
     for t in range(1, 61):
         ledger.write(t, [])
-        told = privacy(tmp_path)
-        assert told["rounds_done"] == t <= told["epsilon_spent_counts_rounds"] < t + 3
-        assert told["simulated_system"]["epsilon_spent"] >= exact.get(t, 0)
+        statement = privacy(tmp_path)
+        assert statement["rounds_done"] == t <= statement["epsilon_spent_counts_rounds"] < t + 3
+        assert statement["simulated_system"]["epsilon_spent"] >= exact.get(t, 0)
     assert len(asked) <= 2 * 20
-    assert told["simulated_system"]["epsilon_spent"] == exact[60]
+    assert statement["simulated_system"]["epsilon_spent"] == exact[60]
 
 
 def test_the_privacy_of_a_run_cannot_be_changed_on_resuming(
@@ -278,14 +287,14 @@ def test_a_public_run_writes_nothing_that_depends_on_the_training_images(train: 
     """No exact figure of the training users is left in any file but the checkpoint; a full run has them."""
     directory = train(*REAL, "--privacy.release=public")
     assert all(set(line) <= {"round", "learning_rate", "val", "privacy"} for line in lines(directory))
-    told, ended = privacy(directory), results(directory)
+    statement, ended = privacy(directory), results(directory)
     private = {"clipping bound", "noise std. dev. on the mean", "noisy fraction unclipped"}
-    assert set(told["by_round"]) == private
+    assert set(statement["by_round"]) == private
     assert set(lines(directory)[0]["privacy"]) == private
     secret = {"data", "data_sha256", "wall_clock_s", "shots", *FORBIDDEN_IN_PUBLIC}
     assert not secret & keys_of(ended)
     assert {"test", "val", "per_class_ap", "model_sha256"} <= set(ended)
-    assert not any("realised cohort" in text for text in told["not_covered"])
+    assert not any("realised cohort" in text for text in statement["not_covered"])
     full = train(*REAL, name="full")
     assert {"data", "shots", "images", "wall_clock_s"} <= keys_of(results(full)) | keys_of(lines(full))
     assert any("realised cohort" in text for text in privacy(full)["not_covered"])
@@ -308,20 +317,20 @@ def test_a_public_release_is_of_a_run_with_a_guarantee(
 
 def test_a_real_run_names_no_simulated_system(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     directory = train(*REAL)
-    told, output = privacy(directory), capsys.readouterr()
-    assert "simulated_system" not in told
-    assert not told["is_simulation"]
+    statement, output = privacy(directory), capsys.readouterr()
+    assert "simulated_system" not in statement
+    assert not statement["is_simulation"]
     assert "SIMULATED" not in output.err
-    executed = told["as_executed"]
+    executed = statement["as_executed"]
     assert executed["epsilon_spent"] == executed["epsilon_at_end"] <= 50
     assert executed["epsilon_at_end"] <= executed["epsilon_at_end_rdp"]
     assert executed["mu_gdp"] > 0
     assert 0 < executed["delta_at_epsilon"]["8"] < executed["delta_at_epsilon"]["4"] <= 1
-    assert told["paragraph"] in output.out
-    assert told["paragraph"].startswith("Training was differentially private with epsilon = ")
+    assert statement["paragraph"] in output.out
+    assert statement["paragraph"].startswith("Training was differentially private with epsilon = ")
     for words in ("delta = 0.01", "one user is added or removed", "12 users", "3 rounds", "dp-accounting"):
-        assert words in told["paragraph"]
-    assert any("five like this one compose to epsilon = " in text for text in told["not_covered"])
+        assert words in statement["paragraph"]
+    assert any("five like this one compose to epsilon = " in text for text in statement["not_covered"])
 
 
 @pytest.mark.parametrize("kind", ["privacy", "local_privacy"])
@@ -329,11 +338,11 @@ def test_the_word_user_is_not_said_of_clients_that_were_dealt_their_images(
     kind: str, train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(*(REAL if kind == "privacy" else LOCAL), "--data.partition=iid")
-    told = privacy(directory)
-    said = [told["paragraph"], told["unit"], told["neighbouring_relation"], told["claim"]]
+    statement = privacy(directory)
+    said = [statement["paragraph"], statement["unit"], statement["neighbouring_relation"], statement["claim"]]
     summary = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("privacy:"))
-    assert all("user" not in text for text in (*said, summary, *told["not_covered"]))
-    assert "one client of the partition iid" in told["unit"]
+    assert all("user" not in text for text in (*said, summary, *statement["not_covered"]))
+    assert "one client of the partition iid" in statement["unit"]
 
 
 def test_the_scale_for_own_data_simulates_nothing() -> None:
@@ -359,8 +368,8 @@ def test_a_local_run_that_is_stopped_early_has_stated_what_was_spent(
     with monkeypatch.context() as patch:
         patch.setattr(recorder.Recorder, "step_done", die)
         directory = train(*LOCAL, "--federated.num_rounds=30", "--runtime.checkpoint_every=30", code=130)
-    told = privacy(directory)
-    assert told["rounds_done"] == 1
-    assert told["participations_at_most"]["so_far"] <= told["epsilon_spent_counts_rounds"] < 30
-    assert told["participations_at_most"]["so_far"] < told["participations_at_most"]["at_end"]
-    assert told["epsilon_spent"] < told["epsilon_at_end"]
+    statement = privacy(directory)
+    assert statement["rounds_done"] == 1
+    assert statement["participations_at_most"]["so_far"] <= statement["epsilon_spent_counts_rounds"] < 30
+    assert statement["participations_at_most"]["so_far"] < statement["participations_at_most"]["at_end"]
+    assert statement["epsilon_spent"] < statement["epsilon_at_end"]

@@ -148,11 +148,11 @@ def killed_early(killed_early_once: Path, tmp_path: Path) -> Path:
 
 
 def test_what_was_spent_counts_every_line_that_was_written(killed_early: Path) -> None:
-    told = json.loads((killed_early / "privacy.json").read_text())
+    statement = json.loads((killed_early / "privacy.json").read_text())
     assert len(lines(killed_early)) == 2
-    assert told["epsilon_spent_counts_rounds"] == 2, "a fortieth is accounted for in steps of two"
-    assert told["simulated_system"]["epsilon_spent"] > 0
-    assert "paragraph" not in told
+    assert statement["epsilon_spent_counts_rounds"] == 2, "a fortieth is accounted for in steps of two"
+    assert statement["simulated_system"]["epsilon_spent"] > 0
+    assert "paragraph" not in statement
 
 
 def test_another_secret_is_refused_before_the_first_checkpoint_as_well(
@@ -190,8 +190,8 @@ def test_what_was_spent_is_not_taken_back_by_a_kill(tmp_path: Path) -> None:
 
     ledger().write(9, [])
     ledger().write(4, [])
-    told = json.loads((directory / "privacy.json").read_text())
-    assert (told["rounds_done"], told["epsilon_spent_counts_rounds"]) == (9, 10)
+    statement = json.loads((directory / "privacy.json").read_text())
+    assert (statement["rounds_done"], statement["epsilon_spent_counts_rounds"]) == (9, 10)
 
 
 def test_a_secret_that_a_kill_left_beside_results_is_deleted(killed: Path, train: Train) -> None:
@@ -236,7 +236,7 @@ def test_the_runs_seed_is_no_secret(tmp_path: Path) -> None:
 def test_no_noise_is_used_again_where_only_pixels_differ(
     tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of another make are told apart by size and labels elsewhere; noise needs every byte of them."""
+    """Elsewhere size and labels distinguish files of another make; noise needs every byte of them."""
     data = write_predecessor(tmp_path / "f.h5", records(), "pfl", True)
     argv = (*SHORT, "--privacy.noise_cohort_size=none", f"--data_path={data}")
     with monkeypatch.context() as patch:

@@ -149,7 +149,7 @@ def test_two_workers_have_the_model_of_one(name: str, mini_file: Path, tmp_path:
 def test_a_round_whose_sum_is_lost_leaves_the_model_as_it_is(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of twelve users in four groups three are lost at once, and in some rounds two of them of one group."""
+    """Three of twelve users in four groups are lost at once, and in some rounds two of them share a group."""
     argv = ["--federated.algorithm=turbo_aggregate", "--federated.options.group_size=3"]
     argv += ["--federated.options.lost_of=cohort", "--federated.options.drop_out=0.25"]
     directory = train(*argv, "--federated.cohort_size=12", "--federated.num_rounds=4", "--seed=1")

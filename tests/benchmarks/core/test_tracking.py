@@ -1,4 +1,4 @@
-"""What wandb and TensorBoard are told: each step once, nothing secret, and never at a run's cost."""
+"""What wandb and TensorBoard get: each step once, nothing secret, and never at a run's cost."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def test_wandb_holds_the_lines_of_metrics_jsonl(train: Train) -> None:
     words = ("--runtime.track=wandb", "--runtime.artifact=true", "--federated.num_rounds=2")
     directory = train(*words, draw=True)
     *rows, final = wandb_history(directory)
-    told = lines_of(directory)
-    assert [row["_step"] for row in rows] == [line["round"] for line in told] == [0, 1, 2]
-    for row, line in zip(rows, told):
+    expected = lines_of(directory)
+    assert [row["_step"] for row in rows] == [line["round"] for line in expected] == [0, 1, 2]
+    for row, line in zip(rows, expected):
         assert row["val/C-AP"] == line["val"]["C-AP"]
         assert row.get("users") == line.get("users")
     assert {
@@ -175,7 +175,7 @@ def test_a_killed_and_resumed_run_sends_each_step_once_to_the_same_run(
     monkeypatch.setattr(recorder.Recorder, "step_done", real)
     directory = train(*extra)
     assert json.loads((directory / "tracking.json").read_text())[backend] == {"id": first["id"], "sent": 3}
-    told = [(line["round"], line["val"]["C-AP"]) for line in lines_of(directory)]
+    expected = [(line["round"], line["val"]["C-AP"]) for line in lines_of(directory)]
     if backend == "wandb":
         sent = [(row["_step"], row["val/C-AP"]) for row in wandb_history(directory)[:-1]]
         ids = {r.run.run_id for r in wandb_records(directory) if r.WhichOneof("record_type") == "run"}
@@ -183,7 +183,7 @@ def test_a_killed_and_resumed_run_sends_each_step_once_to_the_same_run(
     else:
         sent = scalars(directory, "val/C-AP")
     assert [step for step, _ in sent] == [0, 1, 2, 3]
-    assert [value for _, value in sent] == pytest.approx([value for _, value in told])
+    assert [value for _, value in sent] == pytest.approx([value for _, value in expected])
 
 
 def test_lines_from_before_tracking_was_asked_for_are_sent_too(train: Train) -> None:
@@ -209,7 +209,7 @@ def test_tensorboard_shows_the_final_table_and_the_plots(
 
 
 class Broken:
-    """A backend that fails where it is told to."""
+    """A backend that fails at a given place."""
 
     id, where, last = "x", "nowhere", math.inf
 

@@ -135,7 +135,7 @@ class Running:
         return self._log.read_text()
 
     def pids(self) -> list[int]:
-        """Of the two workers, as they said at the start."""
+        """The process ids of the two workers, which they printed at the start."""
         found = dict(re.findall(r"worker (\d): .* process (\d+)", self.output))
         return [int(found["0"]), int(found["1"])]
 

@@ -369,7 +369,7 @@ def test_a_child_that_lives_on_is_ended_with_all_that_it_started(
 
 
 def lives(state: Path) -> bool:
-    """Of a process's ``stat``; one that nobody has waited for does not."""
+    """Whether the process of this ``stat`` file lives; a zombie, which nobody has waited for, does not."""
     try:
         return state.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

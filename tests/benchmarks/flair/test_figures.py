@@ -91,8 +91,8 @@ def test_many_classes_are_drawn_against_their_frequency(tmp_path: Path) -> None:
 def test_private_runs_stand_at_their_noise_cohort_with_their_ratio(tmp_path: Path) -> None:
     make_run(tmp_path / "a", "pfl-r-17")
     make_run(tmp_path / "b", "pfl-r-17", "--privacy.noise_cohort_size=20000", shift=7.0)
-    told = {**PRIVACY, "by_round": {"signal-to-noise ratio": [2.0, None, 4.0]}}
-    (tmp_path / "b" / "privacy.json").write_text(json.dumps(told))
+    statement = {**PRIVACY, "by_round": {"signal-to-noise ratio": [2.0, None, 4.0]}}
+    (tmp_path / "b" / "privacy.json").write_text(json.dumps(statement))
     made = private(collect([tmp_path]).rows, "name")
     assert made is not None
     curves, ends, ratios = made.axes

@@ -24,8 +24,8 @@ def run_directory(
     make_run(path, "fl-r-17", *words, seed=seed)
     lines: list[Tree] = []
     for r in range(rounds):
-        told = {"clipping bound": 0.1 + r, "fraction clipped": 0.5, "signal-to-noise ratio": 2.0 / (r + 1)}
-        lines.append({"round": r, **({} if epsilon is None else {"privacy": told})})
+        metrics = {"clipping bound": 0.1 + r, "fraction clipped": 0.5, "signal-to-noise ratio": 2.0 / (r + 1)}
+        lines.append({"round": r, **({} if epsilon is None else {"privacy": metrics})})
     lines[0]["val"] = {"C-AP": 12.5}
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     results = json.loads((path / "results.json").read_text())

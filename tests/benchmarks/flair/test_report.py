@@ -60,10 +60,10 @@ def test_scores_of_single_users_stand_below_the_table(tmp_path: Path) -> None:
 
 def test_the_papers_ap_is_met_by_the_binned_one_and_the_exact_stands_apart(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
-    told = rows(table_csv(collect([tmp_path])))
-    assert float(told["FL-R-17", "C-AP"]["mean"]) == pytest.approx(50.1)
-    assert float(told["FL-R-17", "C-AP exact"]["mean"]) == pytest.approx(51.1)
-    assert told["FL-R-17", "C-AP exact"]["verdict"] == "not in the paper"
+    cells = rows(table_csv(collect([tmp_path])))
+    assert float(cells["FL-R-17", "C-AP"]["mean"]) == pytest.approx(50.1)
+    assert float(cells["FL-R-17", "C-AP exact"]["mean"]) == pytest.approx(51.1)
+    assert cells["FL-R-17", "C-AP exact"]["verdict"] == "not in the paper"
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_the_papers_row_and_legend_stand_only_beside_what_can_be_compared(
     """Issue 17.41: the paper's row stood under runs of 8 labels, 32 pixels or another epsilon."""
     directory = make_run(tmp_path / "a", "fl-r-17", *argv, seed=3 if argv == ["--seed=3"] else 0)
     config = parse(["--config=fl-r-17", *argv]).config
-    told = json.loads((directory / "results.json").read_text())
-    told["last"] = {"test": told["test"]}
-    show(config, told)
+    results = json.loads((directory / "results.json").read_text())
+    results["last"] = {"test": results["test"]}
+    show(config, results)
     assert ("test, FLAIR paper" in capsys.readouterr().out) == compared
-    assert ("test, FLAIR paper" in final_rows(config, told)) == compared
+    assert ("test, FLAIR paper" in final_rows(config, results)) == compared
     drawn: list[Any] = []
     monkeypatch.setattr("benchmarks.reporting.plots.per_class_bars", lambda *args: drawn.extend(args))
-    draw(config, told, "title", tmp_path)
+    draw(config, results, "title", tmp_path)
     assert bool(drawn[3]) == compared
 
 
@@ -153,16 +153,16 @@ def test_classes_without_a_positive_on_test_are_named_with_the_ceiling_that_they
     scores = np.array([[0.9, 0.1, 0.2], [0.1, 0.9, 0.2]], np.float32)
     targets = np.array([[1, 0, 0], [0, 1, 0]], np.bool_)
     perfect = summarise(scores, targets)
-    told = (
+    note = (
         "1 of 3 classes has no positive on test (fire) and counts 0: C-AP, C-P, C-R and C-F1 are at most 66.7"
     )
     assert {round(perfect[name], 1) for name in ("C-AP", "C-P", "C-R", "C-F1")} == {66.7}
     directory = make_run(tmp_path / "a", prevalence={"animal": 0.5, "food": 0.5, "fire": 0.0})
-    assert markdown(collect([tmp_path])).splitlines().count(f"{told}.") == 1
-    assert markdown(collect([tmp_path])).count(told) == 1
+    assert markdown(collect([tmp_path])).splitlines().count(f"{note}.") == 1
+    assert markdown(collect([tmp_path])).count(note) == 1
     results = json.loads((directory / "results.json").read_text())
     show(parse([]).config, {**results, "last": {"test": results["test"]}})
-    assert told in capsys.readouterr().out
+    assert note in capsys.readouterr().out
     assert "no positive" not in markdown(collect([make_run(tmp_path / "b")]))
 
 
@@ -217,8 +217,8 @@ def test_runs_that_differ_in_mu_are_two_rows(algorithm: str, tmp_path: Path) -> 
     for seed, mu in enumerate((0.1, 0.5)):
         words = [f"--federated.algorithm={algorithm}", f"--federated.mu={mu}", "--federated.weighting=images"]
         make_run(tmp_path / str(seed), "fl-r-17", *words, seed=seed)
-    told = collect([tmp_path]).rows
-    assert [(row.seeds, f"federated.mu={mu}" in row.label) for row, mu in zip(told, (0.1, 0.5))] == [
+    found = collect([tmp_path]).rows
+    assert [(row.seeds, f"federated.mu={mu}" in row.label) for row, mu in zip(found, (0.1, 0.5))] == [
         ((0,), True), ((1,), True)]  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("key", [key for key, _ in leaves(Config)])
 def test_only_what_is_marked_as_repetition_may_differ_among_the_seeds_of_a_row(key: str) -> None:
-    """Issue 17.37: rows are told apart by all fields. A field that is added counts without being named."""
+    """Issue 17.37: rows are distinguished by all fields. A field that is added counts without being named."""
     repeated = ("seed", "evaluation.per_user", "evaluation.few_shot_below", "personal.")
     tree = dataclasses.asdict(parse(["--config=fl-r-17"]).config)
     other = copy.deepcopy(tree)
@@ -279,10 +279,10 @@ def test_rows_beyond_the_twelve_stand_beside_them(tmp_path: Path) -> None:
         make_run(
             tmp_path / f"iid{seed}", "fl-r-17", "--scale=small", "--data.partition=iid", seed=seed, data=small
         )
-    told = collect([tmp_path])
-    assert [(row.variant.label, row.seeds) for row in told.rows] == [
+    table = collect([tmp_path])
+    assert [(row.variant.label, row.seeds) for row in table.rows] == [
         ("FL-R-17", (0, 1)), ("FL-R-17, data.partition=iid", (0, 1))]  # fmt: skip
-    text = markdown(told)
+    text = markdown(table)
     assert text.count("## On ") == 1
     assert "Missing, without a finished run as shipped: C-R-17, PFL-R-17" in text
 
@@ -301,14 +301,14 @@ def test_local_privacy_is_a_row_of_its_own_and_never_stands_for_a_private_one(
     make_run(tmp_path / "fl", "fl-r-17", *LOCALLY)
     make_run(tmp_path / "pfl", "pfl-r-17", *LOCALLY)
     make_run(tmp_path / "weak", "fl-r-17", *LOCALLY, "--local_privacy.epsilon=64", "--scale=small")
-    told = collect([tmp_path])
-    assert [(row.variant.label, row.variant.scale) for row in told.rows] == [
+    table = collect([tmp_path])
+    assert [(row.variant.label, row.variant.scale) for row in table.rows] == [
         ("LDP-R-17", None), ("LDP-R-17, local_privacy.epsilon=64.0", "small"),
         ("LDP-R-17, server.learning_rate=0.02", None),
     ]  # fmt: skip
-    assert not any(row.comparable for row in told.rows)
-    assert {cell["verdict"] for cell in rows(table_csv(told)).values()} == {"not in the paper"}
-    text = markdown(told)
+    assert not any(row.comparable for row in table.rows)
+    assert {cell["verdict"] for cell in rows(table_csv(table)).values()} == {"not in the paper"}
+    text = markdown(table)
     spent = "epsilon 8 of one update; who took part most, in 12 rounds, spent 61.2 at delta 1e-06"
     assert f"LOCAL: {spent}" in text
     assert "local differential privacy, of which the paper has no row" in text
@@ -365,7 +365,7 @@ def test_latex_and_csv_read_back_to_the_same_numbers(tmp_path: Path) -> None:
         make_run(tmp_path / "runs" / f"p{seed}", "pfl-r-1628", seed=seed, shift=shift)
     out = tmp_path / "out"
     assert run(main, [str(tmp_path / "runs"), "--output_dir", str(out)]) == 0
-    told = collect([tmp_path / "runs"])
+    table = collect([tmp_path / "runs"])
     cells = rows((out / "table1.csv").read_text())
     assert len(cells) == 2 * (len(COLUMNS) + 2)
     tex = (out / "table1.tex").read_text()
@@ -379,8 +379,8 @@ def test_latex_and_csv_read_back_to_the_same_numbers(tmp_path: Path) -> None:
             mean, std = map(float, field.split(r" $\pm$ "))
             assert mean == pytest.approx(float(cells[setting, column]["mean"]), abs=0.051)
             assert std == pytest.approx(float(cells[setting, column]["std"]), abs=0.051)
-    assert (out / "table1.md").read_text() == markdown(told)
-    assert latex(told) == tex
+    assert (out / "table1.md").read_text() == markdown(table)
+    assert latex(table) == tex
 
 
 def test_only_a_comparable_table_shows_verdicts(tmp_path: Path) -> None:

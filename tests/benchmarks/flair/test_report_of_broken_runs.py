@@ -85,8 +85,8 @@ def test_equal_seeds_with_different_results_are_named_and_never_averaged(tmp_pat
     (row,) = found.rows
     assert row.seeds == (0, 1)
     assert row.cell("C-AP").mean == pytest.approx(50.1 + 0.5)
-    told = f"**{tmp_path / 'b'} repeats {tmp_path / 'a'}: the same config, seed and data, but ANOTHER model**"
-    assert f"{told} (C-AP 54.10; 50.10 is counted)" in markdown(found)
+    note = f"**{tmp_path / 'b'} repeats {tmp_path / 'a'}: the same config, seed and data, but ANOTHER model**"
+    assert f"{note} (C-AP 54.10; 50.10 is counted)" in markdown(found)
 
 
 DEEP = "[" * 5_000

@@ -25,10 +25,10 @@ from tests.benchmarks.made_runs import make_run
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Figures are not drawn; the arguments with which they would have been."""
-    told: list[list[str]] = []
-    monkeypatch.setattr(figures, "main", told.append)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(figures, "main", calls.append)
     monkeypatch.setattr(Flair, "ready_data", lambda *_: None)
-    return told
+    return calls
 
 
 @pytest.fixture

@@ -35,15 +35,17 @@ def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(*ROUND, "--evaluation.per_user=true", *PERSONAL, draw=True)
-    told, results = tree(directory / "per_user.json"), tree(directory / "results.json")
-    assert len(told["user_ids"]) == len(told["O-AP"]) == results["per_user"]["users"] == TINY.test_users
+    per_user, results = tree(directory / "per_user.json"), tree(directory / "results.json")
+    assert (
+        len(per_user["user_ids"]) == len(per_user["O-AP"]) == results["per_user"]["users"] == TINY.test_users
+    )
     assert results["per_user"]["quantiles"]["O-AP"]["n"] == TINY.test_users
     new = results["clients"]["new"]
     assert list(results["clients"]) == ["new"]
     assert new["users"] == TINY.test_users
-    assert new["images"] == sum(told["images"])
-    assert new["server"]["users"]["O-AP"]["lowest decile"] == pytest.approx(min(told["O-AP"]), abs=1e-3)
-    personal = told["personal"]
+    assert new["images"] == sum(per_user["images"])
+    assert new["server"]["users"]["O-AP"]["lowest decile"] == pytest.approx(min(per_user["O-AP"]), abs=1e-3)
+    personal = per_user["personal"]
     assert personal["images_trained_on"] == sum(personal["trained_on"])
     assert personal["images_scored"] == sum(personal["scored_on"])
     assert min(personal["trained_on"] + personal["scored_on"]) >= 1
@@ -53,7 +55,7 @@ def test_a_run_scores_its_users_and_a_finished_run_is_scored_alike(
     (directory / "per_user.json").unlink()
     capsys.readouterr()
     assert run(main, [str(directory), *PERSONAL]) == 0
-    assert tree(directory / "per_user.json") == told
+    assert tree(directory / "per_user.json") == per_user
     assert (directory / "results.json").read_bytes() == before
     assert "held out, change O-AP" in capsys.readouterr().out
     assert (directory / "plots" / "per_user.png").read_bytes().startswith(b"\x89PNG")

@@ -25,7 +25,7 @@ from pfl_ext.tasks.single_label import SingleLabel
 SIZES = (150, 64, 20)
 RATE, MOMENTUM, DECAY, ROUNDS = 0.01, 0.9, 1e-5, 3
 MU = 1.0
-"""Of FedProx here: what the rows' own weights change in three rounds is hardly more than rounding."""
+"""FedProx's mu here: what the rows' own mu changes in three rounds is hardly more than rounding."""
 UNIT = 2.0**-24
 SMALL = (
     "--federated.num_rounds=3",

@@ -99,17 +99,17 @@ def test_a_run_leaves_accuracy_the_partition_and_the_largest_users_steps(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = train(draw=True)
-    told = results(directory)
-    assert told["test"]["accuracy"] == told["last"]["test"]["accuracy"]
-    assert told["best_step"] == told["rounds"] == 2, "no model is chosen on test"
-    shares = [v for v in told["per_class_accuracy"].values() if v is not None]
-    assert told["test"]["C-accuracy"] == pytest.approx(np.mean(shares))
-    assert 0 < told["partition"]["mean_emd"] < 2
+    outcome = results(directory)
+    assert outcome["test"]["accuracy"] == outcome["last"]["test"]["accuracy"]
+    assert outcome["best_step"] == outcome["rounds"] == 2, "no model is chosen on test"
+    shares = [v for v in outcome["per_class_accuracy"].values() if v is not None]
+    assert outcome["test"]["C-accuracy"] == pytest.approx(np.mean(shares))
+    assert 0 < outcome["partition"]["mean_emd"] < 2
     rounds = lines(directory)
     assert all(line["max_local_steps"] >= 1 for line in rounds[:-1])
     assert [line["tracked"].keys() for line in rounds] == [{"loss", "accuracy", "C-accuracy"}] * 3
-    assert rounds[-1]["tracked"]["accuracy"] == pytest.approx(told["test"]["accuracy"], abs=1e-6)
-    assert "val" not in told
+    assert rounds[-1]["tracked"]["accuracy"] == pytest.approx(outcome["test"]["accuracy"], abs=1e-6)
+    assert "val" not in outcome
     assert not any("val" in line for line in rounds)
     shown = capsys.readouterr().out
     assert "mean EMD" in shown
@@ -157,9 +157,9 @@ def test_without_momentum_fedavgm_is_fedavg(train: Train) -> None:
 
 
 def test_centralised_training_is_scored_alike(train: Train) -> None:
-    told = results(train(config="cifar10-centralised"))
-    assert told["unit"] == "epoch"
-    assert set(told["test"]) == {"loss", "accuracy", "C-accuracy"}
+    outcome = results(train(config="cifar10-centralised"))
+    assert outcome["unit"] == "epoch"
+    assert set(outcome["test"]) == {"loss", "accuracy", "C-accuracy"}
 
 
 def test_an_unknown_partition_is_refused_in_one_line(
@@ -188,14 +188,14 @@ def test_fedir_trains_flairs_many_labels_too(mini_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--federated.algorithm=fednova"], "set federated.algorithm to fed3r or fedavg"),
         (["--federated.sampling=proportional"], "set federated.sampling to uniform"),
     ],
 )
-def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_private_training_refuses_what_its_accounting_does_not_cover(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse(["--config=pfl-r-17", *words])
 
 
@@ -221,13 +221,13 @@ def test_a_val_carved_from_train_chooses_the_model(
     """What sweeps rank by is not test: its images are training images, which are not trained on."""
     words = [f"--data_path={file_without_val}", "--data.scored=val", "--data.val_share=0.3"]
     directory = train(*words, "--evaluation.best_by=accuracy")
-    told, rounds = results(directory), lines(directory)
+    outcome, rounds = results(directory), lines(directory)
     assert not any("tracked" in line for line in rounds)
     best = max(line["val"]["accuracy"] for line in rounds)
-    assert told["val"]["accuracy"] == pytest.approx(best, abs=1e-6)
+    assert outcome["val"]["accuracy"] == pytest.approx(best, abs=1e-6)
     with DataFile(file_without_val) as file:
         images = file.split("train").num_images
-    assert 0.5 * images < told["partition"]["images"] < images
+    assert 0.5 * images < outcome["partition"]["images"] < images
     shown = capsys.readouterr().out
     assert "val is 0.3 of each user's training images" in shown
     assert "was best on val by accuracy;" in shown

@@ -81,15 +81,15 @@ def test_the_effective_rate_is_the_clients_over_one_minus_momentum() -> None:
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--local.virtual_size=32"], "set federated.weighting to users"),
         (["--model.trained=two_layers"], "set model.bottleneck"),
         (["--data_path=/no/such.hdf5"], "no such file"),
     ],
 )
-def test_what_no_run_could_mean_is_refused(words: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_no_run_could_mean_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         VisualClassification.resolve_data(words)
 
 
@@ -121,8 +121,8 @@ def made_run(folder: Path, setting: str, seed: int, best: float, *argv: str) -> 
     folder.mkdir(parents=True)
     config = parse([f"--config={setting}", f"--seed={seed}", *argv]).config
     (folder / "config.yaml").write_text(yaml.safe_dump(config_tree(config)))
-    told = lines((0, 10.0), (5, best), (10, best - 1))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    metrics = lines((0, 10.0), (5, best), (10, best - 1))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     results = {
         "setting": setting, "seed": seed, "rounds": 10, "test": {"accuracy": best - 1},
         "last": {"test": {"accuracy": best - 1}}, "data_sha256": "d", "hardware": "two cores",
@@ -222,7 +222,7 @@ def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
 
 
 @pytest.mark.parametrize(
-    "name, told",
+    "name, note",
     [
         ("alpha-0.30", "alpha 0.3 is the total over the 10 classes"),
         ("dirichlet-total-0.3-seed-0", "per class (as in Flower, FedML, pfl) it is 0.03"),
@@ -230,13 +230,13 @@ def test_the_papers_row_stands_only_beside_what_can_be_compared_with_it(
         ("users", ""),
     ],
 )
-def test_a_report_says_what_alpha_counts(name: str, told: str, tmp_path: Path) -> None:
+def test_a_report_says_what_alpha_counts(name: str, note: str, tmp_path: Path) -> None:
     """Issue 17.38."""
     made_run(tmp_path / "a", "cifar10-fedavg", 0, 40.0, f"--data.partition={name}")
     rows = report.make_rows([read_finished(tmp_path / "a")], {})
     text = report.markdown(rows, [], (10,), (50,))
-    assert told in text
-    assert ("Flower" in text) == bool(told)
+    assert note in text
+    assert ("Flower" in text) == bool(note)
 
 
 def test_rows_of_one_setting_are_told_apart_by_what_differs() -> None:

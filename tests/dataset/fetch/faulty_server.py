@@ -1,4 +1,4 @@
-"""A web server of one folder that answers as badly as it is told to, and as Hugging Face's where asked."""
+"""A web server of one folder that fails as it is asked to and, where asked, answers as Hugging Face's."""
 
 from __future__ import annotations
 

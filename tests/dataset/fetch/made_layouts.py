@@ -95,7 +95,7 @@ def voc_xml(one: Photo, with_owner: bool) -> bytes:
 
 
 def voc_files(year: str, photos: Mapping[str, list[Photo]]) -> Files:
-    """Of one archive: the lists of these splits, and what they list; every second image has a mask."""
+    """Files of one archive: the lists of these splits, and what they list; every second image has a mask."""
     root, files = f"VOCdevkit/VOC{year}", {}
     for split, ones in photos.items():
         with_masks = [one for one in ones if one.number % 2]
@@ -137,7 +137,7 @@ def matlab(mask: npt.NDArray[Any], compressed: bool = True) -> bytes:
 
 
 def outline(box: list[int], as_runs: bool) -> Any:
-    """Of the pixels of a box: a polygon, or runs column by column."""
+    """The outline of a box: a polygon, or its pixels as runs column by column."""
     left, top, right, bottom = box
     if not as_runs:
         return [[left, top, right, top, right, bottom, left, bottom]]

@@ -38,7 +38,7 @@ def author(number: int) -> str:
 
 
 def cell(number: int) -> str:
-    """Of the geographic partition; images of one are in no cell."""
+    """An image's cell in the geographic partition; NA: it is in none."""
     return ("NA", "4c", "89d", "54", "4c")[number % 5]
 
 

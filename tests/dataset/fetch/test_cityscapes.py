@@ -61,7 +61,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def label_ids(number: int) -> npt.NDArray[np.uint8]:
-    """Of a scene: all ids occur."""
+    """The mask of a scene, in which all ids occur."""
     return ((np.arange(SIDE * SIDE) + number) % NUM_IDS).astype(np.uint8).reshape(SIDE, SIDE)
 
 

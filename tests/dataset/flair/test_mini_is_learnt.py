@@ -46,7 +46,7 @@ def test_a_small_network_learns_the_labels_but_no_rule_of_colour_does() -> None:
     assert macro_ap(test[1], linear, frequent) < precision - 0.2
     pixels = test[0].reshape(len(test[0]), -1, 3).astype(np.float32)
     nearest = np.stack([-np.abs(pixels - colour).sum(-1).min(1) for colour in _COLOURS], 1)
-    assert macro_ap(test[1], nearest, frequent) < precision - 0.15  # though it is told the marks' colours
+    assert macro_ap(test[1], nearest, frequent) < precision - 0.15  # though it knows the marks' colours
 
 
 Images = npt.NDArray[np.uint8]

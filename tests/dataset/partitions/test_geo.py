@@ -61,7 +61,7 @@ def test_places_are_on_the_earth_up_to_its_poles_and_its_date_line(tmp_path: Pat
 
 
 def test_a_cell_is_divided_only_while_it_holds_too_many() -> None:
-    """Of a face with 10 + 3 + 2 + 0 images at N_max = 5, the first child is divided once more: 5, 4, 1."""
+    """In a face of 10 + 3 + 2 + 0 images at N_max = 5, the first child is divided once more: 5, 4, 1."""
     grandchildren = [s2cell.cell_id_to_token(_child(CHILDREN[0], number)) for number in range(4)]
     leaves = within(grandchildren[0], 5) + within(grandchildren[1], 4) + within(grandchildren[3], 1)
     leaves += within(CHILDREN[1], 3) + within(CHILDREN[2], 2)

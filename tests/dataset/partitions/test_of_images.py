@@ -192,7 +192,7 @@ def file(path: Path) -> Iterator[DataFile]:
 
 
 def numbers(file: DataFile) -> list[int]:
-    """Of the image at each row."""
+    """The number of the image at each row."""
     return [int(image[1:]) for image in file.split("train").image_ids]
 
 

@@ -109,9 +109,9 @@ def test_images_of_several_labels_are_left_out_aloud(
     for split in ("train", "val", "test"):
         here = [one for one in rows if one.partition == split]
         several = [one for one in here if len(one.labels) > 1]
-        told = f"{split} dealt by users: {len(several)} of {len(here)} images are left out, as they have no"
+        start = f"{split} dealt by users: {len(several)} of {len(here)} images are left out, as they have no"
         users = {one.user_id for one in here}
-        assert any(line.startswith(told) for line in lines) == (len(users) > 1)
+        assert any(line.startswith(start) for line in lines) == (len(users) > 1)
 
 
 def test_a_file_with_nothing_to_compare_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,13 +71,13 @@ def test_a_description_names_the_labels_and_counts_their_images(
         printed = counts(taxonomy)
         names = {label for one in rows for label in getattr(one, taxonomy)}
         assert {name for name, _ in printed} == names
-        assert all(told == expected(taxonomy, name) for name, told in printed)
-        totals = [sum(map(int, told.split(", "))) for _, told in printed]
+        assert all(numbers == expected(taxonomy, name) for name, numbers in printed)
+        totals = [sum(map(int, numbers.split(", "))) for _, numbers in printed]
         assert totals == sorted(totals, reverse=True)
     monkeypatch.setattr(validation, "MOST_LABELS", 4)
     fine = counts("fine_grained_labels")
     assert [name for name, _ in fine[4:]] == ["9 more, together"]
-    held = np.array([[int(n) for n in told.split(", ")] for _, told in fine])
+    held = np.array([[int(n) for n in numbers.split(", ")] for _, numbers in fine])
     np.testing.assert_array_equal(
         held.sum(0),
         [

@@ -346,7 +346,7 @@ def test_a_jpeg_header_gives_its_size_and_any_cut_is_found() -> None:
 
 @pytest.mark.parametrize("marker", range(0xC0, 0xD0))
 def test_a_jpegs_size_stands_in_its_frame_and_in_no_other_segment(marker: int) -> None:
-    """Of the markers C0 to CF, three hold tables and extensions (ITU-T T.81, table B.1)."""
+    """Three of the markers C0 to CF begin tables and extensions (ITU-T T.81, table B.1)."""
     data = jpeg(5, side=64)
     at = data.index(b"\xff\xda")
     segment = bytes([0xFF, marker, 0, 11, 8, 0, 40, 0, 50, 1, 1, 17, 0])

@@ -73,7 +73,7 @@ def test_a_partition_deals_the_images_in_its_own_order(
 
 
 def test_images_without_exactly_one_label_and_users_without_others_are_left_out(file: DataFile) -> None:
-    """Of the fine labels {i % 3, 2}, rows 2 and 5 of train have one; user a has neither."""
+    """Row i has the fine labels {i % 3, 2}: rows 2 and 5 of train have just one; user a has neither row."""
     task = SingleLabelView(file, taxonomy="fine_grained_labels")
     assert task.label_names == ("p", "q", "r")
     store = task.split("train")
@@ -167,7 +167,7 @@ def test_a_split_without_an_image_of_one_label_is_refused(
 
 
 def test_images_left_out_are_counted_with_training_beside_a_carved_val(tmp_path: Path) -> None:
-    """Of the fine labels {i % 3, 2}, five rows of train have two."""
+    """Row i has the fine labels {i % 3, 2}: five rows of train have two."""
     file = DataFile(write(tmp_path / "f.hdf5", "raw", splits={"train": partitioned()["train"]}))
     task = SingleLabelView(file, None, "fine_grained_labels", val_share=0.5)
     assert (task.num_left_out("train"), task.num_left_out("val")) == (5, 0)

@@ -158,13 +158,13 @@ def test_damaged_bytes_are_pixels_or_a_clause(make: Make, data: st.DataObject) -
     content = bytearray(make(draw(7)))
     for _ in range(3):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    told = ""
+    message = ""
     try:
         pixels, _ = to_pixels(bytes(content), "white")
         assert pixels.ndim == 3
     except ValueError as error:
-        told = str(error)
-    assert "\n" not in told
+        message = str(error)
+    assert "\n" not in message
 
 
 def mixed() -> list[Record]:
@@ -195,9 +195,9 @@ def test_a_source_of_many_formats_is_preprocessed_and_says_what_it_did(
     assert ("become JPEGs of quality 90" in line) == (storage == "jpeg")
     assert all(f"{count} {note}" in line for note, count in COUNTS.items())
     with DataFile(output) as file:
-        told = file.provenance["transcoded"]
-        assert (told["images"], told["background"]) == (COUNTS, "white")
-        assert told.get("jpeg_quality") == (90 if storage == "jpeg" else None)
+        transcoded = file.provenance["transcoded"]
+        assert (transcoded["images"], transcoded["background"]) == (COUNTS, "white")
+        assert transcoded.get("jpeg_quality") == (90 if storage == "jpeg" else None)
     assert_paired(output, rows)
 
 

@@ -34,7 +34,7 @@ SAMPLING = local_sampling(2, 4, None, straddle=False, input_size=10)
 
 
 def clients(fast: bool) -> Clients:
-    """Of users with `SIZES` images, by the engine if ``fast``."""
+    """The clients of users with `SIZES` images, with the engine if ``fast``."""
     module = ImageClassifier(small_backbone(), input_size=10, exact_crops=True, task=TASKS[0])
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     means: Any = SimpleNamespace(

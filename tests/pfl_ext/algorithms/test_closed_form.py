@@ -163,7 +163,7 @@ def test_fed3r_is_the_ridge_regression_of_all_images(
 def test_fed3r_on_random_features_is_the_ridge_regression_in_their_space(
     sizes: list[int], cohort: int
 ) -> None:
-    """Of more features than images, so that the ridge makes the equations regular. As float32 rounds
+    """There are more features than images, so that the ridge makes the equations regular. As float32 rounds
     products by the size of a batch, numpy takes the features that the algorithm took, in its order.
     """
     store, number = Features(sizes, np.random.default_rng(len(sizes)).permutation(IMAGES)), 100
@@ -360,7 +360,7 @@ def test_a_private_head_is_that_of_noisy_sums(kind: type[ClosedForm]) -> None:
 
 
 def test_the_default_ridge_is_the_largest_eigenvalue_of_noise() -> None:
-    """Of which the relative spread is of the order of n^(-2/3)."""
+    """The eigenvalue's relative spread is of the order of n^(-2/3)."""
     noise = 3 * np.random.default_rng(0).normal(size=(400, 400))
     largest = np.linalg.eigvalsh((noise + noise.T) / 2)[-1]
     assert largest_of_noise(3, 400) == pytest.approx(largest, rel=5 * 400 ** (-2 / 3))

@@ -35,7 +35,7 @@ class Ended(NamedTuple):
     """What a round of SCAFFOLD leaves."""
 
     sums: tuple[dict[str, Tensor], dict[str, Tensor]]
-    """Of updates, and of changes of c_i."""
+    """Sums of updates, and of changes of c_i."""
     controls: Tensor
     """All c_i, ``[users, P]``."""
     weight: float
@@ -67,7 +67,7 @@ def test_the_engine_trains_as_pfls_loop_and_c_is_the_mean_of_all_c_i(
     setting.momentum, setting.weight_decay, setting.head_rate = local
 
     def end(setting: Setting, engine: bool) -> Ended:
-        """Of the last round; c is the mean of all c_i."""
+        """What the last round leaves, checked: c is the mean of all c_i."""
         sums, weight, _ = setting.run(engine, **({"lanes": lanes} if engine else {}))
         assert setting.controls is not None
         control = torch.stack([setting.controls.control(user) for user in range(len(sizes))]).double()

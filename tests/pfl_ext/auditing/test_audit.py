@@ -62,7 +62,7 @@ def test_canaries_come_out_alike_through_the_engine_through_pfls_loop_and_made_u
 
 
 def rounding(directions: Directions) -> float:
-    """Of two float32 sums over all canaries; a step with clipping rounds an update less than eight times."""
+    """Rounding of two float32 sums over all canaries; clipping rounds an update less than eight times."""
     return 2 * 2**-24 * (directions.size + 8)
 
 

@@ -41,7 +41,7 @@ def decoded(kind: str, x: list[torch.Tensor], user: int = 0, **options: Any) -> 
 
 @pytest.fixture(scope="module")
 def resnet() -> list[torch.Size]:
-    """Of ResNet-18 with 17 labels."""
+    """Shapes of the parameters of ResNet-18 with 17 labels."""
     network = build_backbone(ModelConfig(arch="resnet18"), 17, torch_stream(0, "test"), None)
     return [p.shape for p in network.parameters()]
 

@@ -54,7 +54,7 @@ def test_images_keep_their_labels_when_they_come_twice() -> None:
 
 @pytest.mark.parametrize("images", [5, 12])
 def test_resampling_is_uniform_and_anew_each_round(images: int) -> None:
-    """Of 8 from 5 with replacement and of 8 from 12 without: each image as often, within 5 sigma."""
+    """Drawing 8 of 5 images with replacement, or 8 of 12 without, takes each as often, within 5 sigma."""
     sampling, rounds = virtual(8), 300
     data = FederatedImageDataset(NumberedStore([images]), sampling, seed=0)
     counts, drawn = np.zeros(images), set()

@@ -96,7 +96,7 @@ def test_users_of_a_step_are_grouped_by_version_and_keep_their_order() -> None:
 
 
 def test_mean_staleness_is_concurrency_over_buffer_size() -> None:
-    """Of a long run: while one of M users trains, M - 1 others and its successor fill M / K buffers."""
+    """In a long run, while one of M users trains, M - 1 others and its successor fill M / K buffers."""
     seconds = np.abs(stream(0, "half-normal").standard_normal(500)) + 0.01
     found = steps(seconds, concurrency=80, buffer_size=10, num_steps=600)
     ages = [number - job.version for number, step in enumerate(found) for job in step.jobs]

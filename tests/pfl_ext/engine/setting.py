@@ -201,7 +201,7 @@ class Setting:
     inexact: tuple[float, int] | None = None
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
     check: Any = None
-    """Of the engine, on a GPU."""
+    """Check of the engine on a GPU."""
     controls: Controls | None = field(default=None, init=False)
     """SCAFFOLD's, after a run."""
 
@@ -297,7 +297,7 @@ def without_noise(clipping_bound: float, clipping: Clipping = "flat") -> Any:
 
 
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Of two sums of updates, relative to the second; FedNova's count of steps must be the same."""
+    """Distance of two sums of updates, relative to the second; FedNova's count of steps must be the same."""
     assert ours.keys() == theirs.keys()
     names = [n for n in theirs if n != STEPS]
     if STEPS in theirs:
@@ -343,6 +343,6 @@ def inexact_settings(
 
 
 def norm(tensors: dict[str, Tensor]) -> float:
-    """Of all of them together, without FedNova's count of steps."""
+    """L2 norm of all tensors as one vector, without FedNova's count of steps."""
     squares = sum(float(t.detach().double().square().sum()) for name, t in tensors.items() if name != STEPS)
     return float(squares**0.5)

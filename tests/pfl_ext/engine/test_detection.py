@@ -23,7 +23,7 @@ SIZES = [1, 3]
 KINDS = tuple(TASKS)
 STEP: dict[str, Any] = {"clipping": "global", "max_norm": 100.0, "learning_rate": 0.05}
 ROUNDING = 0.01
-"""Of a bound on rounding, which layers and steps magnify; a wrong layer changes the sum by 1."""
+"""Most that rounding, which layers and steps magnify, may change; a wrong layer changes the sum by 1."""
 
 
 class Boxed(NoisyStore):

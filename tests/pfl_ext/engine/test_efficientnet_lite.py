@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "group_norm": {"init": "keras", "groups": 8},
 }
 MEANINGFUL = 0.05
-"""Of a bound on rounding, which fifty layers and some steps magnify; a wrong layer changes the sum by 1."""
+"""Most that rounding may change, through fifty layers and some steps; a wrong layer changes the sum by 1."""
 
 
 def lite(**options: Any) -> nn.Module:

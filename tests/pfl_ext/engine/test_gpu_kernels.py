@@ -18,8 +18,8 @@ from torch import Tensor
 FORMS = [(2, 8, 5, 7, 2), (1, 32, 6, 7, 16), (1, 96, 14, 13, 8), (2, 96, 9, 9, 3)]
 """Images, channels, height, width, groups: full tiles and others, powers of two and other numbers."""
 ROUNDING = {torch.float32: 2 * 48 * 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Of float32: sums of up to 2,184 numbers, twice, of which each may be off by the root of so many roundings.
-Of bfloat16: what is written is rounded once, by half a unit of 2^-8, and so is one of two sums before it."""
+"""For float32, sums of up to 2,184 numbers, twice, each of which may be off by the root of so many roundings.
+For bfloat16: what is written is rounded once, by half a unit of 2^-8, and so is one of two sums before it."""
 
 
 def compare(device: str) -> list[str]:

@@ -46,7 +46,7 @@ NAMES = {
     "head": [],
 }
 MEANINGFUL = 1e-4
-"""Of a bound on rounding: what is not trained as it should be changes the sum by a multiple."""
+"""Most that rounding may change: what is not trained as it should be changes the sum by a multiple."""
 
 
 def partly(case: str, whole: Callable[[], nn.Module] = small_backbone) -> nn.Module:

@@ -136,7 +136,7 @@ def test_under_autocast_a_taped_network_computes_what_the_network_does(last: str
 
 
 def weight_gradients(norms: list[float], draw: torch.Generator) -> Weight:
-    """Of a linear layer, one image a user, with exactly these norms."""
+    """Gradients of a linear layer's weight, one image a user, with exactly these norms."""
     directions = [torch.nn.functional.normalize(torch.randn(len(norms), n, generator=draw)) for n in (3, 4)]
     x, e = directions[0] * torch.tensor(norms)[:, None], directions[1]
     users = Users(tuple(range(len(norms) + 1)), x.device)
@@ -342,7 +342,7 @@ def test_a_trimmed_network_is_the_same_with_a_third_of_the_weights() -> None:
 
 
 def test_a_kernel_is_trimmed_on_each_side_by_itself() -> None:
-    """Of a kernel of 3 x 5 taps, the middle row and the middle three columns."""
+    """The middle row and the middle three columns of a kernel of 3 x 5 taps are kept."""
     layer = nn.Conv2d(1, 1, (3, 5), padding=(1, 2))
     sides = (slice(1, 2), slice(1, 4))
     taps = _cut(layer, sides)

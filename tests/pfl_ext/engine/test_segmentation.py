@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 HEAD = {"pretrained": True, "trained": "head"}
 ROUNDING = 0.01
-"""Of a bound on rounding, which fifty layers and some steps magnify; a wrong layer changes the sum by 1."""
+"""Most that rounding may change, through fifty layers and some steps; a wrong layer changes the sum by 1."""
 
 
 class Masks(NoisyStore):
@@ -82,7 +82,7 @@ def test_users_with_one_step_go_through_the_network_together() -> None:
 
 
 def test_a_users_part_of_a_private_sum_is_as_long_as_the_bound_and_both_engines_clip_alike() -> None:
-    """Of a user with two steps, one of which has a mask that is all void."""
+    """The user has two steps, in one of which a mask is all void."""
     bound = 0.01
 
     def clipped() -> Setting:

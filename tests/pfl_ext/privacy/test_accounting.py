@@ -162,7 +162,7 @@ def test_the_papers_setting_without_replacement_needs_35_30_by_pld() -> None:
 
 
 def density(data: tuple[float, ...], cohort: int, noise: float, at: Any) -> Any:
-    """Of the noisy sum over a cohort drawn without replacement: the mean over all its subsets."""
+    """Density of the noisy sum over a cohort drawn without replacement: the mean over all its subsets."""
     sums = np.array([sum(chosen) for chosen in combinations(data, cohort)])
     return np.exp(-((at - sums[:, None]) ** 2) / (2 * noise**2)).mean(0) / (noise * math.sqrt(2 * math.pi))
 

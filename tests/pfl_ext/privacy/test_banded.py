@@ -65,7 +65,7 @@ def running_error(factor: BandedFactor) -> float:
 
 @pytest.mark.parametrize("rounds, band, most", [(7, 1, 3), (8, 2, 4), (9, 3, 2), (9, 3, 9), (6, 6, 3)])
 def test_sensitivity_is_the_worst_over_all_participations(rounds: int, band: int, most: int) -> None:
-    """Of any band matrix, with columns of many lengths and signs."""
+    """Holds for any band matrix, here with columns of many lengths and signs."""
     rng = np.random.default_rng(rounds * band)
     near = np.subtract.outer(range(rounds), range(rounds)) < band
     factor = np.tril(rng.normal(size=(rounds, rounds))) * near

@@ -135,7 +135,7 @@ def test_noise_does_not_depend_on_how_parameters_are_cut_into_tensors() -> None:
 
 
 def test_an_l1_norm_is_summed_in_float64() -> None:
-    """Of a row of a thousand numbers, a sum in float32 may be off by more than the room that is left."""
+    """A float32 sum over a row of a thousand numbers may be off by more than the room that is left."""
     vector = torch.rand(5000, generator=torch.Generator().manual_seed(0))
     exact = float(vector.double().abs().sum())
     assert float(clip([vector], [1], 1.0, order=1).norm) == pytest.approx(exact, rel=1e-12)

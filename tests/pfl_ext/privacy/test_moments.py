@@ -28,7 +28,7 @@ def partition(sizes: list[int], seed: int = 1) -> Partition:
 
 
 SIZES = [3, 1, 0, 2, 700, 1, 1] + [1] * (2 * IMAGES)
-"""Of users; one has more images than are read at a time."""
+"""Images of each user; one has more than are read at a time."""
 
 
 def test_each_user_counts_alike_with_the_mean_of_its_images() -> None:

@@ -24,7 +24,7 @@ from pfl_ext.workers.distributed import (
 
 
 def sums(rank: int, size: int) -> None:
-    """Of float32 and float64 tensors together, in place, exactly."""
+    """Float32 and float64 tensors are summed together, in place, exactly."""
     tensors = [torch.full((2, 3), 2.0**rank), torch.tensor([2.0**-30 + rank], dtype=torch.float64)]
     returned = get_ops().distributed.all_reduce(tensors)
     assert returned[0] is tensors[0]
@@ -71,7 +71,7 @@ def words_from_main(rank: int) -> None:
 
 
 def agreement(rank: int, size: int) -> None:
-    """All stop, and all are told who differs and how; nobody is out of step afterwards."""
+    """All stop with an error that says who differs and how; nobody is out of step afterwards."""
     begin_work(round=3, cohort="1f" if rank != size - 1 else "2e", config="9a")
     with pytest.raises(ValueError, match=f"worker {size - 1} has cohort 2e, worker 0 has 1f$"):
         pytorch_ops.distributed.all_reduce([torch.zeros(4)])

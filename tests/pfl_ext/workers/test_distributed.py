@@ -202,7 +202,7 @@ class Kennel:
         self._others: list[tuple[threading.Thread, threading.Event]] = []
 
     def watchdog(self, rank: int, timeout: float) -> Watchdog:
-        """Of one of two workers; it is not started."""
+        """The watchdog of one of two workers; it is not started."""
         self._dogs.append(
             Watchdog(self.store, rank, ["worker 0", "worker 1"], timeout, self.exit_codes.append)
         )

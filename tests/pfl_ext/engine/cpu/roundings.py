@@ -35,7 +35,7 @@ def relative(ours: Tensor | None, theirs: Tensor) -> float:
 
 
 UNIT, BFLOAT16 = 2.0**-24, 2.0**-9
-"""Of rounding."""
+"""Units of rounding in float32 and in bfloat16."""
 
 
 WINOGRAD = 5.2
@@ -45,7 +45,7 @@ transforms windows, G taps and A products (`winograd.h`); 5.14, also for the gra
 
 
 def rounding(terms: int, winograd: bool = False) -> float:
-    """Of sums of so many independent products, in any order: roundings go up as often as down.
+    """Rounding of a sum of ``terms`` independent products, in any order: up as often as down.
 
     Twice the root of the count, and four more for what is rounded before and after. Winograd has a ninth
     of the terms or fewer, but three transforms of six terms each, and magnifies what all of them lose.
@@ -59,7 +59,7 @@ HALF, CHAIN, HELD = 2.0**-11, 64, 128
 """The unit of half floats, and how many terms a sum of them has: in `winograd.h`, whose chains are then added
 as half floats, and in `direct.h`, where it then goes to float32."""
 STORED = 2 * BFLOAT16
-"""Of a result in bfloat16, whichever way it is rounded."""
+"""Rounding of a result in bfloat16, whichever way it is rounded."""
 
 
 def half_rounding(depth: int, winograd: bool = False) -> float:
@@ -76,7 +76,7 @@ def half_rounding(depth: int, winograd: bool = False) -> float:
 
 
 ALIKE = HALF * HELD / 2
-"""Of sums of equal numbers, which may all be rounded in one direction: the k-th by a unit of k of them."""
+"""Rounding of sums of equal numbers, which may all go in one direction: the k-th by a unit of k of them."""
 
 
 def roundings_of(x: Tensor, e: Tensor, form: Form, winograd: bool = False) -> tuple[float, float, float]:

@@ -39,9 +39,9 @@ def test_without_a_compiler_torchs_layers_are_used(
 ) -> None:
     monkeypatch.setenv("PATH", str(empty_cache))
     assert engine()._kernels is None
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "no C++ compiler" in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "no C++ compiler" in message
     setting = Setting([3, 7], backbone=wide_backbone)
     assert distance(setting.run(True)[0], setting.run(False)[0]) <= rounding_of(setting)
 
@@ -65,10 +65,10 @@ def test_a_compiler_that_fails_is_quoted(
     fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("CXX", str(fake))
     assert engine()._kernels is None
-    begun, told = capsys.readouterr().err.splitlines()
+    begun, message = capsys.readouterr().err.splitlines()
     assert begun.startswith("compiling")
-    assert words in told
-    assert "fake-compiler" in told
+    assert words in message
+    assert "fake-compiler" in message
 
 
 @compiled
@@ -83,9 +83,9 @@ def test_without_a_place_to_keep_them_torchs_layers_are_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "a file" else "")
     monkeypatch.setattr(Path, "home", homeless)
     assert engine()._kernels is None
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert ("could not be used" if place == "a file" else "set XDG_CACHE_HOME") in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert ("could not be used" if place == "a file" else "set XDG_CACHE_HOME") in message
 
 
 @compiled
@@ -151,9 +151,9 @@ def test_a_library_that_cannot_be_loaded_is_named(
     damaged.write_text("no library")
     monkeypatch.setattr(cpu_kernels, "compiled", lambda: damaged)
     assert engine()._kernels is None
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "damaged.so cannot be loaded" in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "damaged.so cannot be loaded" in message
 
 
 @compiled

@@ -51,7 +51,7 @@ from tests.pfl_ext.engine.setting import (
 FEATURES = list(BY_PROCESSOR)
 ROWS = {"float32": FLOAT32, **{f"bfloat16 on {name}": row for name, row in BY_PROCESSOR.items()}}
 UNIT = 2.0**16
-"""Of bfloat16, in units of float32."""
+"""Unit of rounding of bfloat16, in those of float32."""
 
 
 def layers_of(row: Row) -> CpuLayers:
@@ -138,7 +138,7 @@ def test_a_norm_between_layers_of_another_kind_has_their_type_and_memory_format(
 
 
 class Block(nn.Module):
-    """Of a ResNet: a norm with a ReLU after it, and one with a sum and a ReLU."""
+    """A block of a ResNet: a norm with a ReLU after it, and one with a sum and a ReLU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def deep_backbone() -> nn.Module:
 @compiled
 @pytest.mark.parametrize("clipping", ["none", "global", "variable"])
 def test_a_cohort_is_that_of_pfls_loop(clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of users with one step, whose gradients come out of one pass, and with several."""
+    """Some users have one step, whose gradients come out of one pass, and others several."""
     calls: list[str] = []
     call = CpuKernels.call
 
