@@ -16,17 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = (
-    "python",
-    "torchrun",
-    "horovodrun",
-    "ruff",
-    "mypy",
-    "uv",
-    "codespell",
-    "vermin",
-    "check-jsonschema",
-)
+OF_VENV = "python torchrun horovodrun ruff mypy uv codespell check-jsonschema"
 INLINE = re.compile(r"`((?:make|python -m|fl-\w+) [^`]+)`")
 OUTSIDE = ("git", "cd", "docker", "pip", "sbatch", "srun", "pre-commit")
 """Programs that are not the project's; what they hand on to the project is found within their words."""
@@ -107,7 +97,7 @@ def recorded(words: tuple[str, ...], folder: Path) -> list[list[str]]:
     """
     log = folder / "log"
     (folder / "bin").mkdir(exist_ok=True)
-    for name in PROGRAMS:
+    for name in OF_VENV.split():
         path = folder / "bin" / name
         path.write_text(RECORDER.format(python=sys.executable, log=str(log)))
         path.chmod(0o755)

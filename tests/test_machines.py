@@ -19,7 +19,7 @@ from tests.test_package import PINNED
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text()
-NOT_SENT = {".ci", ".gitignore"}
+NOT_SENT = {".ci", ".github", ".gitignore", ".pre-commit-config.yaml"}
 """What is tracked and does not belong into the image."""
 
 

@@ -30,7 +30,7 @@ def test_every_notebook_is_listed_here() -> None:
 
 @pytest.mark.parametrize("name", execute.NAMES)
 def test_what_is_tracked_is_the_source_with_outputs(name: str) -> None:
-    tracked = nbformat.read(HERE / f"{name}.ipynb", as_version=4)
+    tracked = nbformat.read(HERE / f"{name}.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(tracked)
     source = execute.source(name)
     assert [(c.cell_type, c.source) for c in tracked.cells] == [(c.cell_type, c.source) for c in source.cells]
@@ -44,9 +44,17 @@ def check_outputs(notebook: nbformat.NotebookNode, name: str) -> None:
     assert printed.count("run directory: runs/notebook-") == TRAINED[name]
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the mini set is drawn once."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.mark.xdist_group("notebooks")
 @pytest.mark.parametrize("name", execute.NAMES)
-def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTEBOOK_ROUNDS", "5")
+def test_every_cell_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTEBOOK_ROUNDS", "2")
+    (tmp_path / "data").symlink_to(data)
     check_outputs(execute.executed(name, tmp_path), name)
     assert len(list(tmp_path.glob("runs/*/results.json"))) == TRAINED[name]
 

@@ -46,7 +46,7 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
 POPULATION, PAPER_ROUNDS = 41_131, 5_000
 cohorts = [200, 1_000, 5_000]
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for epsilon, colour in ((1, "#D55E00"), (2, "#0072B2"), (8, "#009E73")):
+for epsilon, colour in ((2, "#0072B2"), (8, "#009E73")):
     budget = PrivacyConfig(epsilon=epsilon, delta=1e-5, mechanism="gaussian")
     noise = [budget.calibrate(POPULATION, c, PAPER_ROUNDS).simulated.noise_multiplier / c for c in cohorts]
     axes.plot(cohorts, noise, "o-", color=colour, label=f"epsilon {epsilon}")

@@ -76,7 +76,7 @@ class SelfCheck:
 
     Args:
         folder: of the run, in which ``engine_check.json`` says what failed.
-        private: whether the run is: a deviation is a number made of users' images, and is not told then.
+        private: whether the run is: a deviation is computed from users' images, and is left out then.
         kept: where outcomes are kept; None: the user's cache folder.
         seconds: for one path.
         end: ends a process that hangs.
@@ -141,9 +141,9 @@ class SelfCheck:
         else:
             number, deviation = len(PATHS), None
         gpu = torch.cuda.get_device_name()
-        told = None if self._private else limit
+        shown = None if self._private else limit
         self.outcome = {
-            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": told,
+            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": shown,
             "failures": failures,
         }  # fmt: skip
         _write(place, self.outcome)
@@ -162,11 +162,11 @@ class SelfCheck:
                 self._traceback = traceback.format_exc()
                 _end_if_dead(why)
                 return None, why
-        told = None if self._private or not math.isfinite(deviation) else deviation
+        shown = None if self._private or not math.isfinite(deviation) else deviation
         if not deviation <= limit:
             far = "" if self._private else f" by {deviation:.1e} of the sum of updates, over {limit:.0e}"
-            return told, f"it is off by more than rounding{far}"
-        return told, None
+            return shown, f"it is off by more than rounding{far}"
+        return shown, None
 
     @contextlib.contextmanager
     def _watched(self, number: int) -> Iterator[None]:

@@ -16,7 +16,7 @@ from benchmarks.bench import cpu_kernels, engine_parts
 from benchmarks.core import show_weights
 from benchmarks.core.config import privacy_matrix
 from benchmarks.flair import bench as flair_bench
-from benchmarks.flair import bench_preprocess, bench_workers, notebook, per_user, standin, table1
+from benchmarks.flair import bench_preprocess, bench_workers, per_user, standin, table1
 from benchmarks.flair import train as flair
 from benchmarks.published import train as published
 from benchmarks.published import verify as published_verify
@@ -37,7 +37,6 @@ MAIN: dict[str, Callable[[Sequence[str]], None]] = {
     "sweep": sweep.main,
     "per_user": per_user.main,
     "standin": standin.main,
-    "notebook": notebook.main,
     "flair_bench": flair_bench.main,
     "vision_bench": vision_bench.main,
     "cpu_kernels": cpu_kernels.main,
@@ -132,8 +131,6 @@ BAD = [
     ("per_user", "folder --local.learning_rate=1", "only personal.*, runtime.* and data_path"),
     ("standin", "", "required: --output_file"),
     ("standin", "--output_file=w.safetensors --method=magic", "invalid choice: 'magic'"),
-    ("notebook", "one two", "unrecognized arguments: two"),
-    ("notebook", "nowhere.py", "nowhere.py"),
     ("flair_bench", "--cases nope", "--cases: invalid choice: 'nope'"),
     ("flair_bench", "--rounds 0", "--rounds is 0"),
     ("flair_bench", "--only none-such", "--only 'none-such' is in no case's name"),
