@@ -100,6 +100,10 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
+# Both private runs end about two points lower. One seed cannot tell their noises apart: over 60 rounds the budget is
+# wide. [RESULTS](../../benchmarks/flair/RESULTS.md) has private training on real photos, over three seeds and several
+# budgets.
+#
 # ## What is promised
 #
 # `privacy.json` says whom the guarantee protects, what it covers and what it does not, and it has a paragraph for a
