@@ -17,7 +17,7 @@ from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
 
 
 class ByCoordinate(AggregationRule):
-    """Of all values of a coordinate in their order, a mean of some of the middle ones."""
+    """For each coordinate, the mean of the middle values after sorting."""
 
     @abstractmethod
     def dropped(self, n: int) -> int:

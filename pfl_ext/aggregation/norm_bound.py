@@ -52,7 +52,7 @@ class NormBound(AggregationRule):
     weighs: ClassVar[bool] = True
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """From a spool, where attackers look at all other updates first."""
+        """The mean of bounded updates from a spool, for attackers who look at all other updates first."""
         squares = np.zeros(len(rows))
         for _, block in spool.coordinates(rows):
             squares += (block * block).sum(1)
@@ -84,6 +84,6 @@ class BoundedUpdates(Stage):
 
     @staticmethod
     def metrics(tally: Tensor | None) -> Metrics:
-        """Of a worker's share of a round, from the sum of its users' tallies."""
+        """The metrics of a worker's share of a round, from the sum of its users' tallies."""
         users, above = (0.0, 0.0) if tally is None else tally[:2].tolist()
         return Metrics([(BOUNDED, Weighted(above, users))])

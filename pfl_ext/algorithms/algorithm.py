@@ -45,7 +45,7 @@ class UserState(Protocol):
     """What an algorithm goes on from besides the model and the server's optimiser."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """For the checkpoint that is about to be written."""
+        """The state's tensors, for the checkpoint that is about to be written."""
         ...
 
     def saved(self) -> None:
@@ -100,18 +100,18 @@ class Means(Setup):
     engine: CohortEngine | None
     """None: pfl's own loop trains users."""
     accumulate: torch.dtype
-    """Of sums over users."""
+    """Data type of sums over users."""
     config_hash: str
     check: SelfCheck | None = None
-    """Of the engine, on a GPU."""
+    """The check of the engine on a GPU."""
     compressor: Compressor | None = None
-    """Of updates; None: they are sent as they are."""
+    """What compresses updates; None: they are sent as they are."""
     rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
     """What makes one update of many."""
     attack: Attack | None = None
     """What attackers do; None: there are none."""
     attack_share: float = 0.0
-    """Of all users, those who attack."""
+    """Share of all users who attack."""
 
     def local_in(self, number: int) -> NNTrainHyperParams:
         """Users' training in a round."""
@@ -278,7 +278,7 @@ class Algorithm(Choice, ABC, Generic[State]):
 
 
 def trained_bytes(module: ImageClassifier) -> int:
-    """Of the variables that training changes."""
+    """Size in bytes of the variables that training changes."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 

@@ -197,7 +197,7 @@ def line_of(seen: Tensor) -> dict[str, Any]:
 
 
 def _counts(metrics: Metrics) -> tuple[float, float, float]:
-    """Of a user that trained alone: its images, the sum of its images' losses, and of how many that is."""
+    """For a user that trained alone: its images, the sum of losses, and the number of images in that sum."""
     values = {str(name): value for name, value in metrics}
     loss = values[str(TRAIN_LOSS)]
     images: float = values["train population | number of data points"].weighted_value

@@ -34,7 +34,7 @@ class DSGDOptions:
     graph: Undirected = "ring"
     """ring, torus, erdos_renyi, exponential, star or complete."""
     probability: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of an edge, for erdos_renyi; none: 0.5."""
+    """Probability of an edge, for erdos_renyi; none: 0.5."""
     time_varying: bool = False
     """A new graph in each round: erdos_renyi is drawn again, in the others users change their places."""
 

@@ -63,7 +63,7 @@ NUMBER = 4
 
 @dataclass(frozen=True, config=STRICT)
 class FedMAOptions:
-    """Of the matching."""
+    """Options of the matching."""
 
     passes: Annotated[int, Field(ge=0)] = 5
     """How often at most all users' neurons are matched again, once each user was matched to those before."""
@@ -173,7 +173,7 @@ class FedMA(Algorithm[Networks]):
                 engine.close()
 
     def _shares(self) -> list[float]:
-        """Of each user in a mean; they add up to 1."""
+        """Each user's weight in a mean; they add up to 1."""
         users, weights = self.means.users, [1.0] * len(self.users)
         if self.means.by_images:
             with users.only(self.users):

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 PRIME = 2**31 - 1
 """q."""
 BYTES, KEY_BYTES = 4, 32
-"""Of an element, and of the key of a keystream."""
+"""Bytes of an element, and of the key of a keystream."""
 MOST_BITS = 30
 """Most bits after the binary point: above it not even one number of size 1 has a place."""
 BLOCK = 4096

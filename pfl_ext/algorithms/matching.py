@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     """A layer that is matched."""
 
     name: str
-    """Of the module within the network."""
+    """Name of the module within the network."""
     neurons: int
     """N."""
     per_input: int

@@ -33,9 +33,9 @@ class OwnImages:
     """A run's users, with what each trains on and what each is scored on."""
 
     users: FederatedImageDataset
-    """With the images that are trained on alone."""
+    """The users with only the images that they train on."""
     held_out: Sequence[IntArray]
-    """Of each user, the rows of the store that it is scored on; empty where it has one image."""
+    """For each user, the rows of the store that it is scored on; empty where it has one image."""
 
     @classmethod
     def of(cls, users: FederatedImageDataset, share: float, seed: int) -> OwnImages:
@@ -105,7 +105,7 @@ class Scores:
         return torch.cat(losses), torch.cat(predictions), annotations
 
     def _columns(self, losses: Tensor, predictions: Tensor, annotations: Any) -> Mapping[str, float]:
-        """Of one user."""
+        """The scores of one user."""
         columns = self._module.task.user_columns(predictions, annotations)
         return {"loss": float(losses.mean()), **columns}
 

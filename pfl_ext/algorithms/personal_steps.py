@@ -27,7 +27,7 @@ class Pull:
 
     weight: float
     towards: Mapping[str, Tensor]
-    """By variable."""
+    """The point that v is pulled to, by variable."""
 
 
 class Descent:
@@ -82,7 +82,7 @@ class Phase:
     """Some epochs of a user's local training."""
 
     names: Collection[str]
-    """Of the variables that change."""
+    """Names of the variables that change."""
     num_epochs: int | None = None
     """None: the run's ``local.num_epochs``, in the batches of FedAvg's user; else in batches of their own."""
     rate: float | None = None

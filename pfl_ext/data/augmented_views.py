@@ -35,7 +35,7 @@ class AugmentedViews:
     rows: IntArray
     """``[n]``."""
     num_views: int
-    """Of each row."""
+    """Number of views of each row."""
     read: Callable[[IntArray, IntArray], FloatArray]
     """``[n, D]`` of rows and the number of a view of each, from any thread."""
 

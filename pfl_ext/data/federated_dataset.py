@@ -61,7 +61,7 @@ class ImageStore(Protocol):
 
 
 Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
-"""Of a user's targets that take part ``[n, K]``, given all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+"""Weights a user's targets that take part ``[n, K]``, given all ``[N, K]``: `pfl_ext.algorithms.fedir`."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class FederatedImageDataset(FederatedDataset):
         return UserImages(images, targets, user_id, self._sampling, rng, self._collate, most)
 
     def _stream(self, user: int, turn: int) -> np.random.Generator:
-        """From which a user's training in this round is drawn."""
+        """The random stream of a user's training in this round."""
         return stream(self._seed, "local training", self._round, user, turn)
 
     def members(self, cohort_size: int) -> list[Member]:
@@ -289,7 +289,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def _turnout(self) -> Turnout | None:
-        """Of this round; None where all who are drawn do all their work."""
+        """The turnout of this round; None where all who are drawn do all their work."""
         return None if self.turnouts is None or self._only is not None else self.turnouts.of(self._round)
 
     def share(self, cohort_size: int) -> list[Member]:

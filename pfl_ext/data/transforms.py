@@ -37,7 +37,7 @@ PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixe
 MOST_VIEWS = 256
 CROP_COLUMNS = 6
 KEY_BITS, KEY_COLUMNS = 24, 2
-"""Of `draw_keys`: float32 holds whole numbers of 24 bits."""
+"""Bits in a column of `draw_keys`, and columns: float32 holds whole numbers of 24 bits."""
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -21,7 +21,7 @@ from pfl_ext.data.transforms import draw_keys
 IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 Annotations = npt.NDArray[Any]
-"""Of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
+"""Annotations of some images, in the form that their task reads: `pfl_ext.tasks.task.Task.collate`."""
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Collate = Callable[[Annotations], torch.Tensor]
 """The targets of a batch from its annotations: `pfl_ext.tasks.task.Task.collate`."""

@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
     user: int
     version: int
-    """Of the model that it started from: how many server steps had been made."""
+    """Version of the model that it started from: how many server steps had been made."""
 
 
 @dataclass(frozen=True)
