@@ -166,7 +166,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """As pfl's method, but the event loop that ``FederatedAlgorithm.run`` goes on with stays open."""
+        """pfl's method, but the event loop that ``FederatedAlgorithm.run`` goes on with stays open."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
         with contextlib.closing(asyncio.new_event_loop()) as loop:
             return loop.run_until_complete(work)

@@ -26,7 +26,7 @@ from pfl_ext.tasks.task import Task
 LOSS = StringMetricName("loss")
 SCORES = StringMetricName("scores")
 KEPT = 0.1
-"""Of a GPU's free memory: a split that takes less stays there from one evaluation to the next."""
+"""Share of a GPU's free memory: a split that takes less stays there from one evaluation to the next."""
 Batch = tuple[Tensor, Tensor, Annotations]
 
 

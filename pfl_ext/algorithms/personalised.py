@@ -176,7 +176,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return state, line
 
     def scores(self, number: int) -> dict[str, Any]:
-        """Scores of users' models after so many rounds, by whether they have trained; empty if none is scored.
+        """Users' scores after so many rounds, by whether they have trained; empty if none is scored.
 
         All workers call this. The run's model is the server's afterwards, as it was before.
         """

@@ -89,7 +89,7 @@ def natural_partition(store: ImageStore) -> Partition:
 
 
 def iid_partition(store: ImageStore, seed: int) -> Partition:
-    """As many users as there are, every image dealt to one of them at random, in equal shares.
+    """The partition of all images among the same number of users, at random and in equal shares.
 
     Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once,
     so that IID against non-IID compares the split and nothing else; pfl-research's FLAIR-IID gives each

@@ -1,4 +1,4 @@
-"""From stored uint8 images to a network's float input, on the device, for each image by itself.
+"""Turns stored uint8 images into a network's float input, on the device, each image by itself.
 
 Random choices are made beforehand on the CPU (`draw_crops`: a pure function of a generator) and travel with
 the images, so that they depend neither on the device nor on the batch; applying them (`cropped`) draws

@@ -34,7 +34,7 @@ class GroupNorm(JoiningNorm):
         return out
 
     def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
+        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
         from pfl_ext.engine.gpu_kernels import group_norm_backward
 
         x, mean, rstd, *out = ctx.saved_tensors

@@ -32,7 +32,7 @@ class JoiningNorm(nn.GroupNorm):
         raise NotImplementedError
 
     def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
+        """Gradients of ``x``, of each image's scale and shift ``[N, C]`` float32, and of what was added."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, relu: bool = False, added: Tensor | None = None) -> Tensor:

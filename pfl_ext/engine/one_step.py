@@ -96,7 +96,7 @@ class _Adding:
         self._factors = dict(zip(sums.views, local.each_factor(len(sums.views))))
 
     def add(self, name: str, gradient: Gradient) -> None:
-        """Of one variable, whose clipping depends on no other."""
+        """Add the gradient of one variable, whose clipping depends on no other."""
         steps = -self._local.learning_rate * self._factors["backbone." + name] * self._weights
         total = self._sums.views["backbone." + name]
         if self._local.clipping == "none" or self._surely_small(gradient):

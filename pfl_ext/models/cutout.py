@@ -16,7 +16,7 @@ from pfl_ext.models.dropout import drawn, keys_in
 from pfl_ext.tasks.task import Task
 
 STREAM = (1 << 20) + 2
-"""Of draws, beyond those of dropout's layers and of detectors."""
+"""Stream of the draws, beyond those of dropout's layers and of detectors."""
 
 
 def check_cutout(side: int | None, task: Task) -> None:

@@ -32,7 +32,7 @@ from pfl_ext.models.genotype import EDGES, NODES, OPERATIONS, Edge, Genotype, re
 from pfl_ext.models.small import NETWORKS, Configured
 
 ALPHA_DEVIATION = 1e-3
-"""Of the first alphas, which are normal; the authors'."""
+"""Standard deviation of the first alphas, which are normal; the authors'."""
 STEM_FACTOR = 3
 """Channels of the first convolution over those of the first cell; the authors'."""
 
@@ -141,7 +141,7 @@ class Cell(nn.Module):
         self.last = _pointwise(inputs[1], channels, affine)
 
     def stride(self, source: int) -> int:
-        """Of an edge from an input or a node."""
+        """The stride of an edge from this input or node."""
         return 2 if self.halves and source < 2 else 1
 
 
@@ -235,7 +235,7 @@ class SearchNetwork(CellNetwork):
 
     @property
     def alphas(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Of normal and of halving cells."""
+        """The alphas of normal and of halving cells."""
         return self.alpha_normal, self.alpha_reduce
 
     def run(self, cell: nn.Module, before_last: Tensor, last: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ large, for images of 800 pixels."""
 CANONICAL = 112
 """A proposal of this side, in pixels, is looked at in the map of stride 16; torchvision's has twice that."""
 COMPARED, OVERLAP, LEAST_SIDE = 1000, 0.7, 1e-3
-"""Of proposals: how many of a map are compared with one another, the IoU above which the one with the lower
+"""For proposals: how many of a map are compared with one another, the IoU above which the one with the lower
 score goes, and the least side in pixels."""
 POOLED = 7
 """Rows and columns to which a proposal's part of a map is brought."""
@@ -179,7 +179,7 @@ def _without_fillers(corners: Tensor, draws: Tensor) -> Tensor:
 
 
 def _near_the_truth(proposals: Tensor, draws: Tensor, of_truth: Tensor) -> tuple[Tensor, Tensor]:
-    """In training, a sample of proposals and true boxes, the sampled rows first; else all proposals."""
+    """A sample of proposals and true boxes in training, the sampled rows first; else all proposals."""
     targets = targets_of_images()
     if targets is None:
         return proposals, draws

@@ -24,11 +24,11 @@ OPERATIONS = (
     "dil_conv_3x3",
     "dil_conv_5x5",
 )
-"""Of an edge, in the order of a row of alpha."""
+"""Operations of an edge, in the order of a row of alpha."""
 NODES = 4
 EDGES = sum(2 + node for node in range(NODES))
 KINDS = ("normal", "reduce")
-"""Of cells."""
+"""Kinds of cells."""
 FORM = "normal=OPERATION@INPUT,... reduce=OPERATION@INPUT,..."
 
 
@@ -48,7 +48,7 @@ class Genotype(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``model.genotype`` takes it: `FORM`."""
+        """The text that ``model.genotype`` takes: `FORM`."""
         parts = (",".join(f"{edge.operation}@{edge.input}" for edge in cell) for cell in self)
         return " ".join(f"{kind}={part}" for kind, part in zip(KINDS, parts))
 

@@ -31,9 +31,9 @@ class Source:
     """One file of weights."""
 
     name: str
-    """Of the file."""
+    """Name of the file."""
     sha256: str
-    """Of the file; or its first digits."""
+    """SHA-256 of the file, or its first digits."""
     path: Callable[[], Path]
     """Where the file lies on this machine, downloaded if it must be, its content checked.
 
@@ -42,15 +42,15 @@ class Source:
     description: str | None = None
     """What they are, for people; None where nobody says."""
     licence: str | None = None
-    """Of the weights; None where it is not known."""
+    """Licence of the weights; None where it is not known."""
     normalisation: Normalisation | None = None
-    """Of the images that the network was trained on; None where it is not known."""
+    """Normalisation of the images that the network was trained on; None where it is not known."""
     renamed: Callable[[str], str] = str
     """A tensor's name in the network, from its name in the file."""
     is_torchvisions: bool = False
     """Whether they are torchvision's ImageNet weights."""
     experiment_sha256: str | None = None
-    """Of the model of a run of ours, the digest of what its seeds have in common."""
+    """For the model of a run of ours: the digest of what its seeds have in common."""
 
     def is_of(self, sha256: str) -> bool:
         """Whether a file with this SHA-256 is the one."""
@@ -173,4 +173,4 @@ PACKAGED: Mapping[str, Source] = {
         _lite_name,
     )
 }
-"""By ``model.arch``, weights that a package holds."""
+"""Weights that a package holds, by ``model.arch``."""

@@ -23,7 +23,7 @@ COLOURS, OCTAVES, ANGLES = 3, 2, 8
 SIGMA, FREQUENCY = 0.8, 3 * math.pi / 4
 """Width and centre of the finest wavelet, in pixels and radians; an octave doubles and halves them."""
 PERIODS = range(-2, 3)
-"""Of a map that is repeated in both directions, those in which a wavelet is not negligible."""
+"""Periods of a map, repeated in both directions, in which a wavelet is not negligible."""
 
 
 def gabor(side: int, sigma: float, angle: float, frequency: float, slant: float) -> Tensor:

@@ -30,7 +30,7 @@ NO_LIMIT = 1e8
 RADIUS = 1.5
 """A box belongs to places at most so many strides from its centre, along each axis."""
 LEAST_SCORE, CANDIDATES, OVERLAP, MOST = 0.05, 1000, 0.6, 100
-"""Of detections: the least score; how many are compared with one another; the IoU above which the one with
+"""For detections: the least score; how many are compared with one another; the IoU above which the one with
 the lower score goes; how many are kept, as COCO has it."""
 EPSILON = 1e-7
 """Square pixels, which keep a quotient of areas a number."""
@@ -162,7 +162,7 @@ def _boxes(distances: Tensor, places: Tensor) -> Tensor:
 
 
 def _distances(places: Tensor, boxes: Tensor) -> Tensor:
-    """From places to left, top, right and bottom, in pixels; negative outside a box; ``[..., 4]``."""
+    """Distances from places to a box's four sides, in pixels; negative outside; ``[..., 4]``."""
     at = places[..., :2]
     return torch.cat([at - boxes[..., :2], boxes[..., 2:] - at], -1)
 
@@ -195,7 +195,7 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Of ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
+    """The area for sides ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
     return sides[..., 0] * sides[..., 1]
 
 

@@ -31,7 +31,7 @@ IN_SECOND = 0.5
 BETA = 1 / 9
 """Where a smooth L1 loss goes over from square to line, as torchvision has it."""
 LEAST_SCORE, OVERLAP, LEAST_SIDE = 0.05, 0.5, 0.01
-"""Of detections: least score, IoU above which the one with the lower score goes, and least side in pixels."""
+"""For detections: least score, IoU above which the one with the lower score goes, least side in pixels."""
 NOT_THERE = -1.0
 """The draw of a row that only fills up."""
 IGNORED = -1
@@ -106,7 +106,7 @@ class FasterRCNNDetection(Detection):
         return _first_losses(parts, targets) + _second_losses(parts, targets)
 
     def found(self, outputs: Tensor) -> list[Tensor]:
-        """As `Detection.found`."""
+        """The detections of each image, as in `Detection.found`."""
         parts = split(outputs, self.num_classes)
         boxes = decoded(parts.offsets, parts.proposals[:, :, None], USUAL)[:, :, 1:]
         boxes = clipped(boxes, parts.side[:, None, None, None])

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 IDLE = 0.02
-"""Of one core: a process that uses less, and whose main thread stands still, does nothing."""
+"""Share of one core: a process that uses less, and whose main thread stands still, does nothing."""
 LEAVE_S = 5.0  # an orderly exit after a worker's own error may take so long
 EXIT_CODE = 2
 
@@ -81,7 +81,7 @@ class Watchdog:
             self._store.set("fault", f"{self._names[self._rank]}: {fault}")
 
     def linger(self) -> None:
-        """For a main thread whose reduction failed: watchdogs find out who is lost, and end this process."""
+        """Wait after a main thread's failed reduction: watchdogs find who is lost and end this process."""
         with self.waiting():
             time.sleep(2 * self._timeout)
 
