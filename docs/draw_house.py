@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 COLOURS = {"benchmarks": "#33628f", "pfl_ext": "#2d7d3a", "dataset": "#a05a2c"}
 OUTPUT = Path(__file__).with_name("house.png")
 WIDTH, HEIGHT, ACROSS, DOWN, MOST = 2.3, 0.55, 2.75, 1.12, 4
-"""Width and height of a box; distance to the next box and to the next row; the most boxes in a row."""
+"""Width and height of a box; distances between boxes in a row, and between rows; most boxes in a row."""
 Arrows = Mapping[tuple[str, str], int]
 Point = tuple[float, float]
 
@@ -111,7 +111,7 @@ def shown(order: Sequence[str], arrows: Arrows) -> tuple[list[tuple[str, str]], 
 
 
 def draw_arrow(axes: Axes, start: Point, end: Point, colour: str, goes_up: bool) -> None:
-    """From the lower edge of a box to the upper edge of another; sideways and round where it goes up."""
+    """Draw an arrow from a box's lower edge to another's upper edge; one that goes up is curved."""
     half = HEIGHT / 2 + 0.07
     if goes_up:
         ends = (start[0] + 0.8, start[1] + half), (end[0] + 0.8, end[1] - half)

@@ -85,7 +85,7 @@ class _OneByOne:
     def simulate_one_user(
         self, model: PyTorchModel, user_dataset: Any, central_context: CentralContext
     ) -> tuple[MappedVectorStatistics, Metrics]:
-        """As pfl's algorithms do it."""
+        """Train one user, as pfl's algorithms do."""
         counted = StepCounter(user_dataset)
         update = MappedVectorStatistics(self._engine.train_alone(counted, self._local_training))
         return self._rule.statistics(update, counted.num_steps), Metrics()
@@ -167,7 +167,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def gather_results(
         self, model: PyTorchModel, training_algorithm: Any, *, central_context: CentralContext
     ) -> tuple[Any, Metrics]:
-        """As pfl's, but the loop of events that ``FederatedAlgorithm.run`` goes on with stays open."""
+        """pfl's method, but the event loop that ``FederatedAlgorithm.run`` goes on with stays open."""
         work = self.async_gather_results(model, training_algorithm, central_context=central_context)
         with no_running_loop(), contextlib.closing(asyncio.new_event_loop()) as loop:
             return loop.run_until_complete(work)
@@ -363,7 +363,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
 
 
 def _cohort_metrics(population: Population, users: int, images: int) -> Metrics:
-    """As pfl names them."""
+    """The cohort's metrics, under pfl's names."""
     metrics = Metrics()
     metrics[get_num_devices_weight_name(population)] = users
     metrics[get_num_datapoints_weight_name(population)] = Weighted(images, users)

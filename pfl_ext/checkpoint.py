@@ -181,7 +181,7 @@ def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Te
 
 
 def model_tensors(model: PyTorchModel) -> dict[str, torch.Tensor]:
-    """Tensors of a model and its central optimiser."""
+    """The tensors of a model and its central optimiser."""
     parts = {MODEL: model.pytorch_model.state_dict(), SERVER: optimizer_tensors(model._central_optimizer)}
     return {prefix + name: tensor for prefix, named in parts.items() for name, tensor in named.items()}
 

@@ -15,9 +15,9 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown fields, infinities and NaN are refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-"""At least 0, below 1."""
+"""A number of at least 0 and below 1."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class NoOptions:
-    """For an algorithm or an optimiser without options."""
+    """Options of an algorithm or optimiser that has none."""

@@ -43,7 +43,7 @@ class Registry(Generic[Thing]):
         return decorate
 
     def names(self) -> Sequence[str]:
-        """Names of all things, in order of the alphabet.
+        """The names of all things, in alphabetical order.
 
         Raises:
             ValueError: when a module of the package cannot be imported.

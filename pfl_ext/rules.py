@@ -116,7 +116,7 @@ class StepCounter:
         return len(self._dataset)
 
     def iter(self, batch_size: int | None) -> Iterator[Any]:
-        """As the data set."""
+        """The data set's batches, counted."""
         for batch in self._dataset.iter(batch_size):
             self.num_steps += 1
             yield batch

@@ -17,7 +17,7 @@ from pfl_ext.aggregation.spool import DoubleArray, IntArray, Spool
 
 
 class ByCoordinate(AggregationRule):
-    """For each coordinate, the mean of some of the middle ones of its sorted values."""
+    """For each coordinate, the mean of the middle values after sorting."""
 
     @abstractmethod
     def dropped(self, n: int) -> int:

@@ -46,7 +46,7 @@ class OfScores(AggregationRule):
     """A mean of the updates of the least scores."""
 
     def least(self) -> str:
-        """For a refusal."""
+        """The condition of `works_with`, for an error message."""
         return "n > 2 f + 2"
 
     def works_with(self, n: int) -> bool:

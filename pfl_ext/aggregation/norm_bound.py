@@ -52,7 +52,7 @@ class NormBound(AggregationRule):
     weighs: ClassVar[bool] = True
 
     def aggregate(self, spool: Spool, rows: IntArray) -> DoubleArray:
-        """From a spool, where attackers look at all other updates first."""
+        """The mean of bounded updates from a spool, for attackers who look at all other updates first."""
         squares = np.zeros(len(rows))
         for _, block in spool.coordinates(rows):
             squares += (block * block).sum(1)

@@ -44,7 +44,7 @@ class SpooledOptions:
 
 @dataclass(frozen=True, config=STRICT)
 class ToleratedOptions(SpooledOptions):
-    """Options of rules that tolerate a given number of bad updates."""
+    """Options of rules that tolerate a certain number of bad updates."""
 
     tolerated: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
     """Share of the updates of a round that may be bad; f is that times n, rounded down."""

@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 DoubleArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BLOCK_BYTES = 2**25
-"""Bytes of a block in float64."""
+"""Size of a block in float64."""
 
 
 class Spool:

@@ -45,7 +45,7 @@ class UserState(Protocol):
     """What an algorithm goes on from besides the model and the server's optimiser."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """For the checkpoint that is about to be written."""
+        """The state's tensors, for the checkpoint that is about to be written."""
         ...
 
     def saved(self) -> None:
@@ -100,10 +100,10 @@ class Means(Setup):
     engine: CohortEngine | None
     """None: pfl's own loop trains users."""
     accumulate: torch.dtype
-    """Type of sums over users."""
+    """Data type of sums over users."""
     config_hash: str
     check: SelfCheck | None = None
-    """Self-check of the engine on a GPU."""
+    """The check of the engine on a GPU."""
     compressor: Compressor | None = None
     """What compresses updates; None: they are sent as they are."""
     rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
@@ -278,7 +278,7 @@ class Algorithm(Choice, ABC, Generic[State]):
 
 
 def trained_bytes(module: ImageClassifier) -> int:
-    """Bytes of the variables that training changes."""
+    """Size in bytes of the variables that training changes."""
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 

@@ -144,5 +144,5 @@ class ByLoss(ServerModelAlgorithm):
 
 
 def squared_norm(update: Weights) -> float:
-    """Squared norm of all variables together."""
+    """The squared norm of all variables together."""
     return math.fsum(float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in update.values())

@@ -40,7 +40,7 @@ class ByRows(ClosedForm):
         """`of_batch` with the part of image b times ``factors[b]``, ``[B]``, which are above 0."""
 
     def squared_norm(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Squared norm of all that `of_batch` gives together, for the images of one user."""
+        """The squared norm of all that `of_batch` gives for the images of one user."""
         return _squared_norm(self.of_batch(features, labels))
 
     def asking(self) -> UserByUser:
@@ -126,7 +126,7 @@ class _Total:
             total += part[name]
 
     def _scales(self, squared_norms: list[Tensor]) -> Tensor:
-        """Scale of each user, ``[U]``; it is recorded, too."""
+        """The factor of each user's sums, ``[U]``; also adds to `tally`."""
         assert self._scaling is not None
         scales, tally = self._scaling.user_scales(["sums"], torch.stack(squared_norms)[:, None])
         self.tally += tally.double().sum(0).cpu()

@@ -71,7 +71,7 @@ class Errors:
                 self._here[user] = sent["e"]
 
     def read(self, user: int) -> Tensor | None:
-        """At the start of the round; None: 0."""
+        """The user's e at the start of the round; None: 0."""
         if self._workers is not None:
             return self._here.get(user)
         assert self._rows is not None
@@ -79,7 +79,7 @@ class Errors:
         return None if row is None else torch.tensor(row)
 
     def write(self, user: int, vector: Tensor) -> None:
-        """From the end of the round on."""
+        """Set the user's e from the end of the round on."""
         if self._workers is not None:
             self._here[user] = vector.cpu()
         elif self._rows is not None:
@@ -149,7 +149,7 @@ class Channel(Stage):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a message."""
+        """Size of a message."""
         return self._compressor.num_bytes(list(self._shapes.values()))
 
     def begin(self, number: int, cohort: IntArray) -> None:
@@ -194,7 +194,7 @@ class Channel(Stage):
         return stats, Metrics()
 
     def tensors(self) -> dict[str, Tensor]:
-        """For the checkpoint that is about to be written."""
+        """What users keep, for the checkpoint that is about to be written."""
         return {} if self._errors is None else self._errors.tensors()
 
     def saved(self) -> None:

@@ -197,7 +197,7 @@ def line_of(seen: Tensor) -> dict[str, Any]:
 
 
 def _counts(metrics: Metrics) -> tuple[float, float, float]:
-    """For a user that trained alone: number of images, sum of losses, and number of losses in that sum."""
+    """For a user that trained alone: its images, the sum of losses, and the number of images in that sum."""
     values = {str(name): value for name, value in metrics}
     loss = values[str(TRAIN_LOSS)]
     images: float = values["train population | number of data points"].weighted_value

@@ -49,7 +49,7 @@ from pfl_ext.rules import PRIVACY_NOT_ARGUED, Refusals
 FLOAT, WIDE = 4, 8  # bytes of a number that is sent, and of one that is added up
 RIDGE = 0.01  # the authors'
 NOISE = "noise"
-"""In the sums of a private run: the standard deviation of the noise on each of their numbers."""
+"""Key in the sums of a private run: the standard deviation of the noise on each of their numbers."""
 Sums = dict[str, Tensor]
 """What users sent, added up, by name; float64 on the CPU."""
 

@@ -37,7 +37,7 @@ from pfl_ext.randomness import stream
 from pfl_ext.workers.distributed import is_main
 
 COPIES = 5
-"""Copies of all users' models at the peak of a round: before, starts of users, updates, after, and mixed."""
+"""Copies of all users' models at a round's peak: before, where users start, their updates, after, mixed."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def pooled(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of one image's features and of a client's classifier ``[K, C]``, and K."""
+    """The shapes of one image's features and of a client's classifier ``[K, C]``, and K."""
 
     features: tuple[int, ...]
     classifier: tuple[int, int]

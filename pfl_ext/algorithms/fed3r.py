@@ -49,7 +49,7 @@ class Fed3R(ByRows):
         return {"gram": z.T @ z, "cross": z.T @ (labels * roots)}
 
     def squared_norm(self, features: Tensor, labels: Tensor) -> Tensor:
-        """For a user with fewer images than features, by the products of its images z and labels y: the
+        """The squared norm. With fewer images than features, by the products of images z and labels y: the
         squared norm of A is ``sum (z_i . z_j)^2``, and that of B ``sum (z_i . z_j) (y_i . y_j)``.
         """
         if len(features) > features.shape[1]:
@@ -70,7 +70,7 @@ class Fed3R(ByRows):
         return weight / norms[:, None], bias / norms
 
     def bytes(self, state: Sums) -> Traffic:
-        """A is symmetric, so its upper triangle is sent."""
+        """Each user sends B and the upper triangle of A."""
         n = len(state["gram"])
         return Traffic(0, FLOAT * (n * (n + 1) // 2 + state["cross"].numel()))
 

@@ -201,7 +201,7 @@ class FedBuff(Algorithm[Buffered]):
         return state.model
 
     def tensors(self, state: Buffered) -> dict[str, Tensor]:
-        """The model, the server's optimiser and the versions; between rounds the buffer is empty."""
+        """The tensors of the model, server's optimiser and versions; between rounds the buffer is empty."""
         kept = {
             f"{VERSIONS}{version}/{name}": tensor
             for version, weights in state.versions.items()

@@ -33,7 +33,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.data.federated_dataset import UserImages
 
 PAIRS = ("means", "counts", "classes", "users")
-"""Names of the state's tensors: one of ``[P, D]``, and three of ``[P]``."""
+"""Names of the state's tensors: the first is ``[P, D]``, the others ``[P]``."""
 
 
 @dataclass(frozen=True, config=STRICT)

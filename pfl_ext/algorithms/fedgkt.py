@@ -327,7 +327,7 @@ class FedGKT(Algorithm[GKTState]):
         return self.server(features)
 
     def findings(self, state: GKTState) -> dict[str, Any]:
-        """Whose extractor the scored model has."""
+        """The client whose extractor the scored model has."""
         return {"extractor_of": str(self.means.users.partition.user_ids[self.users[self.shown]])}
 
     def model(self, state: GKTState) -> PyTorchModel:

@@ -66,7 +66,7 @@ class ImportanceWeights:
     def of_counts(
         cls, label_counts: npt.ArrayLike, num_images: int, task: WeightedTask, **options: Any
     ) -> ImportanceWeights:
-        """For the distribution of so many images, of which ``label_counts`` ``[K]`` have each label."""
+        """Weights towards the distribution of images of which ``label_counts`` ``[K]`` have each label."""
         return cls(np.asarray(label_counts, np.float64) / num_images, task, **options)
 
     def __call__(self, targets: npt.ArrayLike, of_user: npt.ArrayLike) -> npt.NDArray[np.float32]:
@@ -74,7 +74,7 @@ class ImportanceWeights:
 
         Args:
             targets: theirs, ``[n, K]`` of 0 and 1.
-            own: those of all the user's images, ``[N, K]``; q is counted there.
+            of_user: those of all the user's images, ``[N, K]``; q is counted there.
 
         Raises:
             ValueError: when the user has a label, or lacks one, that the target distribution never does.

@@ -173,7 +173,7 @@ class FedMA(Algorithm[Networks]):
                 engine.close()
 
     def _shares(self) -> list[float]:
-        """Share of each user in a mean; they add up to 1."""
+        """Each user's weight in a mean; they add up to 1."""
         users, weights = self.means.users, [1.0] * len(self.users)
         if self.means.by_images:
             with users.only(self.users):

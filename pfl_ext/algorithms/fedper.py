@@ -29,7 +29,7 @@ from pfl_ext.configs import STRICT
 
 @dataclass(frozen=True, config=STRICT)
 class TunedOptions(KeptOptions):
-    """For a user that is tuned before it is scored."""
+    """Options for tuning a user before it is scored."""
 
     tune_epochs: NonNegativeInt = 0
     """Epochs on its personal variables (all, where it has none) before a user is scored, and then undone."""
@@ -58,7 +58,7 @@ class FedPer(Personalised):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """By `personal`."""
+        """Names of the variables that `personal` selects."""
         return personal_names(module, options.personal)
 
     @classmethod
@@ -68,14 +68,14 @@ class FedPer(Personalised):
         return [name for name in trained_names(module) if name not in kept]
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:
-        """From x with the user's h, all variables together."""
+        """Train all variables together, from x with the user's h."""
         start = {**x, **self.layout.named(kept)}
         update, seen = self.clients.train_alone(start, user, number)
         return update, kept + self.layout.flat(update), seen
 
     @property
     def tunes(self) -> bool:
-        """By `tune_epochs`."""
+        """Whether users are tuned before they are scored."""
         return bool(self.means.options.tune_epochs)
 
     def own_model(self, x: Weights, kept: Tensor, user: int, number: int) -> Weights:

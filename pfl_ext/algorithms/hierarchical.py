@@ -106,7 +106,7 @@ class Hierarchical(ServerModelAlgorithm):
         return x, lines
 
     def _weight(self, users: IntArray) -> float:
-        """Weight of some users of a cohort together, as the run weighs them."""
+        """The weight of some users of a cohort together: their number, or that of their images."""
         if not self.means.by_images:
             return float(len(users))
         with self.means.users.only(users):

@@ -48,7 +48,7 @@ from pfl_ext.privacy.local import LocallyPrivateMean
 from pfl_ext.rules import Refusals, Rule, StepCounter
 
 STATE, CHANNEL = "algorithm/", "compression/"
-"""Before the names in a checkpoint: of the users' states, and of what they keep of their updates."""
+"""Prefixes of names in a checkpoint: for users' states, and for what users keep of their updates."""
 
 
 class Steps(NamedTuple):
@@ -309,7 +309,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         return state
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Tensors of the model, the server's optimiser and the users."""
+        """The tensors of the model, the server's optimiser and the users."""
         kept = {
             prefix + name: tensor
             for prefix, part in self._kept().items()
@@ -339,7 +339,7 @@ class PflLoop(Algorithm[PyTorchModel]):
         return state
 
     def bytes(self, state: PyTorchModel) -> Traffic:
-        """As the algorithm says, its update as it is compressed."""
+        """What the algorithm says, with the compressed size of the update."""
         traffic: Traffic = self._algorithm.bytes(state)
         if self._channel is None:
             return traffic

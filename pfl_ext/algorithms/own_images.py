@@ -33,7 +33,7 @@ class OwnImages:
     """A run's users, with what each trains on and what each is scored on."""
 
     users: FederatedImageDataset
-    """With the images that are trained on alone."""
+    """The users with only the images that they train on."""
     held_out: Sequence[IntArray]
     """For each user, the rows of the store that it is scored on; empty where it has one image."""
 
@@ -105,7 +105,7 @@ class Scores:
         return torch.cat(losses), torch.cat(predictions), annotations
 
     def _columns(self, losses: Tensor, predictions: Tensor, annotations: Any) -> Mapping[str, float]:
-        """Columns of one user."""
+        """The scores of one user."""
         columns = self._module.task.user_columns(predictions, annotations)
         return {"loss": float(losses.mean()), **columns}
 

@@ -27,7 +27,7 @@ class Pull:
 
     weight: float
     towards: Mapping[str, Tensor]
-    """By variable."""
+    """The point that v is pulled to, by variable."""
 
 
 class Descent:

@@ -46,7 +46,7 @@ SEEN, USERS, CHANNEL = "seen", "users/", "compression/"
 """Names in a checkpoint: which users have trained; before what `UserParts` and a `Channel` have there."""
 SHOWN = ("mean", "std", "lowest decile", "highest decile")
 BLOCK_BYTES = 2**28
-"""Bytes of users' vectors that are in memory at a time while all users are scored."""
+"""Most bytes of users' vectors that are in memory at a time when all are scored."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -176,7 +176,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return state, line
 
     def scores(self, number: int) -> dict[str, Any]:
-        """Scores of users' models after so many rounds, by whether they have trained; empty if not scored.
+        """Users' scores after so many rounds, by whether they have trained; empty if none is scored.
 
         All workers call this. The run's model is the server's afterwards, as it was before.
         """
@@ -221,7 +221,7 @@ class Personalised(Algorithm[PyTorchModel]):
         return state
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Tensors of the model, the server's optimiser and the users."""
+        """The tensors of the model, the server's optimiser and the users."""
         users = {USERS + name: tensor for name, tensor in self.parts.tensors().items()}
         errors = {} if self.channel is None else self.channel.tensors()
         sent = {CHANNEL + name: tensor for name, tensor in errors.items()}

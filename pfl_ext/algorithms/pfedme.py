@@ -104,7 +104,7 @@ class Envelope:
 
     refusals: Refusals = PRIVACY_NOT_ARGUED
     theta: Weights
-    """Theta of the user who trained last."""
+    """The own model of the user who trained last."""
 
     def __init__(self, options: PFedMeOptions) -> None:
         self._options = options

@@ -37,7 +37,7 @@ class PushSumOptions:
     graph: Directed = "exponential"
     """ring, exponential, random or one_peer_exponential, each with directions."""
     out_degree: PositiveInt | None = None
-    """To how many others each user sends, for random; none: 2."""
+    """Number of others to which each user sends, for random; none: 2."""
     time_varying: bool = False
     """A new graph in each round: random is drawn again, in ring and exponential users change their places."""
 

@@ -117,7 +117,7 @@ class Controls:
         self._users = UserVectors(len(user_ids), len(self.server), path)
 
     def number(self, user_id: str | None) -> int:
-        """Number of the user with this id, 0 to U - 1."""
+        """The number of the user with this id, 0 to U - 1."""
         assert user_id is not None, "SCAFFOLD needs data sets with a user_id"
         return self._numbers[user_id]
 

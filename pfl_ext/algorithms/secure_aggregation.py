@@ -236,7 +236,7 @@ class SecureAggregation(SecureSum):
         return self.drawn(np.arange(users), number)
 
     def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
-        """By pairwise masks."""
+        """The sum, by pairwise masks."""
         return pairwise_sum(vectors, users, degree_of(self.means))
 
     def bytes(self, state: Any) -> Traffic:

@@ -23,7 +23,7 @@ class ServerModelAlgorithm(Algorithm[PyTorchModel]):
         return state
 
     def tensors(self, state: PyTorchModel) -> dict[str, Tensor]:
-        """Tensors of the model and the server's optimiser."""
+        """The tensors of the model and the server's optimiser."""
         return checkpoint.model_tensors(state)
 
     def load(self, state: PyTorchModel, tensors: Mapping[str, Tensor]) -> PyTorchModel:

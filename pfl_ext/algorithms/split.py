@@ -57,7 +57,7 @@ class SplitOptions:
     variant: Literal["relay", "splitfed", "u_shaped"] = "relay"
     """Users one after another; at the same time, then averaged; as relay, with the last layer at the user."""
     momentum: Literal["restart", "handover"] = "restart"
-    """At the beginning of a turn momentum is 0; handover: the client's is sent on with its weights, and the
+    """restart: momentum is 0 when a turn begins; handover: the client's is sent on with its weights, and the
     server's goes on."""
 
 

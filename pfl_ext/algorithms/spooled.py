@@ -34,7 +34,7 @@ LEFT_OUT = StringMetricName("updates left out")
 
 
 class SpooledRounds(Stage):
-    """The one of pfl's postprocessors that comes before the weighting.
+    """The postprocessor before the weighting: it makes the round's update by a rule.
 
     Args:
         rule: makes one update of many.
@@ -108,7 +108,7 @@ class SpooledRounds(Stage):
         return stats, Metrics([(LEFT_OUT, Weighted.from_unweighted(float(found["left out"])))])
 
     def _gather(self, device: torch.device) -> None:
-        """With several workers, worker 0's file gets the rows of all."""
+        """With several workers, put the rows of all into worker 0's file."""
         workers = current()
         if workers is None:
             return

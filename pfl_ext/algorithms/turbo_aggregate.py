@@ -62,7 +62,7 @@ from pfl_ext.configs import STRICT
 from pfl_ext.randomness import stream
 
 Place = int
-"""Place of a user in the cohort."""
+"""Position of a user in the cohort."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -244,7 +244,7 @@ class TurboAggregate(SecureSum):
         ]
 
     def total(self, vectors: Mapping[int, Elements], users: int, number: int) -> Elements:
-        """From group to group."""
+        """The sum, passed from group to group."""
         return circle_sum(vectors, self.groups(users, number))
 
     def bytes(self, state: Any) -> Traffic:

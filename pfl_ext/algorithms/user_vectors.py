@@ -113,7 +113,7 @@ class UserVectors:
         self._free = np.flatnonzero(~used)[::-1].tolist()
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint between two rounds; the rows that they name are on the disk."""
+        """The tensors for a checkpoint between two rounds; the rows that they name are on the disk."""
         assert not self._pending, "between two rounds"
         with written(self._path):
             os.fsync(self._file)

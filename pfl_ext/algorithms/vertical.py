@@ -157,7 +157,7 @@ class Vertical(Algorithm[Weights]):
         return {name: tensors[name].to(weight.device) for name, weight in state.items()}
 
     def bytes(self, state: Weights) -> Traffic:
-        """Bytes of a host in a round (mean over users): K numbers for each image and pass, up and down."""
+        """A host's traffic of a round, averaged over users: K numbers of each image and pass, up and down."""
         users = self.means.users
         with users.only(np.arange(users.num_users)):
             members = users.members(users.num_users)

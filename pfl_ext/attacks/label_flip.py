@@ -40,7 +40,7 @@ class LabelFlip(Attack):
     """Wrong labels; the update is what training on them gives."""
 
     def images(self, store: ImageStore, owned: BoolArray) -> ImageStore:
-        """With the attackers' labels ``[n, K]`` flipped.
+        """The store with the attackers' labels ``[n, K]`` flipped.
 
         Raises:
             ValueError: for masks or boxes.

@@ -38,7 +38,7 @@ ROUNDS = 8
 SHARES: dict[Sampler, int] = {"poisson": 10, "fixed": 4, "cyclic": 4}
 """One user in so many is in a cohort; in the circle, everyone takes part twice in all."""
 RUNS, RUN_ROUNDS = 300, 2
-"""Runs, and rounds of a run, of the audits that need a run for each canary."""
+"""Runs, and rounds of each, in the audits that need a run for each canary."""
 
 
 class LessNoise(PrivateMean):
@@ -272,7 +272,7 @@ def audit_defect(
 
 
 def table(sampler: Sampler, claims: Sequence[float], names: str = "") -> str:
-    """In Markdown: for each defect and claim whether it is convicted, and the epsilon found."""
+    """A Markdown table: for each defect and claim whether it is convicted, and the epsilon found."""
     lines = [
         f"| sampler {sampler}: defect | " + " | ".join(f"claim {claim:g}" for claim in claims) + " |",
         "|---|" + "---|" * len(claims),

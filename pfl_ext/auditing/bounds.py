@@ -46,7 +46,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 CONFIDENCE = 0.999
-"""With which a lower bound holds; an honest mechanism is convicted with at most the rest."""
+"""Probability with which a lower bound holds; an honest mechanism is convicted with at most the rest."""
 STEP = 1.03
 """Noise is compared in steps of this factor."""
 FEWEST, MOST = -60, 60
@@ -146,7 +146,7 @@ class Finding:
     claimed: float
     """Epsilon."""
     epsilon: float
-    """At the claimed delta: see the module's text."""
+    """The lower bound at the claimed delta: see the module's text."""
     mu: float
     """No mu-GDP mechanism with a smaller mu has such rates, of any attack (Nasr et al. 2023, Section 4)."""
     convicted: bool

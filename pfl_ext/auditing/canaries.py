@@ -140,7 +140,7 @@ class CanaryUsers(FederatedImageDataset):
 
 
 class SyntheticEngine:
-    """In the place of `CohortEngine`: made-up updates, scaled as it scales them."""
+    """Replaces `CohortEngine`: made-up updates, scaled as it scales them."""
 
     def __init__(self, game: Game) -> None:
         self._game = game
@@ -230,7 +230,7 @@ class Game:
 
     @property
     def sampler(self) -> str:
-        """By name."""
+        """The name of the sampler."""
         return self.calibration.config.sampler
 
     @cached_property
@@ -239,14 +239,14 @@ class Game:
         return stream(self.seed, "canary coins").random(self.canaries) < 0.5
 
     def lengths(self, users: IntArray) -> FloatArray:
-        """Lengths of their updates, in bounds; negative where a canary has been replaced by its opposite."""
+        """Lengths of these users' updates, in bounds; negative where a canary is replaced by its opposite."""
         signs = np.ones(self.canaries + self.others)
         if self.sampler == "fixed":
             signs[: self.canaries] = np.where(self.joined, 1.0, -1.0)
         return np.where(users < self.canaries, self.length, LONG) * signs[users]
 
     def secret(self, purpose: str) -> int:
-        """The secret of this run, or the public seed."""
+        """This run's secret for this purpose, or the public seed."""
         return PUBLIC_SEED if purpose in self.public else derive(self.seed, "secret", purpose)
 
     def play(self) -> Release:
@@ -290,7 +290,7 @@ class Game:
         return CanaryNetwork(self.directions)
 
     def engine(self, network: ImageClassifier) -> Any:
-        """In the place of `CohortEngine`."""
+        """What replaces `CohortEngine`."""
         return SyntheticEngine(self)
 
     def algorithm(self, mechanism: PrivateMean) -> Any:

@@ -68,7 +68,7 @@ class WideFeatures:
 
     @staticmethod
     def labels(canaries: IntArray, labels: int) -> Annotations:
-        """Labels of these canaries."""
+        """The labels of these canaries, one-hot."""
         return np.eye(labels, dtype=np.uint8)[canaries % labels]
 
 

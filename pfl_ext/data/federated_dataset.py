@@ -61,7 +61,7 @@ class ImageStore(Protocol):
 
 
 Reweighting = Callable[[Annotations, Annotations], npt.NDArray[np.float32]]
-"""From a user's targets that take part ``[n, K]`` and all it has ``[N, K]``: `pfl_ext.algorithms.fedir`."""
+"""Weights a user's targets that take part ``[n, K]``, given all ``[N, K]``: `pfl_ext.algorithms.fedir`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def natural_partition(store: ImageStore) -> Partition:
 
 
 def iid_partition(store: ImageStore, seed: int) -> Partition:
-    """As many users as there are, every image dealt to one of them at random, in equal shares.
+    """The partition of all images among the same number of users, at random and in equal shares.
 
     Sizes are the floor and the ceiling of the real mean (8.35 in FLAIR), and every image is used once,
     so that IID against non-IID compares the split and nothing else; pfl-research's FLAIR-IID gives each
@@ -270,7 +270,7 @@ class FederatedImageDataset(FederatedDataset):
         return UserImages(images, targets, user_id, self._sampling, rng, self._collate, most)
 
     def _stream(self, user: int, turn: int) -> np.random.Generator:
-        """From which a user's training in this round is drawn."""
+        """The random stream of a user's training in this round."""
         return stream(self._seed, "local training", self._round, user, turn)
 
     def members(self, cohort_size: int) -> list[Member]:
@@ -289,7 +289,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def _turnout(self) -> Turnout | None:
-        """Turnout of this round; None where all who are drawn do all their work."""
+        """The turnout of this round; None where all who are drawn do all their work."""
         return None if self.turnouts is None or self._only is not None else self.turnouts.of(self._round)
 
     def share(self, cohort_size: int) -> list[Member]:

@@ -1,4 +1,4 @@
-"""By which mean and standard deviation of each colour a network's input is normalised.
+"""The mean and standard deviation of each colour by which a network's input is normalised.
 
 Pixels are in 0..1 before; ``(pixels - mean) / std`` is what the network sees, in training and in evaluation.
 """
@@ -35,7 +35,7 @@ FIXED: Mapping[Normalisation, Scale] = {
 
 
 def scale_of(store: ImageStore) -> Scale:
-    """Mean and deviation of all pixels of a split's images, in float64 from exact counts; nothing is drawn.
+    """The scale of all pixels of a split's images, in float64 from exact counts; nothing is drawn.
 
     A colour that is the same everywhere has the deviation 1.
     """

@@ -1,4 +1,4 @@
-"""From the CPU to the device without waiting for it."""
+"""Transfers from the CPU to the device without waiting for it."""
 
 from __future__ import annotations
 

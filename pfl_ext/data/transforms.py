@@ -1,4 +1,4 @@
-"""From stored uint8 images to a network's float input, on the device, for each image by itself.
+"""Turns stored uint8 images into a network's float input, on the device, each image by itself.
 
 Random choices are made beforehand on the CPU (`draw_crops`: a pure function of a generator) and travel with
 the images, so that they depend neither on the device nor on the batch; applying them (`cropped`) draws
@@ -37,7 +37,7 @@ PADDED_SHARE = 8  # the border of "padded" is the image's side over this: 4 pixe
 MOST_VIEWS = 256
 CROP_COLUMNS = 6
 KEY_BITS, KEY_COLUMNS = 24, 2
-"""Form of what `draw_keys` gives: float32 holds whole numbers of 24 bits."""
+"""Bits in a column of `draw_keys`, and columns: float32 holds whole numbers of 24 bits."""
 
 FloatArray = npt.NDArray[np.float32]
 

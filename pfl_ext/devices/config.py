@@ -80,7 +80,7 @@ class DevicesConfig:
     over_selection: Annotated[float, Field(ge=1, le=10)] = 1.0
     """Users who are asked over the cohort's size, of whom the first to report are kept; 1: no more."""
     stragglers: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a cohort, drawn each round, with time for 1 to local.num_epochs - 1 epochs (FedProx)."""
+    """Share of each cohort that has time for 1 to local.num_epochs - 1 epochs, drawn each round (FedProx)."""
 
     def __post_init__(self) -> None:
         for name, values in (self.classes or {}).items():

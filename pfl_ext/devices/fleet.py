@@ -26,7 +26,7 @@ from pfl_ext.randomness import stream
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 PASSES = 3
-"""Time of a step, in passes forward."""
+"""Cost of a training step, in forward passes."""
 
 
 class Sent(NamedTuple):

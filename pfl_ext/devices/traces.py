@@ -34,7 +34,7 @@ AVAILABILITY = ("client", "on", "off")
 
 
 def sha256_of(key: str, path: Path, expected: str | None) -> str:
-    """SHA-256 of a file of ``devices``, in hexadecimal.
+    """The SHA-256 of a file of ``devices``, in hexadecimal.
 
     Args:
         key: of the config, which names the file.

@@ -155,7 +155,7 @@ class Turnouts:
         self._last: tuple[int, Turnout] | None = None
 
     def of(self, number: int) -> Turnout:
-        """Turnout of a round; the times of the rounds before it are computed when they are first needed."""
+        """The turnout of a round; the times of the rounds before it are computed when first needed."""
         while len(self._starts) <= number:
             self._starts.append(self._turnout(len(self._starts) - 1, self._starts[-1]).end)
         if self._last is None or self._last[0] != number:

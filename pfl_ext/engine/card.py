@@ -57,7 +57,7 @@ def has_room(device: torch.device) -> bool:
 
 
 def begin_thread(device: torch.device) -> None:
-    """In a new thread that prepares work for ``device``: compute on one core, and stand on this GPU.
+    """In a new thread that prepares work for ``device``, compute on one core and select this GPU.
 
     The current GPU is each thread's own: without this, pinning memory would wake up GPU 0 from every worker.
     Copies into pinned memory would start threads of their own for every thread that makes them.

@@ -123,7 +123,7 @@ class CohortEngine:
         return described(self._model.trained_part, autocast)
 
     def take_path(self, number: int) -> None:
-        """On a GPU: go by this one of `selfcheck.PATHS` from here on."""
+        """On a GPU, use this one of `selfcheck.PATHS` from here on."""
         if number != self._path:
             self.close()
             self._path = number
@@ -157,8 +157,8 @@ class CohortEngine:
         return grouped(members, most_images(self._central), self._fuses(local, scaling), self._max_users)
 
     def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
-        """With weight decay an update is not a multiple of a clipped gradient, whose norm alone is known; a
-        correction is each user's own.
+        """Whether one-step users share a pass. With weight decay an update is not a multiple of a clipped
+        gradient, whose norm alone is known; a correction is each user's own.
         """
         return self._fusable and not (local.weight_decay and scaling is not None) and local.correction is None
 

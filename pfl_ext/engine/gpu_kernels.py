@@ -30,7 +30,7 @@ def _tile(n, chunk, P, C, BP: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _moments(x, means, squares, P, C, BP: tl.constexpr, BC: tl.constexpr):
-    """For each channel of a tile: the mean, and the sum of squared deviations from it."""
+    """Store for each channel of a tile its mean, and the sum of squared deviations from it."""
     chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     places, inside, columns = _tile(n, chunk, P, C, BP, BC)
     v = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
@@ -56,7 +56,7 @@ def _of_group(P, C, G, chunks, BP: tl.constexpr, BK: tl.constexpr, BG: tl.conste
 def _statistics(
     means, squares, mean, rstd, eps, P, C, G, chunks, BP: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr
 ):
-    """Moments of each group, from those of its tiles."""
+    """Store each group's mean and reciprocal deviation, from the moments of its tiles."""
     group, places, inside, counts, _, _ = _of_group(P, C, G, chunks, BP, BK, BG)
     m = tl.load(means + places, mask=inside, other=0.0)
     s = tl.load(squares + places, mask=inside, other=0.0)
@@ -140,7 +140,7 @@ def _sums(
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """For each channel of a tile: sums of the gradient, and of its products with the normalised values."""
+    """Store for each channel of a tile the sums of the gradient and of gradient times normalised value."""
     chunk, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     places, inside, columns = _tile(n, chunk, P, C, BP, BC)
     _, known, m, r, w, b = _of_channels(n, columns, weight, bias, mean, rstd, C, G)

@@ -32,7 +32,7 @@ LARGEST_INPUT = 1e15  # norm of a position's input above which a product with a 
 
 @dataclass(frozen=True)
 class Users:
-    """Whose the B images of a pass are: user u has the images ``starts[u]:starts[u + 1]``."""
+    """The owners of the B images of a pass: user u has the images ``starts[u]:starts[u + 1]``."""
 
     starts: tuple[int, ...]
     device: torch.device
@@ -86,7 +86,7 @@ class Gradient:
 
 @dataclass
 class Explicit(Gradient):
-    """Gradient of a small variable: ``[U, ...]``."""
+    """Gradients of a small variable: ``[U, ...]``."""
 
     gradients: Tensor
 
@@ -100,13 +100,13 @@ class Explicit(Gradient):
         total.add_((c @ self.gradients.flatten(1).float()).view(total.shape))
 
     def refuse(self, users: Sequence[int]) -> None:
-        """In place."""
+        """Set them to zero in place."""
         self.gradients[list(users)] = 0
 
 
 @dataclass
 class Weight(Gradient):
-    """Gradient of a convolution's or linear layer's weights: input ``x`` ``[B, ...]``, output's ``e``."""
+    """Gradients of a convolution's or linear layer's weights: input ``x``, the output's gradient ``e``."""
 
     layer: nn.Conv2d | nn.Linear
     x: Tensor
@@ -154,7 +154,7 @@ class Weight(Gradient):
         return bounds
 
     def squared_norms(self) -> Tensor:
-        """By Gram matrices, or from the users' gradients themselves, which are then kept for `add_to`."""
+        """Computed by Gram matrices, or from the users' gradients, which are then kept for `add_to`."""
         if self.by_gram:
             found, reliable = self._gram_norms()
             explicit = (~reliable).nonzero().flatten().tolist()
@@ -219,7 +219,7 @@ class Weight(Gradient):
         return e.permute(0, 2, 3, 1).reshape(-1, e.shape[1])
 
     def add_to(self, total: Tensor, coefficients: Tensor) -> None:
-        """From the gradients that were made, the others in one dense product in float32."""
+        """Add the gradients that were made one by one, the others in one dense product in float32."""
         on_cpu = total.device.type == "cpu"
         factors = coefficients.to(self.e.device, torch.float32)
         for user, gradient in self._own.items():
@@ -246,7 +246,7 @@ class Weight(Gradient):
         total.add_(self._gradient(self.x.to(self.e.dtype), weighted))
 
     def refuse(self, users: Sequence[int]) -> None:
-        """In place: inputs too, as zero times infinity is not zero."""
+        """Set them to zero in place: inputs too, as zero times infinity is not zero."""
         for user in users:
             self.x[self.users.spans[user]] = 0
             self.e[self.users.spans[user]] = 0
@@ -284,7 +284,7 @@ def convolution_backward(
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Squared norm of ``x``, float64, without a sync; rounding is at most 2^-15 of it."""
+    """The squared norm of ``x``, float64, without a sync; rounding is at most 2^-15 of it."""
     flat = x.detach().reshape(-1).float()
     whole = len(flat) - len(flat) % ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double()
@@ -301,5 +301,5 @@ def squared_norms_of(variables: list[Tensor]) -> Tensor:
 
 
 def squared_norms(xs: Tensor) -> Tensor:
-    """Squared norm of each ``xs[u]``: ``[U, ...]`` -> ``[U]`` float64. For small variables."""
+    """The squared norm of each ``xs[u]``: ``[U, ...]`` -> ``[U]`` float64. For small variables."""
     return xs.detach().flatten(1).double().square().sum(1)

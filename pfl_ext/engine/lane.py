@@ -227,7 +227,7 @@ class Lane:
     def _gradients(
         self, module: ImageClassifier, batch: Batch, local: LocalTraining, stepping: bool = False
     ) -> list[Tensor]:
-        """By variable. ``stepping``: for a step, whose losses count and which layers may make (`Room`)."""
+        """Gradients by variable. ``stepping``: for a step: its losses count, layers may make it (`Room`)."""
         for place, room in self._places.items():
             at_once = stepping and local.is_plain and not self._rate_is_read(local)
             room.after = self._weights[place] if at_once else None

@@ -14,7 +14,7 @@ from pfl_ext.data.federated_dataset import Member
 from pfl_ext.data.schedule import longest_first
 
 MAX_USERS = 16
-"""The most users of a group where a bound must know every user's norm: their gradients are held together."""
+"""Most users of a group where a bound must know every user's norm: their gradients are held together."""
 MAX_USERS_OF_FEATURES = 256
 """The same where features are trained on, of which a gradient is held as its two factors."""
 STEP, FUSED = 5.0, 1.3

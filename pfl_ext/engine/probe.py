@@ -17,10 +17,10 @@ from pfl_ext.models.features import FeatureClassifier
 
 CPU_BYTES = 1 << 30  # of activations of one group; also about what keeps a group's layers in the caches
 MOST_IMAGES = {"cpu": 32, "cuda": 256}
-"""The most images of a group, whatever the memory. Twice as many on a CPU took 0.88 of the time, but make
-the lanes of a small cohort less even (README)."""
+"""Most images of a group, whatever the memory. On a CPU twice as many took 0.88 of the time, but leave a
+small cohort's lanes less even (README)."""
 MOST_FEATURES = 256
-"""The most images of a group where features are trained on, whose pass through layers costs little."""
+"""The same where features are trained on, which take no pass through layers worth the name."""
 GPU_SHARE = 0.5  # of the free memory, for the groups of all lanes together
 COPIES = 3.0  # a group's memory over that of its saved activations: their gradients and a layer's scratch
 TOLERANCE = 1e-3  # relative, of each variable's gradient
@@ -97,7 +97,7 @@ def activation_bytes(model: ImageClassifier, local: LocalTraining) -> int:
 
 
 def most_images(model: ImageClassifier) -> int:
-    """The most images of a group, whatever the memory: the same on every worker."""
+    """Most images of a group, whatever the memory: the same on every worker."""
     return MOST_FEATURES if isinstance(model, FeatureClassifier) else MOST_IMAGES[model.mean.device.type]
 
 

@@ -32,20 +32,20 @@ from dataset.files import write_json
 PATHS = ("CUDA graphs on several streams", "no CUDA graphs", "one stream", "torch's own layers")
 """Each with all that those before it have given up."""
 LIMIT = 1e-3
-"""Limit of the distance of the two sums over pfl's length, in float32. In a shorter type it is this and
+"""Largest distance between the two sums, relative to pfl's, in float32. In a shorter type it is this and
 twice the distance of pfl's own sum from float32's: two computations that round so may be apart by that."""
 CPU_LIMIT = 5e-3
 """The same on a CPU, where compiled convolutions round more coarsely than torch's, so that more ReLUs fall on
 the other side: 6e-4 was seen with ResNet-18 and a user of one image."""
 SECONDS = 180.0
-"""For one path, with the compilation of its kernels; beyond that it hangs."""
+"""Time limit of one path, with the compilation of its kernels; beyond that it hangs."""
 AGAIN = 75
 """Exit code of what goes on when the same command is started again (`dataset.cli`)."""
 Sums = Mapping[str, Tensor]
 
 
 def fingerprint(*words: Any) -> str:
-    """Digest of the GPU, the versions, the engine's code and these words."""
+    """A hash of the GPU, the versions, the engine's code and these words."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     texts = [path.read_text() for path in sources]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -54,7 +54,7 @@ def fingerprint(*words: Any) -> str:
 
 
 def distance(ours: Sums, theirs: Sums) -> float:
-    """Distance of two sums by variable over the second's length; not a number where either is not finite."""
+    """Distance of two sums by variable, over the norm of the second; not finite where either is not."""
     gap = torch.stack([(ours[n].double() - theirs[n].double()).square().sum() for n in theirs]).sum()
     size = torch.stack([t.double().square().sum() for t in theirs.values()]).sum()
     return float((gap / size.clamp(min=1e-60)).sqrt())
@@ -76,7 +76,7 @@ class SelfCheck:
 
     Args:
         folder: of the run, in which ``engine_check.json`` says what failed.
-        private: whether the run is: a deviation is computed from users' images, and is left out then.
+        private: whether the run is: a deviation is computed from users' images, and is not disclosed then.
         kept: where outcomes are kept; None: the user's cache folder.
         seconds: for one path.
         end: ends a process that hangs.
@@ -97,7 +97,7 @@ class SelfCheck:
         self._folder, self._kept, self._seconds, self._end = folder, kept or cache, seconds, end
         self._private = private
         self.outcome: dict[str, Any] | None = None
-        """For ``results.json``; None: nothing was checked."""
+        """The entry of ``results.json``; None: nothing was checked."""
 
     def path(
         self,
@@ -141,9 +141,9 @@ class SelfCheck:
         else:
             number, deviation = len(PATHS), None
         gpu = torch.cuda.get_device_name()
-        shown = None if self._private else limit
+        reported = None if self._private else limit
         self.outcome = {
-            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": shown,
+            "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": reported,
             "failures": failures,
         }  # fmt: skip
         _write(place, self.outcome)
@@ -162,11 +162,11 @@ class SelfCheck:
                 self._traceback = traceback.format_exc()
                 _end_if_dead(why)
                 return None, why
-        shown = None if self._private or not math.isfinite(deviation) else deviation
+        reported = None if self._private or not math.isfinite(deviation) else deviation
         if not deviation <= limit:
             far = "" if self._private else f" by {deviation:.1e} of the sum of updates, over {limit:.0e}"
-            return shown, f"it is off by more than rounding{far}"
-        return shown, None
+            return reported, f"it is off by more than rounding{far}"
+        return reported, None
 
     @contextlib.contextmanager
     def _watched(self, number: int) -> Iterator[None]:

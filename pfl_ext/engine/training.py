@@ -207,7 +207,7 @@ def local_training(rule: Rule, model: PyTorchModel, context: CentralContext) -> 
 
 
 def clip_gradients(gradients: list[Tensor], local: LocalTraining) -> None:
-    """In place; as torch's ``clip_grad_norm_`` where global."""
+    """Clip in place; global clipping is that of torch's ``clip_grad_norm_``."""
     if local.clipping == "variable":
         clip_each(gradients, local.max_norm)
     elif local.clipping == "global":

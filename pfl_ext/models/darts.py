@@ -141,7 +141,7 @@ class Cell(nn.Module):
         self.last = _pointwise(inputs[1], channels, affine)
 
     def stride(self, source: int) -> int:
-        """Stride of an edge from an input or a node."""
+        """The stride of an edge from this input or node."""
         return 2 if self.halves and source < 2 else 1
 
 
@@ -235,7 +235,7 @@ class SearchNetwork(CellNetwork):
 
     @property
     def alphas(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Alphas of normal and of halving cells."""
+        """The alphas of normal and of halving cells."""
         return self.alpha_normal, self.alpha_reduce
 
     def run(self, cell: nn.Module, before_last: Tensor, last: Tensor) -> Tensor:

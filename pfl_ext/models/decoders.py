@@ -44,7 +44,7 @@ def targets_of_images() -> Tensor | None:
 
 
 class Decoder(nn.Module):
-    """From an encoder's maps to a task's outputs. Its last layer, or `by_class`, alone depends on classes."""
+    """Makes a task's outputs of an encoder's maps. Only its last layer, or `by_class`, depends on classes."""
 
     by_class: ClassVar[str] = ""
     """Name of the module of this whose weights depend on the classes, where that is not the last layer."""
@@ -77,7 +77,7 @@ class Architecture:
     """What builds one of these networks."""
 
     decoder: Callable[[Sequence[int], int], Decoder]
-    """From the channels of the maps and the number of classes."""
+    """Builds the decoder from the channels of the maps and the number of classes."""
     encoder: str
     """The ``model.arch`` of the classifier that it is, whose weights it starts from."""
     outputs: Outputs
@@ -88,7 +88,7 @@ class Architecture:
     form: Callable[[bool], Form] | None = None
     """The encoder's layers, given whether it has pretrained weights; None: those of its classifier."""
     task: Callable[[int], Task] | None = None
-    """From the number of classes, the task of these outputs, where there are several for such outputs."""
+    """The task of these outputs, given the number of classes, where several tasks have such outputs."""
     drawing: bool = False
     """Whether it draws by its images' keys in training (`pfl_ext.models.dropout`)."""
 
@@ -113,7 +113,7 @@ def encoder_of(arch: str) -> str:
 
 
 def task_of(arch: str, usual: Callable[[int], Task]) -> Callable[[int], Task]:
-    """From the number of classes, the task of a network's outputs; the usual one where it names no other."""
+    """What makes a network's task from the number of classes; the usual one where it names no other."""
     network = NETWORKS[arch] if arch in NETWORKS.names() else None
     return getattr(network, "task", None) or usual
 

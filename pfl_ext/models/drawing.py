@@ -70,7 +70,7 @@ def _initialise_as_keras(backbone: nn.Module, generator: torch.Generator) -> Non
 
 
 def _truncated_normal(out: Tensor, std: float, generator: torch.Generator) -> None:
-    """By the inverse distribution function: one uniform per weight, whatever torch's own method is."""
+    """Fill ``out`` by the inverse distribution function: one uniform per weight, whatever torch does."""
     edge = math.erf(math.sqrt(2))  # P(|x| < 2 standard deviations)
     uniform = torch.empty(out.shape, dtype=torch.float64).uniform_(-edge, edge, generator=generator)
     out.copy_(torch.erfinv(uniform) * (math.sqrt(2) * std))

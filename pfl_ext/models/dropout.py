@@ -96,7 +96,7 @@ def mixed(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Bits shifted to the right, with zeros from the left."""
     return z >> by & (1 << 64 - by) - 1
 
 
@@ -128,7 +128,7 @@ class KeyedDropout(nn.Module):
         return drawn(keys, self.number, shape.numel()) >= round(self.p * (1 << KEY_BITS))
 
     def extra_repr(self) -> str:
-        """As torch's layers say it."""
+        """The layer's settings, as torch's layers print them."""
         return f"p={self.p}, number={self.number}, wide={self.wide}"
 
 

@@ -27,12 +27,12 @@ class Form:
 
     steps: Steps
     channels: tuple[int, ...]
-    """Channels of each map."""
+    """Number of channels of each map."""
     last: str | None = None
     """The convolution after the last block, which widens the map for a classifier."""
     last_channels: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of torchvision's classifier, where they are not its usual ones."""
+    """Arguments of torchvision's classifier that differ from its usual ones."""
 
 
 def _blocks(stem: Sequence[str], container: str, ends: Sequence[int], offset: int = 0) -> Steps:

@@ -179,7 +179,7 @@ def _without_fillers(corners: Tensor, draws: Tensor) -> Tensor:
 
 
 def _near_the_truth(proposals: Tensor, draws: Tensor, of_truth: Tensor) -> tuple[Tensor, Tensor]:
-    """In training, a sample of proposals and true boxes, the sampled rows first; else all proposals."""
+    """A sample of proposals and true boxes in training, the sampled rows first; else all proposals."""
     targets = targets_of_images()
     if targets is None:
         return proposals, draws

@@ -48,7 +48,7 @@ class Genotype(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As ``model.genotype`` takes it: `FORM`."""
+        """The text that ``model.genotype`` takes: `FORM`."""
         parts = (",".join(f"{edge.operation}@{edge.input}" for edge in cell) for cell in self)
         return " ".join(f"{kind}={part}" for kind, part in zip(KINDS, parts))
 

@@ -25,7 +25,7 @@ from pfl_ext.models.config import ModelConfig
 ADAPTERS = ("lora_a", "lora_b")
 """What the two layers of an adapter are called, behind the name of the layer that they belong to."""
 ADAPTERS_FILE = "adapters.safetensors"
-"""File of a run directory: the adapters by themselves, under the names that checkpoints have for them."""
+"""File in a run directory: the adapters by themselves, under the names that checkpoints have for them."""
 SomeModule = TypeVar("SomeModule", bound=nn.Module)
 
 
@@ -49,12 +49,12 @@ class LowRank(nn.Module):
             self.lora_b.weight.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer's."""
+        """The layer's output plus the adapter's."""
         out: Tensor = self.base(x) + self.scale * self.lora_b(self.lora_a(x))
         return out
 
     def extra_repr(self) -> str:
-        """As torch's layers say it."""
+        """The layer's settings, as torch's layers print them."""
         return f"scale={self.scale}"
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ def add_adapters(
 
 
 def adapters_of(module: nn.Module) -> dict[str, LowRank]:
-    """By the name of the layer; empty where the network has none."""
+    """The adapters by the name of their layer; empty where the network has none."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LowRank)}
 
 

@@ -109,7 +109,7 @@ def _run_in_order(backbone: nn.Module, images: Tensor) -> tuple[list[str], Tenso
 
 
 def _part(backbone: nn.Module, entered: Sequence[str], begin: str | None, end: str | None) -> Part:
-    """From the module ``begin`` (None: the first) to before the module ``end`` (None: the last)."""
+    """The part from module ``begin`` (None: the first) to just before ``end`` (None: to the last)."""
 
     def outside(names: Sequence[str], edge: str) -> list[str]:
         return [name for name in names if not edge.startswith(f"{name}.")]

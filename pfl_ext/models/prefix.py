@@ -54,7 +54,7 @@ class MapClassifier(ImageClassifier):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of a map."""
+        """The shape of a map."""
         return self._shape
 
     def _laid(self, maps: Tensor) -> Tensor:

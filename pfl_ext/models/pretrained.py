@@ -33,7 +33,7 @@ class Source:
     name: str
     """Name of the file."""
     sha256: str
-    """SHA-256 of the file; or its first digits."""
+    """SHA-256 of the file, or its first digits."""
     path: Callable[[], Path]
     """Where the file lies on this machine, downloaded if it must be, its content checked.
 
@@ -50,7 +50,7 @@ class Source:
     is_torchvisions: bool = False
     """Whether they are torchvision's ImageNet weights."""
     experiment_sha256: str | None = None
-    """For the model of a run of ours, the digest of what its seeds have in common."""
+    """For the model of a run of ours: the digest of what its seeds have in common."""
 
     def is_of(self, sha256: str) -> bool:
         """Whether a file with this SHA-256 is the one."""
@@ -173,4 +173,4 @@ PACKAGED: Mapping[str, Source] = {
         _lite_name,
     )
 }
-"""By ``model.arch``, weights that a package holds."""
+"""Weights that a package holds, by ``model.arch``."""

@@ -86,7 +86,7 @@ class RandomFeatures(nn.Module):
             return angles.cos() * math.sqrt(2 / len(self.phases))
 
     def extra_repr(self) -> str:
-        """As torch's layers say it."""
+        """The layer's settings, as torch's layers print them."""
         outputs, inputs = self.frequencies.shape
         return f"in_features={inputs}, out_features={outputs}, width={float(self.width):g}"
 

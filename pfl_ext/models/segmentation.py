@@ -26,7 +26,7 @@ UNET = (256, 128, 64, 32, 16)
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 1, dilation: int = 1) -> nn.Sequential:
-    """With a norm and ReLU, as large as its input; `pfl_ext.models.classifier` chooses the norm."""
+    """A convolution with norm and ReLU, of its input's size; `pfl_ext.models.classifier` chooses the norm."""
     padding = dilation * (kernel // 2)
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, padding=padding, dilation=dilation, bias=False),

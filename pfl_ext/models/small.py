@@ -23,7 +23,7 @@ class Configured:
     """A network that reads keys of ``model`` of its own."""
 
     build: Callable[[int, ModelConfig], nn.Module]
-    """From the number of labels and the section; with random weights of torch's."""
+    """Builds the network from the number of labels and the section, with torch's random weights."""
     reads: tuple[str, ...]
     """Those keys, which have no effect on other networks."""
 
@@ -33,7 +33,7 @@ class Configured:
 
 
 Network = Callable[[int, int], nn.Module]
-"""From the number of labels and the side of the input; with random weights of torch's."""
+"""Builds a network from the number of labels and the side of the input, with torch's random weights."""
 NETWORKS: Registry[Network] = Registry("pfl_ext.models", "model.arch")
 """What ``model.arch`` chooses by name, besides torchvision's classifiers."""
 

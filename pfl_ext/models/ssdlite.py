@@ -33,7 +33,7 @@ image, as torchvision has them."""
 OF_A_GROUP = 16
 """Channels of a norm's group: a map of one pixel has so many numbers, of which a mean is known."""
 DEVIATION = 0.03
-"""Standard deviation of first weights, as torchvision draws them."""
+"""Standard deviation of the first weights, as torchvision draws them."""
 
 
 class SSDLite(Decoder):

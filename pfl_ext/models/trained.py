@@ -87,7 +87,7 @@ def choose_trained(backbone: nn.Module, config: ModelConfig, generator: torch.Ge
 
 
 def _biases(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """By their names, which torch's layers end in ``bias``."""
+    """The biases, found by name: torch's layers end theirs in ``bias``."""
     return ((name, p) for name, p in backbone.named_parameters() if name.endswith("bias") and p.ndim == 1)
 
 

@@ -13,7 +13,7 @@ from pfl_ext.models.decoders import EncoderDecoder
 from pfl_ext.models.pretrained import TORCHVISION, source_in, source_of
 
 IMAGENET = "imagenet"
-"""As ``weights``: those that `pfl_ext.models.pretrained` knows of the network."""
+"""Value of ``weights`` for those that `pfl_ext.models.pretrained` knows for the network."""
 
 
 def read_weights(arch: str, weights: str | Path) -> tuple[dict[str, Tensor], str]:

@@ -1,4 +1,4 @@
-"""From a privacy budget to the noise that keeps it, and what a run says of its guarantee.
+"""The noise that keeps a privacy budget, and what a run says of its guarantee.
 
 Letters: N population, C users in a round (C_sm really trained, C_lg whose noise is simulated), T rounds,
 q = C / N, z noise multiplier, b band. The unit of privacy is one user with all of their images. Epsilons are
@@ -44,7 +44,7 @@ def accounted_rounds(rounds: int, num_rounds: int) -> int:
 
 
 def finite(value: float) -> float | Literal["infinite"]:
-    """For JSON, which has no infinity."""
+    """The value for JSON, which has no infinity."""
     return value if math.isfinite(value) else "infinite"
 
 
@@ -292,7 +292,7 @@ class Calibration:
 
     @cached_property
     def epsilon_executed(self) -> float:
-        """Epsilon of the whole run as executed; infinite when there is no guarantee to speak of."""
+        """Epsilon of the whole run as executed; infinite when there is no meaningful guarantee."""
         return self.executed.epsilon_after(self.num_rounds)
 
     @cached_property

@@ -196,7 +196,7 @@ class NoisyMean(CentrallyAppliedPrivacyMechanism, ABC):
         return stats, metrics
 
     def line(self, metrics: Metrics) -> dict[str, Any]:
-        """The line of ``metrics.jsonl`` for a round: its `METRICS` by their descriptions."""
+        """The `METRICS` of a round by their descriptions, for ``metrics.jsonl``."""
         values = {str(name): get_overall_value(value) for name, value in metrics}
         named = {name: str(metric_name(name, self.local)) for name in METRICS}
         return {name: values[key] for name, key in named.items() if key in values}

@@ -169,7 +169,7 @@ class _WithoutReplacement:
     def rounds(
         cls, noise_multiplier: float, share: float, times: int, interval: float
     ) -> _WithoutReplacement:
-        """On a grid of this interval, rounded so that every delta is at least the true one."""
+        """Privacy loss on a grid of this interval, rounded so that every delta is at least the true one."""
         mu = 2 / noise_multiplier
         end = math.log1p(math.expm1(mu * mu / 2 + 9.5 * mu) * share)  # delta is below 1e-20 from here on
         last = max(1, math.ceil(end / interval))
@@ -268,7 +268,7 @@ LEAST_DELTA = 1e-12  # PLDs are composed by FFT, whose rounding is about 1e-15
 
 @lru_cache(maxsize=64)
 def privacy_profile(system: System, rounds: int) -> PrivacyProfile:
-    """Privacy profile of the rounds of `epsilon_spent`.
+    """The privacy profile of the rounds of `epsilon_spent`.
 
     Mu is an upper bound: between two points of a grid of epsilons, delta is taken from the left one, and the
     Gaussian's from the right one.

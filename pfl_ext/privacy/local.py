@@ -161,7 +161,7 @@ class LocallyPrivateMean(NoisyMean):
             )
 
     def skip(self, round_number: int) -> dict[str, float]:
-        """For a round in which nobody reports, so that nothing is sent: its part of ``metrics.jsonl``."""
+        """Count a round in which nobody reports and nothing is sent; return its part of ``metrics.jsonl``."""
         self.refuse_round(round_number)
         self.rounds_done += 1
         return {"clipping bound": self.clipping_bound, "users": 0.0}

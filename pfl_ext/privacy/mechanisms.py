@@ -36,9 +36,9 @@ clipped by norms in float64 (`engine.gradients`) is kept below this; that of the
 LARGEST = 1e19
 """Norm above which an update is refused: squares would overflow float32, scales underflow."""
 BOUND_RANGE = (1e-9, 1e9)
-"""Range of a clipping bound. Numbers below 2^-63 add nothing to a norm, as their squares underflow float32;
-10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector that is as long as such a
-bound."""
+"""Least and largest clipping bound. Numbers below 2^-63 count for nothing in a norm, as their squares
+underflow float32; 10^9 of them are 3e-15 long, which adds less than 1e-11 of its length to a vector that is
+as long as such a bound."""
 ClippingBound = Annotated[float, Field(ge=BOUND_RANGE[0], le=BOUND_RANGE[1])]
 NOISE_CHUNK = 2**20
 
@@ -165,7 +165,7 @@ class VectorMechanism(CentrallyApplicablePrivacyMechanism, ABC):
     @property
     @abstractmethod
     def scale(self) -> float:
-        """Scale of the noise now."""
+        """The current scale of the noise."""
 
     @abstractmethod
     def unit_noise(self, seed: int, size: int) -> Tensor:

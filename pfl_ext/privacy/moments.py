@@ -37,7 +37,7 @@ MOMENTS = ("mean", "mean square")
 
 
 class Owners(Protocol):
-    """Whose the rows are: a `pfl_ext.data.federated_dataset.Partition`."""
+    """The users who own the rows: a `pfl_ext.data.federated_dataset.Partition`."""
 
     @property
     def sizes(self) -> IntArray:
@@ -56,7 +56,7 @@ class Release:
     multiplier: float
     """Standard deviation of the noise on each sum, in multiples of its bound."""
     bounds: tuple[float, float]
-    """Bounds of a user's vector of means, and of its vector of mean squares."""
+    """Bounds on the norms of a user's vector of means and of its vector of mean squares."""
     noise_seed: int
     """A secret."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pfl_ext.tasks.detection_scores import CLASS, CROWD, FLAGS, NO_BOX
 
 LARGEST = math.log(1000 / 16)
-"""Largest logarithm of a ratio of sides that is decoded, as torchvision has it: exp of more is too large."""
+"""Largest log ratio of sides that is decoded, as in torchvision: exp of more is too large."""
 Weights = tuple[float, float, float, float]
 PLAIN: Weights = (1.0, 1.0, 1.0, 1.0)
 USUAL: Weights = (10.0, 10.0, 5.0, 5.0)

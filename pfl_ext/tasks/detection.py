@@ -162,7 +162,7 @@ def _boxes(distances: Tensor, places: Tensor) -> Tensor:
 
 
 def _distances(places: Tensor, boxes: Tensor) -> Tensor:
-    """From places to left, top, right and bottom, in pixels; negative outside a box; ``[..., 4]``."""
+    """Distances from places to a box's four sides, in pixels; negative outside; ``[..., 4]``."""
     at = places[..., :2]
     return torch.cat([at - boxes[..., :2], boxes[..., 2:] - at], -1)
 
@@ -195,7 +195,7 @@ def _matched(places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _area(sides: Tensor) -> Tensor:
-    """Areas from sides ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
+    """The area for sides ``[..., 2]``; the gradient of torch's product over an axis waits for a GPU."""
     return sides[..., 0] * sides[..., 1]
 
 

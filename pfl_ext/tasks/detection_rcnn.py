@@ -106,7 +106,7 @@ class FasterRCNNDetection(Detection):
         return _first_losses(parts, targets) + _second_losses(parts, targets)
 
     def found(self, outputs: Tensor) -> list[Tensor]:
-        """As `Detection.found`."""
+        """The detections of each image, as in `Detection.found`."""
         parts = split(outputs, self.num_classes)
         boxes = decoded(parts.offsets, parts.proposals[:, :, None], USUAL)[:, :, 1:]
         boxes = clipped(boxes, parts.side[:, None, None, None])

@@ -28,7 +28,7 @@ CLASS, FLAGS, SCORE = 4, 5, 5
 """After left, top, right and bottom: a box's class, and of true boxes the flags, of detections the score."""
 COLUMNS = 6
 NO_BOX = -1
-"""As a class: a row that is no box."""
+"""Class of a row that is no box."""
 CROWD = 1
 """The bit of a box's flags that says that it surrounds a group of objects."""
 HALF = 0
@@ -79,7 +79,7 @@ class Detections(MetricValue):
         return rows[order], found[order], truth[order]
 
     def only(self, rows: IntArray) -> Detections:
-        """The detections of these images of the evaluation set alone."""
+        """The detections of only these images of the evaluation set."""
         here, found, truth = self.images
         kept = np.isin(here, rows)
         return Detections(self.num_images, self.num_classes, [(here[kept], found[kept], truth[kept])])
@@ -139,7 +139,7 @@ class Detections(MetricValue):
         return vector.ravel()
 
     def from_vector(self, vector: npt.NDArray[np.float32]) -> Detections:
-        """From a sum of such vectors, of workers who scored different images."""
+        """The detections from a sum of such vectors, of workers who scored different images."""
         _, found, truth = self.images
         table = vector.reshape(self.num_images, -1).astype(np.float32)
         rows = np.flatnonzero(table[:, 0])
@@ -182,7 +182,7 @@ def _curves(found: Array, truth: Array, num_classes: int) -> FloatArray:
 
 
 def _annotations(boxes: Array, is_truth: bool) -> list[dict[str, Any]]:
-    """Annotations for `_curves`; pycocotools takes 0 for no annotation, and boxes as left, top and sides."""
+    """The boxes for pycocotools, which takes number 0 for no annotation, and boxes as left, top and sides."""
     out: list[dict[str, Any]] = []
     for image, row in np.argwhere(boxes[..., CLASS] != NO_BOX).tolist():
         left, top, right, bottom, category, last = boxes[image, row].astype(np.float64).tolist()

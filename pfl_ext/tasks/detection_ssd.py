@@ -19,7 +19,7 @@ MATCH = 0.5
 NEGATIVES = 3
 """Default boxes of the background in the loss for each of an object: those with the highest losses."""
 LEAST_SCORE, CANDIDATES, OVERLAP = 0.001, 300, 0.55
-"""For detections, as torchvision has them for SSDLite: the least score, how many of a class are compared, and
+"""For detections, torchvision's values for SSDLite: the least score, how many of a class are compared, and
 the IoU above which the one with the lower score goes."""
 
 
@@ -51,7 +51,7 @@ class SSDDetection(Detection):
         return losses
 
     def found(self, outputs: Tensor) -> list[Tensor]:
-        """As `Detection.found`."""
+        """The detections of each image, as in `Detection.found`."""
         logits, offsets, anchors, side = self._parts(outputs)
         boxes = clipped(decoded(offsets, anchors, USUAL), side)
         return [_best(*image) for image in zip(boxes, logits.softmax(2)[..., 1:])]

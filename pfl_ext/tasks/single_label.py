@@ -21,7 +21,7 @@ from pfl_ext.tasks.task import FloatArray, IntArray, WeightedTask
 FLOAT32_EXACT = 1 << 24
 """Below this, float32 holds every integer, so counts survive pfl's float32 all-reduce."""
 UNKNOWN = -1
-"""As a prediction: of an image whose logits are not numbers."""
+"""Prediction for an image with a logit that is NaN."""
 
 
 class SingleLabel(WeightedTask):

@@ -8,7 +8,7 @@ nothing else:
 1. C++ standard. Horovod asks for C++14 in two places; torch's headers need C++17 since 2.1 and C++20 since
    2.10. Upstream's change (horovod pull request 3998) was never released.
 2. CUDA. Horovod's `FindPytorch.cmake` builds CUDA kernels whenever torch has CUDA and an nvcc is found, and
-   stops where that is not a whole toolkit. This script passes what it found instead (`cuda_home`). Without
+   stops where that is not a whole toolkit. It is given what this script found instead (`cuda_home`). Without
    a toolkit Horovod is built for CPU with Gloo, and `pfl_ext.workers.distributed` takes sums over the CPU.
 3. ``distutils``, which Python 3.12 no longer has: two uses, replaced by ``sysconfig`` and ``shutil``.
 

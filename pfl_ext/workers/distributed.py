@@ -61,12 +61,12 @@ class Workers(DistributedContext):
 
     @property
     def local_rank(self) -> int:
-        """On this machine."""
+        """This worker's rank on its machine."""
         return self._launch.local_rank
 
     @property
     def global_rank(self) -> int:
-        """Rank among all W workers."""
+        """This worker's rank among all W."""
         return self._launch.rank
 
     @property

@@ -51,8 +51,8 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
 def place(launch: Launch, device: str) -> str:
     """The device of one of several workers, made CUDA's current one.
 
-    horovodrun does not set LOCAL_RANK, by which pfl chooses the GPU; so the device is named here, and to
-    pfl, before CUDA wakes up.
+    horovodrun does not set LOCAL_RANK, by which pfl chooses the GPU; so the device is named here, before
+    CUDA wakes up, and passed to pfl.
     """
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"

@@ -81,7 +81,7 @@ class Watchdog:
             self._store.set("fault", f"{self._names[self._rank]}: {fault}")
 
     def linger(self) -> None:
-        """For a main thread whose reduction failed: watchdogs find out who is lost, and end this process."""
+        """Wait after a main thread's failed reduction: watchdogs find who is lost and end this process."""
         with self.waiting():
             time.sleep(2 * self._timeout)
 

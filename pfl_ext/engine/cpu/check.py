@@ -25,7 +25,7 @@ from pfl_ext.engine.cpu.narrow import (
 )
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.02
-"""Largest distance of a compiled layer from torch's, on float32 and bfloat16 images; relative, in norm."""
+"""Largest relative error of a compiled layer against torch's, in the norm, on float32 and bfloat16 images."""
 
 
 def checked() -> CpuKernels:

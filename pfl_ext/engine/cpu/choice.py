@@ -25,7 +25,7 @@ Feature = Literal["AMX", "AVX512-FP16", "AVX512-BF16", "none"]
 Kind = Literal[
     "3x3 convolutions", "depthwise convolutions", "other convolutions", "GroupNorm", "pooling", "linear"
 ]
-"""Kinds of layers; the first has stride 1, the second filters each channel by itself."""
+"""Kinds of layers; the first is of stride 1, the second filters each channel by itself."""
 
 
 class Way(NamedTuple):
@@ -60,7 +60,7 @@ _FLOAT32, _HALF = Way("compiled", torch.float32), Way("compiled", torch.float16)
 _TORCH, _TORCH_BF16 = Way("torch", torch.float32), Way("torch", torch.bfloat16)
 
 FLOAT32 = Row(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, _TORCH, _FLOAT32)
-"""For ``runtime.precision fp32``, on every processor."""
+"""The ways for ``runtime.precision fp32``, on every processor."""
 BY_PROCESSOR: dict[Feature, Row] = {
     #           3x3, stride 1  depthwise  other convs   GroupNorm  pooling      linear
     "AMX": Row(_TORCH_BF16, _FLOAT32, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
@@ -68,7 +68,7 @@ BY_PROCESSOR: dict[Feature, Row] = {
     "AVX512-BF16": Row(_TORCH_BF16, _FLOAT32, _TORCH_BF16, _FLOAT32, _TORCH_BF16, _TORCH_BF16),
     "none": FLOAT32,
 }
-"""For ``runtime.precision bf16``, by processor."""
+"""The ways for ``runtime.precision bf16``, by processor."""
 
 
 def chosen(precision: torch.dtype | None, feature: Feature) -> Row:

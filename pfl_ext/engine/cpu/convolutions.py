@@ -80,7 +80,7 @@ class Convolution(Compiled):
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
+        """Gradients of ``x`` and weights, if wanted, from the output's gradient ``e`` ``[N, K, H', W']``."""
         return self.kernels.convolution_backward(x, e, self.weight, self.form, wanted)
 
 
@@ -109,7 +109,7 @@ class FewChannels(Compiled):
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the convolution's gradient: those of ``x`` and the weights."""
+        """Gradients of ``x`` and the weights, from the convolution's gradient ``e`` ``[N, K, H', W']``."""
         laid = Laid(lay_out(self.kernels, x, *self.sides))
         return few_channels_backward(self.kernels, e, self.weight, self.sides, After(), laid, wanted)[:2]
 

@@ -1,4 +1,4 @@
-"""From stored images to a network's input in one pass, where crops have the input's size.
+"""Turns stored images into a network's input in one pass, where crops have the input's size.
 
 Shape letters: B images of a batch, H x W their stored size, S the side of the network's input.
 """

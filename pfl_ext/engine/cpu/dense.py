@@ -146,14 +146,14 @@ def linear_backward(
     wanted: Sequence[bool],
     room: Room | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """From ``e`` ``[N, K]``, the output's: the gradients of ``x``, of weights and of bias, if wanted.
+    """The gradients of ``x``, weights and bias, each if wanted, from the output's gradient.
 
     Args:
         x: ``[N, C]``.
-        e: see above.
+        e: the output's gradient, ``[N, K]``.
         weight: ``[K, C]``.
         out: what `linear` gave, if it had a ReLU.
-        wanted: of the three.
+        wanted: which of the three.
         room: where the gradient of the weights, or the weights after a step, are written to.
     """
     x, weight = x.detach().contiguous(), weight.detach().contiguous()
@@ -177,7 +177,7 @@ def linear_backward(
 
 
 def dropped(kernels: CpuKernels, x: Tensor, keys: Tensor, p: float, number: int, wide: int) -> Tensor:
-    """As `pfl_ext.models.dropout.KeyedDropout` with these properties, of images with these keys."""
+    """The output of `pfl_ext.models.dropout.KeyedDropout` with these properties, given the images' keys."""
     x, n, units, places = x.detach(), len(x), x.shape[1], x[0, 0].numel()
     last = x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     if not last:

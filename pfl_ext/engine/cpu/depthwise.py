@@ -42,7 +42,7 @@ class Depthwise(Compiled):
     def gradients(
         self, x: Tensor, e: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, C, H', W']``, the output's gradient: those of ``x`` and the weights, if wanted."""
+        """Gradients of ``x`` and weights, if wanted, from the output's gradient ``e`` ``[N, C, H', W']``."""
         assert isinstance(self.padding, tuple)
         compiled = wanted[1] and self.kernel_size == (DEPTHWISE_SIDE, DEPTHWISE_SIDE)
         images, dtype = x.float(), x.dtype

@@ -38,7 +38,7 @@ class Joined(nn.Module):
         self._run = type(fx.GraphModule(network, graph)).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the network's, but for joined layers."""
+        """The network's ``forward`` with joined layers."""
         return self._run(self, *args, **kwargs)
 
 

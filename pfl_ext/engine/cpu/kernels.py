@@ -26,7 +26,7 @@ from pfl_ext.engine.cpu.choice import Feature
 CHANNELS = 32
 """Channels must be a multiple of this."""
 DEPTHWISE_SIDE, DEPTHWISE_CHANNELS = 5, 16
-"""Side of the kernels of `CpuKernels.depthwise_weights`, and what its channels must be a multiple of."""
+"""Side of the kernels of `CpuKernels.depthwise_weights`; what its channels must be a multiple of."""
 PRODUCT, WEIGHTS = 1.4, 900.0
 """Time of Winograd's products with their share of the transforms, in a plain convolution's products; of the
 transforms of the weights of a pair of channels, likewise (ResNet-18's layers, see README)."""
@@ -168,7 +168,7 @@ class CpuKernels:
     def convolution_backward(
         self, x: Tensor, e: Tensor, weight: Tensor, form: Form, wanted: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """From ``e`` ``[N, K, H', W']``, the output's gradient: those of ``x`` and ``weight``, if wanted."""
+        """Gradients of ``x`` and ``weight``, if wanted, from the output's, ``e`` ``[N, K, H', W']``."""
         (n, c, h, w), k = x.shape, len(weight)
         assert x.dtype == e.dtype
         assert c % CHANNELS == k % CHANNELS == 0, "other channels would be read beyond their end"
@@ -206,7 +206,7 @@ class CpuKernels:
         relu: bool = False,
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``.
+        """The same as ``torch.native_group_norm``: the output, mean and reciprocal deviation ``[N, G]``.
 
         With ``relu`` the output is ``relu(norm)``, or ``relu(norm + added)``.
         """

@@ -58,7 +58,7 @@ class GroupNorm(JoiningNorm):
         return out
 
     def gradients(self, ctx: Any, e: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `CpuKernels.group_norm_backward`."""
+        """The gradients, by `CpuKernels.group_norm_backward`."""
         x, mean, rstd, *out = ctx.saved_tensors
         return self.kernels.group_norm_backward(x, e, self.weight, self.bias, mean, rstd, ctx.relu, *out)
 

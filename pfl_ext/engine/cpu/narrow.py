@@ -21,7 +21,7 @@ class Laid(NamedTuple):
     """What `CpuKernels.few_channels` leaves for its gradients."""
 
     images: Tensor
-    """With their padding, ``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of
+    """The padded images, ``[C, H, W, N']``: the N images last, and nothing of meaning up to N', a number of
     whole vectors; or, where outputs are pooled, ``[N, H, W, C]``."""
     out: Tensor | None = None
     """``[K, H', W', N']``; not needed without ReLU."""
@@ -75,7 +75,7 @@ def few_channels_backward(
     laid: Laid,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """From ``e`` ``[N, K, H', W']``, the output's: the gradients of ``x``, of weights and of bias.
+    """The gradients of ``x``, of weights and of bias, from the output's gradient ``e`` ``[N, K, H', W']``.
 
     ``wanted``: whether that of ``x``, and whether the others.
     """
@@ -119,7 +119,7 @@ def lay_out(kernels: CpuKernels, x: Tensor, top: int = 0, left: int = 0) -> Tens
 def first(
     kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `few_channels` without pooling, of a multiple of `CHANNELS` out, and the padded images."""
+    """The output of `few_channels` without pooling, a multiple of `CHANNELS` out; and the padded images."""
     images, weight = _padded(x, *padding), last(weight)
     (n, h, w, c), (k, _, high, wide) = images.shape, weight.shape
     out = empty((n, k, h - high + 1, w - wide + 1), torch.float32)
@@ -130,7 +130,7 @@ def first(
 def first_backward(
     kernels: CpuKernels, images: Tensor, e: Tensor, out: Tensor, weight: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor]:
-    """From ``e``, the gradient of `first`'s output: those of weights and of bias."""
+    """The gradients of weights and of bias, from ``e``, the gradient of `first`'s output."""
     e, (n, h, w, c), (k, _, high, wide) = last(e), images.shape, weight.shape
     both = torch.zeros(weight.numel() + k)
     kernels.call("first_gradients", (images, e, out, both), n, h, w, c, k, high, wide, relu)
@@ -140,7 +140,7 @@ def first_backward(
 def pooled(
     kernels: CpuKernels, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], relu: bool
 ) -> tuple[Tensor, Laid]:
-    """As `few_channels` where outputs are pooled, of any number of channels in and at least 16 out."""
+    """Like `few_channels` where outputs are pooled, with any number of channels in and at least 16 out."""
     y = _plain(kernels, x, weight, padding)
     n, k, down, across = y.shape
     out = empty((n, k, down // 2, across // 2), torch.float32)
