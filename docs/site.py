@@ -2,11 +2,13 @@
 
 So a link is right on a code host and on the site alike. A link to a file that is no page, such as code, must
 lead somewhere in the repository; on the site its text stands without the link. The reference has a page for
-each package, made from docstrings.
+each package, made from docstrings, and each notebook is a page with its outputs.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -56,6 +58,26 @@ def packages() -> dict[str, list[str]]:
     return found
 
 
+def notebook_files(config: MkDocsConfig) -> Iterator[File]:
+    """A page for each notebook, with the pictures that its cells drew."""
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        parts, pictures = [], 0
+        for cell in json.loads(path.read_text())["cells"]:
+            text = "".join(cell["source"])
+            parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+            for output in cell.get("outputs", []):
+                if "text" in output and output["name"] == "stdout":
+                    parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+                elif "image/png" in output.get("data", {}):
+                    pictures += 1
+                    name = f"{path.stem}-{pictures}.png"
+                    png = base64.b64decode("".join(output["data"]["image/png"]))
+                    yield File.generated(config, f"docs/notebooks/{name}", content=png)
+                    parts.append(f"![What the cell above draws]({name})")
+        source = path.relative_to(ROOT).with_suffix(".md").as_posix()
+        yield File.generated(config, source, content="\n\n".join(parts) + "\n")
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill in the pages of the reference, by root."""
     entry = next(item for item in config.nav or [] if isinstance(item, dict) and "Reference" in item)
@@ -70,7 +92,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pages and pictures of the whole repository in place of those of the folder docs; and the reference."""
     kept = [file for file in files if not (file.abs_src_path or "").startswith(str(ROOT / "docs"))]
     for name in _named(config.nav):
-        if not name.startswith("reference/"):
+        if not name.startswith(("reference/", "docs/notebooks/")):
             kept.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     for root in (*ROOTS, "docs"):
         for path in sorted((ROOT / root).rglob("*.png")):
@@ -79,7 +101,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, modules in packages().items():
         text = f"# {name}\n\n" + "\n\n".join(f"::: {module}" for module in modules) + "\n"
         kept.append(File.generated(config, f"reference/{name}.md", content=text))
-    return Files(kept)
+    return Files([*kept, *notebook_files(config)])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -96,6 +118,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if not path or "://" in path or path.startswith("mailto:"):
             return match.group()
         place = posixpath.normpath(posixpath.join(folder, path))
+        if place.endswith(".ipynb"):
+            target, place = target.replace(".ipynb", ".md"), place.replace(".ipynb", ".md")
+            match = LINK.fullmatch(f"[{text}]({target})") or match
         if files.get_file_from_path(place) is not None:
             return match.group()
         if not (ROOT / place).exists():

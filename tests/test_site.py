@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("site")
 def pages() -> list[Path]:
     """The pages of the site that are files of the repository."""
     text = (ROOT / "mkdocs.yml").read_text()
-    return [ROOT / name for name in re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE)]
+    named = (ROOT / name for name in re.findall(r"^ +- (\S+\.md)$", text, re.MULTILINE))
+    return [path for path in named if "notebooks" not in path.parts]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,23 @@ def test_every_page_and_docstring_becomes_a_part_of_the_site(site: Path) -> None
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["index", "docs/which_algorithm", "reference/pfl_ext.algorithms"])
+@pytest.mark.parametrize(
+    "name", ["index", "docs/which_algorithm", "docs/notebooks/train", "reference/pfl_ext.algorithms"]
+)
 def test_a_page_is_read_without_network_at_any_width(site: Path, name: str, width: int, scheme: str) -> None:
     with opened(site / f"{name}.html", width, scheme) as seen:
         assert [url for url in seen.requests if not url.startswith(("file:", "data:", "blob:"))] == []
         assert len(seen.ask("document.querySelector('article').innerText")) > 3_000
         assert seen.ask("document.documentElement.scrollWidth") <= width
+
+
+def test_notebooks_are_pages_with_what_their_cells_printed_and_drew(site: Path) -> None:
+    text = (site / "docs" / "notebooks" / "train.html").read_text()
+    assert "run directory: runs/notebook-users" in text
+    assert 'src="train-1.png"' in text
+    assert (site / "docs" / "notebooks" / "train-1.png").read_bytes().startswith(b"\x89PNG")
+    assert 'href="private.html"' in text
+    assert 'href="docs/notebooks/train.html"' in (site / "index.html").read_text()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -45,7 +45,8 @@ def executed(name: str, folder: Path) -> NotebookNode:
         nbclient.exceptions.CellExecutionError: if a cell fails.
     """
     notebook = source(name)
-    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}})
+    place = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=SECONDS, coalesce_streams=True, resources=place)
     client.execute(env={**os.environ, "PYTHONPATH": str(HERE.parents[1])})
     for cell in notebook.cells:  # times of execution, which differ each time
         cell.metadata.pop("execution", None)
