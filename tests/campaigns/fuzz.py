@@ -37,7 +37,8 @@ from dataset.files import write_bytes, write_json
 from dataset.store import probe as probing
 from tests.campaigns.damage import damaged
 from tests.campaigns.probe_server import ProbeServer
-from tests.campaigns.readers import Target, targets
+from tests.campaigns.readers import targets
+from tests.campaigns.target import Target
 
 MEMORY, SECONDS, BATCH = 2 << 30, 60.0, 40
 KINDS = ("refused", "read", "finding")

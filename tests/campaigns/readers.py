@@ -12,7 +12,6 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +41,8 @@ from pfl_ext import checkpoint
 from pfl_ext.models.classifier import build_backbone
 from pfl_ext.models.config import ModelConfig
 from tests.benchmarks.made_runs import make_run
+from tests.campaigns.converters import converter_targets
+from tests.campaigns.target import Target
 from tests.dataset.drawn import (
     add_member,
     jpeg,
@@ -51,19 +52,6 @@ from tests.dataset.drawn import (
     write_parquet,
     write_predecessor,
 )
-
-
-@dataclass(frozen=True)
-class Target:
-    """A reader: sound files, and how a file is read; the path's name has ``suffix``."""
-
-    name: str
-    seeds: Sequence[bytes]
-    read: Callable[[Path], object]
-    suffix: str = ""
-    text: bool = False
-    same: bool = False
-    """What is read without complaint must equal what was read of the seed."""
 
 
 def read_flair(path: Path) -> object:
@@ -345,4 +333,5 @@ def targets(folder: Path) -> list[Target]:
         ),
         *_run_targets(folder),
         *_cifar_targets(folder / "cifar-sound"),
+        *converter_targets(folder / "convert"),
     ]

@@ -17,7 +17,8 @@ from benchmarks.flair.config import parse
 from dataset import files
 from tests.campaigns import fuzz, kill_training, kill_workers
 from tests.campaigns.lives import START, After, At, Phases, found, live
-from tests.campaigns.readers import Target, targets
+from tests.campaigns.readers import targets
+from tests.campaigns.target import Target
 
 
 def endless(_: Path) -> object:
