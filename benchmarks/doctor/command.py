@@ -106,7 +106,8 @@ def examined() -> Examination:
         print("Several workers")
         seen.judge(ask(("horovod",), seen.hear))
     else:
-        print("Several workers\n  Horovod: not built; torchrun, the default, needs none (or: make horovod)")
+        build = "make horovod" if REQUIREMENTS.is_file() else "python -m pfl_ext.workers.build_horovod"
+        print(f"Several workers\n  Horovod: not built; torchrun, the default, needs none (or: {build})")
     return seen
 
 

@@ -142,8 +142,8 @@ class _HorovodTransport(Transport):
             self._hvd: Any = importlib.import_module("horovod.torch")
         except ImportError as missing:
             raise ValueError(
-                f"started by horovodrun, but Horovod cannot be imported ({missing}): make horovod builds "
-                "it, or use torchrun"
+                f"started by horovodrun, but Horovod cannot be imported ({missing}): make horovod, or "
+                "python -m pfl_ext.workers.build_horovod, builds it; or use torchrun"
             ) from missing
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(COLLECTIVE_S)))
         self._hvd.init()
