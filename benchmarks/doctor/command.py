@@ -106,7 +106,9 @@ def examined() -> Examination:
         print("Several workers")
         seen.judge(ask(("horovod",), seen.hear))
     else:
-        build = "make horovod" if REQUIREMENTS.is_file() else "python -m pfl_ext.workers.build_horovod"
+        build = (
+            "make horovod" if packages.REQUIREMENTS.is_file() else "python -m pfl_ext.workers.build_horovod"
+        )
         print(f"Several workers\n  Horovod: not built; torchrun, the default, needs none (or: {build})")
     return seen
 
