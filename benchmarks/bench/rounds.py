@@ -72,14 +72,14 @@ class Clock(Watch):
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """To ``part``: the host's time, which on a GPU runs ahead of the device's; also a decorator."""
+        """Charge the host's time within to ``part``; on a GPU it runs ahead of the device's. Also a decorator."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
         self.seconds[part] += (time.perf_counter() - begin) * (self.lanes if alone else 1)
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items, waiting for them charged."""
+        """The same items; the time waited for each is charged to ``part``."""
         while True:
             with self.charge(part):
                 found = list(islice(items, 1))
@@ -142,7 +142,7 @@ class Side:
             self.engine.close()
 
     def weights(self) -> torch.Tensor:
-        """All trained parameters, in one vector."""
+        """The trained parameters as one vector, in float32."""
         return torch.cat([p.detach().reshape(-1).float().cpu() for p in self.model.variable_map.values()])
 
     def summary(self, cohort: int, images: float, scoring: float) -> Tree:

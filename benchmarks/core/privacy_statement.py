@@ -29,7 +29,7 @@ SUBTRACTABLE = (
 
 @dataclass(frozen=True)
 class ProtectedUnit:
-    """Whose images, all together, the guarantee hides.
+    """The owner whose images, all together, the guarantee hides.
 
     A partition that was drawn (iid, Dirichlet, by place) has clients, not users: what one real user owns may
     be spread over many of them, and nothing is promised of users then.

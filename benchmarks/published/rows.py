@@ -32,7 +32,7 @@ class Row:
     title: str
     source: str
     published: float | None
-    """None: the source has a protocol, but no number."""
+    """The published accuracy; None: the source has a protocol, but no number."""
     deviation: float | None
     """The source's standard deviation, if it states one."""
     scored: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def names() -> list[str]:
-    """All rows."""
+    """The names of all rows."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 

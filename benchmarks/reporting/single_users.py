@@ -38,7 +38,7 @@ class UserScores(NamedTuple):
     """Kind of users and models, in words."""
     score: str
     values: Tree
-    """By the keys of `COLUMNS`, as far as they are known."""
+    """The numbers that are known, by the keys of `COLUMNS`."""
 
 
 def of_run(run: RunRecord) -> Iterator[UserScores]:

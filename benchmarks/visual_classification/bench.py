@@ -91,7 +91,7 @@ class RandomImages:
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
-    """Both engines on one case."""
+    """The numbers of both engines on one case."""
     if options.data_path is None:
         return {"case": asdict(case), **measure(compared(case), rounds)}
     with DataFile(options.data_path) as file:

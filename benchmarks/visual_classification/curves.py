@@ -55,7 +55,7 @@ class Curve:
 
 
 def read_curve(lines: Sequence[Tree]) -> Curve:
-    """From the lines of ``metrics.jsonl``; a line's scores are the model's before that line's round.
+    """The curve of the lines of ``metrics.jsonl``; a line's scores are the model's before that line's round.
 
     They are ``tracked`` where they are those of test, or ``val``, which in older runs may be test too.
     """

@@ -1,4 +1,4 @@
-"""Whose the images of a split are, which users and images are shown, and how unequal the users are.
+"""The users of a split's images, which users and images are shown, and how unequal the users are.
 
 Shape letters: U users, N images of a split, K classes, P labels of all images together.
 """
@@ -110,7 +110,7 @@ class Skew:
     """How far the users' labels are from those of all users that were looked at."""
 
     users: int
-    """With at least one label."""
+    """Number of users with at least one label."""
     histogram: Mapping[str, int]
     """Users by their L1 distance, in [0, 2]."""
     mean: float

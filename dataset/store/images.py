@@ -78,7 +78,7 @@ def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
 
 
 def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
-    """As `refuse_size`, and ValueError for a JPEG of too many scans."""
+    """Raise ValueError where `refuse_size` does, and for a JPEG of too many scans."""
     refuse_size(width, height, data)
     if bytes(data).count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")

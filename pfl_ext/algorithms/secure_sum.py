@@ -162,7 +162,7 @@ class SecureSum(ServerModelAlgorithm):
 
     @property
     def elements(self) -> int:
-        """P + 1."""
+        """Number of field elements that a user brings: P numbers and its weight."""
         return 1 + sum(p.numel() for p in self.means.module.parameters() if p.requires_grad)
 
 

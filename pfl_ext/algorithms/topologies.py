@@ -135,7 +135,7 @@ def _drawn(draw: Callable[[], nx.Graph], connected: Callable[[nx.Graph], bool], 
 
 
 def renumbered(graph: nx.Graph, rng: np.random.Generator) -> nx.Graph:
-    """The same graph with its users in another order."""
+    """The graph with its users in a random order."""
     return nx.relabel_nodes(graph, dict(enumerate(rng.permutation(len(graph)).tolist())))
 
 

@@ -142,7 +142,7 @@ class Finding:
     hits_in: float
     """Share of canaries guessed "in" among those that are, at least."""
     hits_out: float
-    """The same among those that are not, at most."""
+    """Share of canaries guessed "in" among those that are out, at most."""
     claimed: float
     """Epsilon."""
     epsilon: float
@@ -152,7 +152,7 @@ class Finding:
     convicted: bool
     """Whether the claimed profile is refuted, by `epsilon` or by `epsilon_in_one_run`."""
     epsilon_in_one_run: float | None = None
-    """The same without independence, where asked for."""
+    """The lower bound of epsilon that assumes no independence; None unless asked for."""
 
 
 def rates(
