@@ -72,7 +72,7 @@ class Clock(Watch):
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """Charge the host's time within to ``part``; on a GPU it runs ahead of the device's. Also a decorator."""
+        """Charge time to ``part``: the host's, which on a GPU runs ahead of the device's; also a decorator."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
@@ -106,7 +106,7 @@ class Side:
         self.times: list[float] = []
         """Seconds of each counted round."""
         self.cpu_times: list[float] = []
-        """The same of all cores together, which other work on the machine does not lengthen."""
+        """Seconds of all cores together for each counted round, which other work does not lengthen."""
         self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)
         self._watch()
 
@@ -179,7 +179,7 @@ def _synchronise() -> None:
 
 
 def measure(sides: Sides, rounds: int) -> Tree:
-    """Both engines on one case; seconds, shares of them, and the ratio."""
+    """What both engines measure on one case; seconds, shares of them, and the ratio."""
     pair = {"stock": Side(sides, sides.stock), "fast": Side(sides, sides.fast)}
     stock, fast = pair.values()
     cohort, scoring = sides.fast.config.federated.cohort_size, dict.fromkeys(pair, 0.0)

@@ -35,7 +35,7 @@ class Difference:
     p: float
     """Two-sided, of this comparison by itself."""
     p_holm: float = math.nan
-    """The same where all comparisons of the table are taken together (Holm 1979)."""
+    """Two-sided p where all comparisons of the table are taken together (Holm 1979)."""
 
 
 def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float]) -> Difference:

@@ -206,7 +206,7 @@ def local_paragraph(
     public: bool,
     sent: str = UPDATE,
 ) -> str:
-    """The same of a run whose updates were noised on each device.
+    """The paragraph on a run whose updates were noised on each device.
 
     The user or client who took part most often did so in ``most`` rounds, and has ``spent`` that epsilon.
     """

@@ -38,7 +38,7 @@ class Row:
     scored: str
     """Which round's accuracy it is: one of `SCORED`."""
     band: tuple[float, float] | None
-    """Within which our mean is accepted, fixed before the first run; None where nothing was published."""
+    """The interval in which our mean is accepted, fixed before the first run; None: nothing was published."""
     by_seed: Mapping[str, str]
     """The keys whose values depend on the seed."""
 

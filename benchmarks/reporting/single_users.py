@@ -42,7 +42,7 @@ class UserScores(NamedTuple):
 
 
 def of_run(run: RunRecord) -> Iterator[UserScores]:
-    """All that ``results.json`` says; nothing where it says nothing, or something else."""
+    """The scores that ``results.json`` has; nothing where it says nothing, or something else."""
     for group, kind in GROUPS.items():
         for model, words in MODELS.items():
             with suppress(*DAMAGE):

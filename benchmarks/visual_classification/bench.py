@@ -116,7 +116,7 @@ class Drawn:
         return RandomImages(self.case, self.run.config.data.image_size, users)
 
     def inputs(self) -> Inputs:
-        """These, and the network of the case's config."""
+        """The random images, and the network of the case's config."""
         module = build_model(self.run.config, self.case.classes, None, SingleLabel(), self.split)
         return Inputs(module, self.split)
 

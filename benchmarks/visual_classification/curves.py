@@ -35,7 +35,7 @@ class Curve:
         return self._at(self.rounds, number)
 
     def at_batch(self, number: int) -> float | None:
-        """Likewise after so many batches."""
+        """Accuracy of the last model scored at or before so many batches; None if the run made fewer."""
         return self._at(self.batches, number)
 
     def _at(self, places: IntArray, number: int) -> float | None:

@@ -163,7 +163,7 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
 
 
 def planes_as_rows(pixels: ByteArray) -> ByteArray:
-    """The same bytes, colour after colour, read as if they were pixel after pixel; ``[N, 32, 32, 3]`` both.
+    """The pixels' bytes, colour after colour, read as if pixel after pixel; ``[N, 32, 32, 3]`` both.
 
     A pixel of the outcome is three neighbours in one colour of the image, and a row of it is three rows of
     the image; its top third is red, its middle green and its bottom blue.

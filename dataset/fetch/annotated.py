@@ -138,7 +138,7 @@ class Users:
     images: frozenset[str]
 
     def named(self, annotated: Annotated) -> Users:
-        """The same by the ids of these images, and without others; it may list them by their other ids.
+        """The users by the ids of these images, and without others; it may list them by their other ids.
 
         Raises:
             ValueError: when it lists none of the images, and for a split other than that of the image.

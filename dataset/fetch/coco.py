@@ -42,7 +42,7 @@ _KEPT = {
 }  # fmt: skip
 """The keys that are looked at."""
 _OF_OUTLINES = {"segmentation", "size", "counts"}
-"""And for masks; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
+"""More keys that masks need; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
 
 Json = dict[str, Any]
 

@@ -58,7 +58,7 @@ def kinds(columns: pa.Schema) -> dict[str, Kind]:
 
 @dataclass(frozen=True)
 class Placement:
-    """The split of each record, as a position in ``names`` (-1: it goes nowhere), and its row, ``[R]`` each."""
+    """The split of each record, as a position in ``names`` (-1: it goes nowhere), and its row; ``[R]``."""
 
     names: tuple[str, ...]
     split: npt.NDArray[np.int8]

@@ -215,7 +215,7 @@ def to_pixels(data: bytes | memoryview, background: Background) -> tuple[Pixels,
 
 
 def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, str]:
-    """The same bytes for the same image and transcoding; and what was done, as `to_pixels` says.
+    """A JPEG, the same bytes for the same image and transcoding; and what was done, as `to_pixels` says.
 
     Raises:
         ValueError: with a clause that says what is wrong.

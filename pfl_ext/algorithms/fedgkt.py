@@ -191,7 +191,7 @@ class FedGKT(Algorithm[GKTState]):
         return None
 
     def init(self, seed: int) -> GKTState:
-        """All clients have the run's first layers and one classifier, which the seed draws."""
+        """The first state: clients have the run's first layers and one classifier, which the seed draws."""
         generator = torch_stream(seed, "classifier of fedgkt's clients")
         bound = self.shapes.classifier[1] ** -0.5
         with torch.no_grad():

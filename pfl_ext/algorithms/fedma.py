@@ -121,7 +121,7 @@ class FedMA(Algorithm[Networks]):
         return Networks([self.clients.weights() for _ in self.users])
 
     def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
-        """All train their layers from one on, and the server puts that one together."""
+        """Train all users' layers from one on, and put that one together on the server."""
         place = number % len(self.layers)
         trained, line = self._trained(state.users, place, number)
         layer = self.layers[place]

@@ -120,7 +120,7 @@ class SecureSum(ServerModelAlgorithm):
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Those who are not lost train, their sum is formed, and the server steps on its mean."""
+        """Train the users who are not lost, form their sum, and step on its mean."""
         cohort, users = self.clients.cohort(number), self.means.users
         lost = set(self.lost(len(cohort), number))
         left = [place for place in range(len(cohort)) if place not in lost]

@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 Undirected = Literal["ring", "torus", "erdos_renyi", "exponential", "star", "complete"]
 Directed = Literal["ring", "exponential", "random", "one_peer_exponential"]
 MOST_DRAWS = 1000
-"""So often is a random graph drawn until it is connected."""
+"""Most draws of a random graph until it is connected."""
 
 
 def undirected(kind: Undirected, n: int, rng: np.random.Generator, probability: float = 0.5) -> nx.Graph:

@@ -95,13 +95,13 @@ def _profile(system: System, rounds: int, steps: int) -> Profile:
 
 @dataclass(frozen=True)
 class Claim:
-    """That ``rounds`` rounds of ``system`` are as private as its accountant says."""
+    """The claim that ``rounds`` rounds of ``system`` are as private as its accountant says."""
 
     system: System
     rounds: int
 
     def profile(self, steps: int = 0) -> Profile:
-        """That of the same system with `STEP` ** ``steps`` times less noise."""
+        """The profile of the same system with `STEP` ** ``steps`` times less noise."""
         return _profile(self.system, self.rounds, steps)
 
     def epsilon(self, steps: int = 0) -> float:
