@@ -72,7 +72,7 @@ class Clock(Watch):
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """Charge time to ``part``: the host's, which on a GPU runs ahead of the device's; also a decorator."""
+        """Charge time to ``part``: the host's, which on a GPU runs ahead of the device's; also decorates."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
