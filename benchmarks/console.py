@@ -27,7 +27,7 @@ OTHER_DATA = {
 
 
 def _found(root: Path, file: str) -> dict[str, str]:
-    """By name, each module of a folder and its folders that lies in ``file``: ``fedcv-detection``."""
+    """The modules ``file`` of a folder and the folders below it, by name: ``fedcv-detection``."""
     folders = sorted(path.parent.relative_to(root).parts for path in root.glob(f"**/{file}.py"))
     return {"-".join(parts): ".".join((root.name, *parts, file)) for parts in folders}
 

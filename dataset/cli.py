@@ -91,7 +91,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """As `parse_args`, and an empty value is an error: it would be read as the current folder."""
+        """What `parse_args` returns; an empty value is an error: it would be read as the current folder."""
         for before, word in zip(["", *argv], argv):
             option, _, value = word.partition("=")
             if not word or (word.startswith("--") and "=" in word and not value):

@@ -16,7 +16,7 @@ from dataset.cli import SourceError, Stopped
 from dataset.files import HALF_WRITTEN, locked, write_bytes
 
 RESUMABLE = (Stopped, KeyboardInterrupt, SourceError)
-"""After these the work so far is kept; after any other failure nothing is left behind."""
+"""The errors after which the work so far is kept; after any other failure nothing is left behind."""
 
 
 class Journal:

@@ -64,7 +64,7 @@ class AnnotatedSet:
 
     @property
     def archives(self) -> tuple[Archive, ...]:
-        """All of them, each once."""
+        """The archives of annotations and images, each once."""
         return tuple(dict.fromkeys((*self.listing, *self.images)))
 
 
@@ -193,7 +193,7 @@ def _owners(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a data set is: archives on a server, or a folder with some of them, or with what they hold."""
+    """The place of a data set: archives on a server, or a folder with some of them or with what they hold."""
 
     spec: AnnotatedSet
     listing: Sequence[Shard]

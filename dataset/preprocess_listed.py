@@ -85,7 +85,7 @@ def main(specs: Mapping[str, ListedSet], argv: Sequence[str]) -> None:
 
 
 def _splits(spec: ListedSet, arguments: argparse.Namespace, folder: Path) -> Path:
-    """Where the CSVs are, after a download if they are to be downloaded."""
+    """The path of the CSVs, after a download if they are to be downloaded."""
     if is_address(arguments.splits):
         return fetch_lists(spec, arguments.splits, folder)
     if arguments.splits is not None:

@@ -80,7 +80,7 @@ class Block:
         return int(self.table.num_rows)
 
     def packed(self) -> bytes:
-        """For the journal: an Arrow stream."""
+        """The block as an Arrow stream, for the journal."""
         table = self.table.replace_schema_metadata({"last": str(self.last)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as stream:

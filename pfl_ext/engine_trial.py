@@ -97,7 +97,7 @@ class Trial:
             return added_up(map(self._sent, self.members))
 
     def exact(self) -> Sent:
-        """The same in float32."""
+        """The sum by pfl's loop, in float32."""
         with mock.patch.object(self.model, "_amp_context", None):  # of which pfl has no setter
             return self.theirs()
 

@@ -11,7 +11,7 @@ class Stage(Postprocessor):
     """One of pfl's postprocessors that knows which round it is for."""
 
     def begin(self, number: int, cohort: IntArray) -> None:
-        """All workers call this before round ``number`` of these users."""
+        """Begin round ``number`` of these users; all workers call this."""
 
     def end(self) -> None:
-        """All workers call this after the round."""
+        """End the round; all workers call this."""

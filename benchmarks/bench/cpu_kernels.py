@@ -93,7 +93,7 @@ def layer_times(layer: Convolution, images: int, side: int, repeats: int) -> lis
 
 
 def types(kernels: CpuKernels) -> list[torch.dtype]:
-    """Those that the compiled layers compute with."""
+    """The data types that the compiled layers compute with."""
     return [torch.float32, torch.bfloat16] if kernels.has_halves else [torch.float32]
 
 

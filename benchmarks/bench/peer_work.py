@@ -65,7 +65,7 @@ def write(folder: Path, work: Work, images: Tensor, targets: Tensor, offsets: Te
 
 
 def network(work: Work) -> nn.Module:
-    """As people write it down, with torch's initialisation."""
+    """The network of a work, as people write it down, with torch's initialisation."""
     if work.network == "resnet18":
         norm = partial(nn.GroupNorm, 32)
         model: nn.Module = torchvision.models.resnet18(norm_layer=norm, num_classes=work.labels)

@@ -72,14 +72,14 @@ class Clock(Watch):
 
     @contextmanager
     def charge(self, part: str) -> Iterator[None]:
-        """To ``part``: the host's time, which on a GPU runs ahead of the device's; also a decorator."""
+        """Charge time to ``part``: the host's, which on a GPU runs ahead of the device's; also decorates."""
         begin = time.perf_counter()
         yield
         alone = threading.current_thread() is threading.main_thread()  # then no lane works beside it
         self.seconds[part] += (time.perf_counter() - begin) * (self.lanes if alone else 1)
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items, waiting for them charged."""
+        """The same items; the time waited for each is charged to ``part``."""
         while True:
             with self.charge(part):
                 found = list(islice(items, 1))
@@ -106,7 +106,7 @@ class Side:
         self.times: list[float] = []
         """Seconds of each counted round."""
         self.cpu_times: list[float] = []
-        """The same of all cores together, which other work on the machine does not lengthen."""
+        """Seconds of all cores together for each counted round, which other work does not lengthen."""
         self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)
         self._watch()
 
@@ -142,7 +142,7 @@ class Side:
             self.engine.close()
 
     def weights(self) -> torch.Tensor:
-        """All trained parameters, in one vector."""
+        """The trained parameters as one vector, in float32."""
         return torch.cat([p.detach().reshape(-1).float().cpu() for p in self.model.variable_map.values()])
 
     def summary(self, cohort: int, images: float, scoring: float) -> Tree:
@@ -179,7 +179,7 @@ def _synchronise() -> None:
 
 
 def measure(sides: Sides, rounds: int) -> Tree:
-    """Both engines on one case; seconds, shares of them, and the ratio."""
+    """What both engines measure on one case; seconds, shares of them, and the ratio."""
     pair = {"stock": Side(sides, sides.stock), "fast": Side(sides, sides.fast)}
     stock, fast = pair.values()
     cohort, scoring = sides.fast.config.federated.cohort_size, dict.fromkeys(pair, 0.0)

@@ -35,7 +35,7 @@ INK, LINE = "#010203", "#040506"
 SERIES = tuple(f"#0a0b0{place}" for place in range(len(COLOURS)))
 """What stands for the page's colours of letters, of lines and of groups while a chart is drawn."""
 SPREAD_OF_BYTES = 20
-"""From this ratio between the bytes of two groups on, their axis is logarithmic."""
+"""Least ratio between the bytes of two groups at which their axis is logarithmic."""
 MARKS = {
     "o": "M14 6a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
     "s": "M14 2h8v8h-8z",
@@ -68,7 +68,7 @@ class Chart:
 
 
 def charts(comparison: Comparison) -> list[Chart]:
-    """All charts for which some run has the numbers."""
+    """The charts for which some run has the numbers."""
     found: list[Chart] = []
     for name in comparison.headline:
         for split in ("val", "test"):
@@ -225,7 +225,7 @@ def key(place: int, label: Html) -> Html:
 
 
 def png(found: Sequence[Chart], labels: Sequence[str], path: Path) -> None:
-    """All charts in one picture, with the groups below them."""
+    """Draw all charts in one picture, with the groups below them."""
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows + 0.4), layout="constrained")

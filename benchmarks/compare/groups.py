@@ -38,12 +38,12 @@ class Group:
 
     @cached_property
     def finished(self) -> tuple[RunRecord, ...]:
-        """Those that have ended: only these have results, and only their mean is a group's."""
+        """The runs that have ended: only these have results, and only their mean is a group's."""
         return tuple(run for run in self.runs if run.finished)
 
     @property
     def unfinished(self) -> tuple[RunRecord, ...]:
-        """Those that have not: under way, or stopped."""
+        """The runs that have not ended: under way, or stopped."""
         return tuple(run for run in self.runs if not run.finished)
 
     @cached_property

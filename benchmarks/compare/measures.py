@@ -193,7 +193,7 @@ def deciles(run: RunRecord, score: str) -> tuple[Sequence[float], FloatArray] | 
 
 
 def followed(run: RunRecord) -> tuple[str, str] | None:
-    """Where the lines of a run keep the scores over its steps, and the split that these are of."""
+    """The key under which a run's lines keep the scores over its steps, and the split that these are of."""
     lines = _history(run)
     if any("tracked" in line for line in lines):
         return "tracked", "test"
@@ -243,7 +243,7 @@ def in_words(values: Sequence[float], unit: Unit) -> str:
 
 
 def _scale(mean: float, unit: Unit) -> tuple[float, int, str]:
-    """By what to divide, how many decimals, and what to write after it."""
+    """The number to divide by, the number of decimals, and the unit's suffix."""
     if unit == "seconds":
         if mean >= 2 * 3600:
             return 3600, 1, " h"

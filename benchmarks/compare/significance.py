@@ -35,7 +35,7 @@ class Difference:
     p: float
     """Two-sided, of this comparison by itself."""
     p_holm: float = math.nan
-    """The same where all comparisons of the table are taken together (Holm 1979)."""
+    """Two-sided p where all comparisons of the table are taken together (Holm 1979)."""
 
 
 def welch(first: str, ours: Sequence[float], second: str, theirs: Sequence[float]) -> Difference:
@@ -63,7 +63,7 @@ def pairs(groups: Mapping[str, Sequence[float]]) -> list[Difference]:
 
 
 def adjusted(tests: Sequence[Difference]) -> list[Difference]:
-    """With Holm's p: the i-th smallest of m values (from 0) times m - i, and none below the one before it."""
+    """The tests with Holm's p: the i-th smallest of m (from 0) times m - i, and none below the one before."""
     known = sorted((test for test in tests if not math.isnan(test.p)), key=lambda test: test.p)
     found: dict[int, float] = {}
     least = 0.0

@@ -113,7 +113,7 @@ def _amount(value: float) -> str:
 
 
 def measured(comparison: Comparison, sections: Sequence[str]) -> Html:
-    """For each of these sections a table of the groups that have numbers in it; where these are judged by
+    """A table of each of these sections, with the groups that have numbers in it; where these are judged by
     other scores, a table for each kind."""
     kinds = dict.fromkeys(group.headline for group in comparison.groups)
     return join(_measured(comparison, section, kinds) for section in sections)
@@ -169,7 +169,7 @@ def users(comparison: Comparison) -> Html:
 
 
 def directories(comparison: Comparison) -> Html:
-    """Where the runs of each group lie."""
+    """The directories of each group's runs."""
     lines = [
         join([tag("b", group.label), f", seed {run.seed}: ", tag("code", run.directory)])
         for group in comparison.groups
@@ -203,7 +203,7 @@ def configs(comparison: Comparison) -> Html:
 
 
 def facts(comparison: Comparison) -> Html:
-    """Where and with what the groups were made, where that differs; and what all have in common."""
+    """What all groups have in common of where and with what they were made, and a table of what differs."""
     values = {
         fact: [
             list(dict.fromkeys(clean(run.outcome.get(fact, "not recorded")) for run in group.finished))

@@ -1,4 +1,4 @@
-"""Where images come from, and whose they are: a data set by its name, and a partition of its file."""
+"""The source of images and their users: a data set by its name, and a partition of its file."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Experiment(ABC, Generic[C]):
     headline: ClassVar[tuple[str, ...]]
     """The scores in percent that runs are judged by, the first above all; the training curve shows them."""
     scores: ClassVar[tuple[str, ...]]
-    """All scores of val."""
+    """The names of all scores of val."""
     final_splits: tuple[str, ...] = ("val", "test")
     """What the last and the best model are scored on at the end."""
     followed: str = "val"
@@ -62,7 +62,7 @@ class Experiment(ABC, Generic[C]):
 
     @classmethod
     def source(cls, config: C) -> DataSource:
-        """Where its data file lies if the command line does not say so; by default only the mini data set."""
+        """The data file where the command line names none; by default only the mini data set."""
         return DataSource()
 
     @classmethod

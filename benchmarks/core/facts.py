@@ -37,7 +37,7 @@ def start_facts(config: TrainingConfig, module: ImageClassifier, weights: Path |
 
 
 def dataset_facts(file: DataFile) -> Tree:
-    """Where the data came from, and the number of users and images of each split."""
+    """The source of the data, and the number of users and images of each split."""
     provenance: dict[str, Any] = file.provenance
     splits = {name: file.split(name) for name in file.splits}
     return {

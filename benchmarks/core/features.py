@@ -48,7 +48,7 @@ class Inputs:
     def standardised(
         self, experiment: Experiment[Any], whole: ImageClassifier, files: RunDirectory
     ) -> Inputs:
-        """The same with features by whose moments over the training users a network standardises them.
+        """These inputs with features by whose moments over the training users a network standardises them.
 
         The layer of the whole network is set, too. Moments are a function of the features and the secret of
         the run: one that is killed and goes on releases the same again.

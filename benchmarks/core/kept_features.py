@@ -59,7 +59,7 @@ class _Column:
     split: str
     """Name of the split in the file."""
     rows: IntArray
-    """Those that are read."""
+    """The rows of the split that are read."""
     pixels: Any
     crops: Callable[[IntArray], FloatArray] | None = None
     """The crops of given rows; None: whole images, as evaluation sees them."""

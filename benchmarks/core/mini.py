@@ -15,7 +15,7 @@ MINI = MiniSpec(
 )
 MINI_FILE = Path(f"data/flair-mini-{zlib.crc32(f'{VERSION} {MINI}'.encode()):08x}.hdf5")
 CLASSES, CLASSES_FILE = replace(MINI, coarse_labels=1), MINI_FILE.with_stem(f"{MINI_FILE.stem}-classes")
-"""The same with one label an image."""
+"""The mini data set with one label an image, and its file."""
 MINI_WORD = Path("mini")
 """``--data_path mini`` asks for the mini data set even where there is another file."""
 

@@ -65,7 +65,7 @@ def network_words(
 
 
 def _begun(arch: str, other: str, directories: Iterable[Path]) -> str | None:
-    """With which of the two networks a run has begun in one of these directories."""
+    """The one of the two networks that a run in these directories has begun with; None: there is none."""
     for directory in directories:
         if not has_begun(directory):
             continue

@@ -29,7 +29,7 @@ SUBTRACTABLE = (
 
 @dataclass(frozen=True)
 class ProtectedUnit:
-    """Whose images, all together, the guarantee hides.
+    """The owner whose images, all together, the guarantee hides.
 
     A partition that was drawn (iid, Dirichlet, by place) has clients, not users: what one real user owns may
     be spread over many of them, and nothing is promised of users then.
@@ -206,7 +206,7 @@ def local_paragraph(
     public: bool,
     sent: str = UPDATE,
 ) -> str:
-    """The same of a run whose updates were noised on each device.
+    """The paragraph on a run whose updates were noised on each device.
 
     The user or client who took part most often did so in ``most`` rounds, and has ``spent`` that epsilon.
     """

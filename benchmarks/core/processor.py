@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processor_model() -> str:
-    """As the system names it."""
+    """The processor's name, as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

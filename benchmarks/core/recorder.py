@@ -38,7 +38,7 @@ BEST = "best/"
 
 
 class ModelState:
-    """For training whose state is a model and its optimiser."""
+    """The parts of a checkpoint for training whose state is a model and its optimiser."""
 
     def tensors(self, state: PyTorchModel) -> dict[str, torch.Tensor]:
         """The tensors of the model and its optimiser."""

@@ -37,7 +37,7 @@ def run_differences(known: Tree, run: AnyRun) -> list[str]:
 
 
 def directory_of(run: AnyRun, data_path: Path) -> Path:
-    """Where the files of a run lie: ``--run_dir``, or a folder of runs/ that names setting, data and seed."""
+    """The folder of a run's files: ``--run_dir``, or one of runs/ that names setting, data and seed."""
     config = run.config
     directory = run.run_dir or Path("runs") / f"{config.setting.lower()}-{data_path.stem}-seed{config.seed}"
     return Path(str(directory).replace("{digest}", short_digest(config)))
@@ -137,7 +137,7 @@ class RunDirectory:
         return open_secret(self.path, self.config_sha256, self._content_sha256(), self.run.runtime.precision)
 
     def history(self) -> list[Tree]:
-        """All lines of ``metrics.jsonl``."""
+        """The lines of ``metrics.jsonl`` so far."""
         return [json.loads(line) for line in self._lines().splitlines()]
 
     def append(self, line: Tree) -> None:

@@ -64,12 +64,12 @@ class Secret:
 
 
 def secret_path(directory: Path) -> Path:
-    """Where a run's secret lies."""
+    """The path of a run's secret."""
     return directory / "checkpoint" / "noise_seed"
 
 
 def statement_path(directory: Path) -> Path:
-    """Where a run says what it has spent."""
+    """The path of the file in which a run says what it has spent."""
     return directory / "privacy.json"
 
 

@@ -25,7 +25,7 @@ from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.workers.distributed import apart, begin_work, current
 
 ORDER = {"seen": ("val", "test"), "new": ("test", "val")}
-"""Where the users of a kind are looked for, in turn."""
+"""The splits in which the users of a kind are looked for, in turn."""
 
 
 def scores_of_users(experiment: Experiment[Any], model: PyTorchModel, inputs: Inputs) -> Tree:

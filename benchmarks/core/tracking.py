@@ -100,9 +100,9 @@ class WandbBackend:
             ),
         )
         self.id: str = self._run.id
-        """The same after a resumption if the earlier steps are still there."""
+        """The run's id, the same after a resumption if the earlier steps are still there."""
         self.where = self._run.url or f"offline, wandb sync {Path(self._run.dir).parent}"
-        """For people: the address of the run, or how to get at it."""
+        """The address of the run, or how to get at it, for people."""
         self.last = math.inf if self._run.offline else self._run.step - 1
         """The last step that a server answered to have of this run; infinity where there is none to ask."""
         self._file = Path(self._run.settings.sync_file)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from benchmarks.doctor.packages import REPOSITORY
 
 SECONDS = {"imports": 240.0, "device": 90.0, "path": 330.0, "trial": 60.0, "horovod": 60.0}
-"""For each stage; ``path`` compiles the layers where that has not been done."""
+"""The seconds that each stage may take; ``path`` compiles the layers where that has not been done."""
 TAIL = 60
 """Lines of the child's output that a report keeps."""
 Event = dict[str, Any]
@@ -32,7 +32,7 @@ class Answer:
     stage: str = ""
     """The one that it was in when it ended before its time; empty: it came to its end."""
     how: str = ""
-    """In which way it ended, in a few words."""
+    """The way in which it ended, in a few words."""
     output: list[str] = field(default_factory=list)
     """The last lines of what it printed."""
 

@@ -47,7 +47,7 @@ class Examination:
         self.notes += notes
 
     def look(self) -> None:
-        """At the machine, with nothing imported."""
+        """Look at the machine, with nothing imported."""
         print("What was found")
         for part in (
             packages.software,

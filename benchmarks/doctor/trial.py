@@ -141,7 +141,7 @@ def compared(case: Case, file: DataFile, seconds: float) -> dict[str, Any]:
 
 
 def comparisons(seconds: float) -> Iterator[dict[str, Any]]:
-    """Those that tell something here, one after another, as far as the time allows."""
+    """The comparisons that tell something here, one after another, as far as the time allows."""
     begin = time.monotonic()
     with data_file() as file:
         cases = [PLAIN, PRIVATE]

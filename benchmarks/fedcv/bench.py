@@ -135,7 +135,7 @@ def compared(case: Case) -> Sides:
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
-    """Both engines on one case."""
+    """The numbers of both engines on one case."""
     return {"case": asdict(case), **measure(compared(case), rounds)}
 
 

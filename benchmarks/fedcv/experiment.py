@@ -46,7 +46,7 @@ class Mini:
     """The mini data set of a benchmark."""
 
     word: str
-    """In the name of its file."""
+    """The word for it in the name of its file."""
     spec: MiniSpec
     write: Callable[[Path, MiniSpec], None]
 
@@ -170,7 +170,7 @@ def partition_facts(view: AnnotatedView) -> Tree:
 
 @torch.no_grad()
 def shown(view: AnnotatedView, model: PyTorchModel) -> tuple[npt.NDArray[np.float32], Tensor, Tensor]:
-    """For a picture, the first images of the first test users as the network sees them, ``[n, S, S, 3]`` in
+    """The first images of the first test users as the network sees them, for a picture, ``[n, S, S, 3]`` in
     0..1; their targets; and the network's outputs."""
     store, module, device = view.split("test"), model.pytorch_model, get_default_device()
     images, targets = (torch.from_numpy(part).to(device) for part in store.read(_shown_rows(store)))

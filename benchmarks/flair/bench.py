@@ -133,7 +133,7 @@ def compared(case: Case, folder: Path) -> Iterator[Sides]:
 
 
 def measured(case: Case | fedcv.Case, rounds: int, options: argparse.Namespace) -> Tree:
-    """Both engines on one case."""
+    """The numbers of both engines on one case."""
     if isinstance(case, fedcv.Case):
         return fedcv.measured(case, rounds, options)
     with compared(case, options.data_dir) as sides:

@@ -36,7 +36,7 @@ class DataConfig(ImageConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class ScoringConfig(EvaluationConfig):
-    """When the model is scored on val, by what the best one is chosen, and what is scored at the end."""
+    """The schedule of scoring on val, the score that chooses the best model, and the scores at the end."""
 
     best_by: Literal["loss", "C-AP", "accuracy", "last"] = "loss"
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
@@ -79,7 +79,7 @@ PRIVACY_RULES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True, config=STRICT)
 class Config(TrainingConfig):
-    """All that decides a run's numbers."""
+    """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = PRIVACY_RULES
     setting: str = "FL-R-17"

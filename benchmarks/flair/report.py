@@ -200,7 +200,7 @@ def _privacy_paragraphs(rows: Sequence[Row]) -> list[str]:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Where runs that should have started alike did not."""
+    """A line for each fact in which the seeds of a row differ, though they should have started alike."""
     lines = []
     for row in rows:
         results = [run.outcome for run in row.runs]

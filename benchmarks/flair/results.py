@@ -39,7 +39,7 @@ from pfl_ext.tasks.multi_label_scores import PER_USER, MultiLabelScores, average
 from pfl_ext.workers.distributed import is_main
 
 SPLIT = "test"
-"""Whose users are scored one by one."""
+"""The split whose users are scored one by one."""
 
 
 def class_scores(
@@ -67,7 +67,7 @@ def _users_columns(scored: MultiLabelScores, offsets: IntArray) -> dict[str, Flo
 
 
 def _lists(values: Mapping[str, FloatArray]) -> Tree:
-    """For JSON: percent to 4 decimals, null where there is no number."""
+    """The columns as lists for JSON: percent to 4 decimals, null where there is no number."""
     return {
         name: [None if np.isnan(value) else round(float(value), 4) for value in values[name]]
         for name in PER_USER

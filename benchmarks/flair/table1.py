@@ -36,7 +36,7 @@ from dataset.cli import run as run_command
 
 STANDIN = Path("data/standin.safetensors")
 FINE = "-f-"
-"""In the names of the fine-tuning settings."""
+"""The part of a setting's name that marks fine-tuning."""
 TELL_S = 60.0
 """Seconds between lines that say how far a run is."""
 

@@ -97,7 +97,7 @@ class Flair(Experiment[Config]):
         flair_results.draw(self.config, results, title, folder)
 
     def rows(self, results: Tree) -> Mapping[str, Mapping[str, float]]:
-        """With the paper's row, where the run can be compared with it."""
+        """The final table, with the paper's row where the run can be compared with it."""
         return flair_results.final_rows(self.config, results)
 
     def show(self, results: Tree) -> None:

@@ -99,7 +99,7 @@ def accuracy(model: nn.Module, arrays: Any) -> float:
 
 
 def epsilons(work: Work) -> dict[str, float | None]:
-    """At delta, by opacus' accountants; None where one has no number for these mechanisms."""
+    """The epsilons at delta, by opacus' accountants; None where one has no number for these mechanisms."""
     found: dict[str, float | None] = {}
     for name, kind in (("rdp", RDPAccountant), ("prv", PRVAccountant)):
         accountant = kind()

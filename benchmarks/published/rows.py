@@ -32,13 +32,13 @@ class Row:
     title: str
     source: str
     published: float | None
-    """None: the source has a protocol, but no number."""
+    """The published accuracy; None: the source has a protocol, but no number."""
     deviation: float | None
     """The source's standard deviation, if it states one."""
     scored: str
     """Which round's accuracy it is: one of `SCORED`."""
     band: tuple[float, float] | None
-    """Within which our mean is accepted, fixed before the first run; None where nothing was published."""
+    """The interval in which our mean is accepted, fixed before the first run; None: nothing was published."""
     by_seed: Mapping[str, str]
     """The keys whose values depend on the seed."""
 
@@ -54,7 +54,7 @@ class Row:
 
 
 def names() -> list[str]:
-    """All rows."""
+    """The names of all rows."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 

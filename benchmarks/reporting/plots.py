@@ -132,7 +132,7 @@ def per_user_violins(
 def training_curve(
     history: Sequence[Mapping[str, Any]], unit: str, columns: Sequence[str], title: str, path: Path
 ) -> None:
-    """These columns (percent) and the loss over the rounds (or epochs) of ``metrics.jsonl``.
+    """Draw these columns (percent) and the loss over the rounds (or epochs) of ``metrics.jsonl``.
 
     They are those of val, or of test where the lines have ``tracked`` in its place.
     """

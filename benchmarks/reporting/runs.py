@@ -26,7 +26,7 @@ from dataset.files import imported
 from dataset.store.hdf5 import DataFile
 
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
-"""With what reading a run's JSON or YAML can end when it is not what it should be."""
+"""The errors with which reading a run's JSON or YAML can end when it is not what it should be."""
 OTHER_VERSION = "its config is of another version of the code"
 ExperimentKey: TypeAlias = tuple[str, str, str | None]
 
@@ -309,8 +309,8 @@ def _epsilon(value: float | str | None) -> float:
 
 
 def local_epsilon_of(privacy: Tree) -> tuple[float, float, int, float]:
-    """With noise on every device: (epsilon of one update, delta, rounds of the user who took part most,
-    what that user has spent at delta).
+    """The numbers of a run with noise on every device: (epsilon of one update, delta, rounds of the user who
+    took part most, what that user has spent at delta).
     """
     return (
         float(privacy["epsilon_of_one_participation"]),

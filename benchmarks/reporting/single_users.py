@@ -38,11 +38,11 @@ class UserScores(NamedTuple):
     """Kind of users and models, in words."""
     score: str
     values: Tree
-    """By the keys of `COLUMNS`, as far as they are known."""
+    """The numbers that are known, by the keys of `COLUMNS`."""
 
 
 def of_run(run: RunRecord) -> Iterator[UserScores]:
-    """All that ``results.json`` says; nothing where it says nothing, or something else."""
+    """The scores that ``results.json`` has; nothing where it says nothing, or something else."""
     for group, kind in GROUPS.items():
         for model, words in MODELS.items():
             with suppress(*DAMAGE):

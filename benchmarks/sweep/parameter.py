@@ -78,7 +78,7 @@ class Parameter:
         return None
 
     def space(self) -> BaseDistribution:
-        """Where optuna draws what `at` turns into a value; in [0, 1] for the kinds that optuna lacks."""
+        """Optuna's distribution of what `at` turns into a value; on [0, 1] for the kinds that it lacks."""
         low, high = float(self.min or 0), float(self.max or 0)
         if self.values is not None and self.probabilities is None:
             return CategoricalDistribution(self.values)

@@ -71,7 +71,7 @@ class TrialProcess:
 
 
 def _train(module: str, words: Sequence[str], run_dir: Path, log: Path, num_processes: int) -> None:
-    """In the new process: train, or become the launcher of the workers that do.
+    """Train in the new process, or become the launcher of the workers that do.
 
     It is stopped when the sweep dies, however it dies (Linux's PR_SET_PDEATHSIG), but not by what a terminal
     sends to the sweep, which stops its trials itself. Where the sweep has used CUDA after all, which a fork

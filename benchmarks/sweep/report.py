@@ -35,7 +35,7 @@ class Row:
     step: int | None
     test: float | None
     seconds: float | None
-    """None where nothing says it, as in a public release."""
+    """The trial's time; None where nothing says it, as in a public release."""
     run_dir: str
 
 

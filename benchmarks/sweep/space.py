@@ -109,12 +109,12 @@ class Sweep:
 
     @property
     def ranking(self) -> Metric:
-        """By what trials are compared: the metric, or else the benchmark's headline score on val."""
+        """The metric by which trials are compared, or else the benchmark's headline score on val."""
         return self.metric or Metric(f"val/{self.experiment.headline[0]}", "maximize")
 
     @property
     def space(self) -> dict[str, BaseDistribution]:
-        """Where optuna draws each parameter that can take more than one value."""
+        """The distribution of each parameter that can take more than one value, for optuna."""
         varied = {name: p for name, p in self.parameters.items() if len(p.options() or (0, 1)) > 1}
         if self.method == "grid":
             return {name: CategoricalDistribution(list(p.options() or ())) for name, p in varied.items()}

@@ -91,7 +91,7 @@ class RandomImages:
 
 
 def measured(case: Case, rounds: int, options: argparse.Namespace) -> Tree:
-    """Both engines on one case."""
+    """The numbers of both engines on one case."""
     if options.data_path is None:
         return {"case": asdict(case), **measure(compared(case), rounds)}
     with DataFile(options.data_path) as file:
@@ -116,7 +116,7 @@ class Drawn:
         return RandomImages(self.case, self.run.config.data.image_size, users)
 
     def inputs(self) -> Inputs:
-        """These, and the network of the case's config."""
+        """The random images, and the network of the case's config."""
         module = build_model(self.run.config, self.case.classes, None, SingleLabel(), self.split)
         return Inputs(module, self.split)
 

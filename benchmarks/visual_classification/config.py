@@ -42,7 +42,7 @@ class DataConfig(ImageConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class ScoringConfig(EvaluationConfig):
-    """When the model is scored on val, and by what the best one is chosen."""
+    """The schedule of scoring on val, and the score that chooses the best model."""
 
     best_by: Literal["loss", "accuracy", "last"] = "loss"
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
@@ -50,7 +50,7 @@ class ScoringConfig(EvaluationConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class Config(TrainingConfig):
-    """All that decides a run's numbers."""
+    """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
         **each(OF_THE_DATA, "data", "dataset partition taxonomy"),

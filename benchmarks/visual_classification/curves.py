@@ -35,7 +35,7 @@ class Curve:
         return self._at(self.rounds, number)
 
     def at_batch(self, number: int) -> float | None:
-        """Likewise after so many batches."""
+        """Accuracy of the last model scored at or before so many batches; None if the run made fewer."""
         return self._at(self.batches, number)
 
     def _at(self, places: IntArray, number: int) -> float | None:
@@ -55,7 +55,7 @@ class Curve:
 
 
 def read_curve(lines: Sequence[Tree]) -> Curve:
-    """From the lines of ``metrics.jsonl``; a line's scores are the model's before that line's round.
+    """The curve of the lines of ``metrics.jsonl``; a line's scores are the model's before that line's round.
 
     They are ``tracked`` where they are those of test, or ``val``, which in older runs may be test too.
     """

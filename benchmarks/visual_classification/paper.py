@@ -15,7 +15,8 @@ from benchmarks.visual_classification.config import VISION, Config
 ROUNDS = (1000, 2500, 5000)
 BATCHES = (10_000, 25_000, 50_000)
 RELATIVE = (10, 50, 90)
-"""Where the paper reads its curves: rounds, batches of the largest users, percent of centralised accuracy."""
+"""The places where the paper reads its curves: rounds, batches of the largest users, percent of
+centralised accuracy."""
 
 IMAGES = {
     "cifar10": {"train": 50_000, "test": 10_000},

@@ -1,4 +1,4 @@
-"""Whose the images of a split are, which users and images are shown, and how unequal the users are.
+"""The users of a split's images, which users and images are shown, and how unequal the users are.
 
 Shape letters: U users, N images of a split, K classes, P labels of all images together.
 """
@@ -76,14 +76,14 @@ def owners_of(file: DataFile, split: str, partition: str | None) -> Owners:
 
 
 def chosen(owners: Owners, number: int, seed: int) -> list[int]:
-    """So many users who have images, drawn by the seed, in the order of the draw."""
+    """The users chosen: so many who have images, drawn by the seed, in the order of the draw."""
     known = np.flatnonzero(owners.sizes > 0)
     rng = np.random.default_rng([zlib.crc32(b"browsed users"), seed])
     return [int(user) for user in rng.permutation(known)[:number]]
 
 
 def chosen_rows(owners: Owners, user: int, number: int, seed: int) -> IntArray:
-    """So many images of a user, a function of the seed and the user's id; in the order of the file."""
+    """The images chosen: so many of a user, drawn by the seed and the user's id; in the order of the file."""
     own = zlib.crc32(owners.user_ids[user].encode())
     rng = np.random.default_rng([zlib.crc32(b"browsed images"), seed, own])
     return np.sort(rng.permutation(owners.of(user))[:number])
@@ -110,13 +110,13 @@ class Skew:
     """How far the users' labels are from those of all users that were looked at."""
 
     users: int
-    """With at least one label."""
+    """Number of users with at least one label."""
     histogram: Mapping[str, int]
     """Users by their L1 distance, in [0, 2]."""
     mean: float
     """Mean of the distances, weighted by each user's number of labels."""
     at_random: float
-    """The same where the labels are dealt to the users at random: what few labels a user do by themselves."""
+    """The mean where labels are dealt to the users at random: what few labels a user do by themselves."""
     classes: Mapping[str, int]
     """Users by the number of classes that they have."""
 

@@ -134,7 +134,7 @@ def _print_partitions(spec: Cifar, partitions: Mapping[str, PartitionIndex]) -> 
 
 
 def _splits(spec: Cifar, asked: str, sha256: str, folder: Path) -> Path | None:
-    """Where the CSVs are, after a download if one is asked for; None if none are wanted."""
+    """The path of the CSVs, after a download if one is asked for; None if none are wanted."""
     if sha256 and not is_address(asked):
         raise ValueError("--splits_sha256 is of what is downloaded: give --splits an address with it")
     if asked == NO_SPLITS:

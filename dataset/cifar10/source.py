@@ -95,14 +95,14 @@ class CifarSource(Source):
 
     @cached_property
     def parts(self) -> Sequence[str]:
-        """As `Source.parts`: the splits."""
+        """The key of each split, which is a part; see `Source.parts`."""
         return [
             f"{name} {hashlib.sha256(images.pixels.tobytes() + images.classes.tobytes()).hexdigest()}"
             for name, images in self.splits.items()
         ]
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
-        """As `Source.records`; image ids are positions in the official order."""
+        """The records of a split; image ids are positions in the official order. See `Source.records`."""
         name, images = [*self.splits.items()][part]
         for first, pixels in zip(range(start, len(images.classes), BATCH), self.images(part, start)):
             rows = range(first, first + len(pixels))
@@ -115,7 +115,7 @@ class CifarSource(Source):
             yield Records(pa.table(columns, self.schema), pixels, self.spec.name)
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """As `Source.images`."""
+        """The images of a split; see `Source.images`."""
         pixels = [*self.splits.values()][part].pixels
         for first in range(start, len(pixels), BATCH):
             yield list(pixels[first : first + BATCH])
@@ -163,7 +163,7 @@ def read_images(spec: Cifar, folder: Path) -> dict[str, Images]:
 
 
 def planes_as_rows(pixels: ByteArray) -> ByteArray:
-    """The same bytes, colour after colour, read as if they were pixel after pixel; ``[N, 32, 32, 3]`` both.
+    """The pixels' bytes, colour after colour, read as if pixel after pixel; ``[N, 32, 32, 3]`` both.
 
     A pixel of the outcome is three neighbours in one colour of the image, and a row of it is three rows of
     the image; its top third is red, its middle green and its bottom blue.

@@ -39,7 +39,7 @@ _TRAIN_IDS[list(CLASSES)] = np.arange(len(CLASSES))
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
-    """As `dataset.fetch.annotated.Layout.wanted`."""
+    """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
     if path.name == USERS_CSV:
         return path.name, MAX_USERS_BYTES
     is_mask = len(path.parts) > 3 and path.parts[-4] == "gtFine" and path.parts[-3] in SPLITS
@@ -49,7 +49,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """As `dataset.fetch.annotated.Layout.read`."""
+    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
     records, cities, sequences, ids = [], dict[str, str](), dict[str, str](), dict[str, str]()
     for name in sorted(file for file in files if file != USERS_CSV):
         where = f"{origin}: gtFine/{name}"

@@ -61,7 +61,7 @@ class _File:
 
 
 def _arrow_batches(path: Path, columns: list[str], start: int) -> Iterator[Any]:
-    """As `dataset.fetch.parquet.batches`, of an Arrow stream."""
+    """The record batches of an Arrow stream; see `dataset.fetch.parquet.batches`."""
     with (
         parquet.readable(path, "Arrow"),
         pa.memory_map(str(path)) as mapped,

@@ -106,7 +106,7 @@ class Rows:
         self._columns = [[] for _ in self._schema]
 
     def table(self) -> pa.Table:
-        """All of them."""
+        """The records that were added, as one table."""
         self._flush()
         return pa.concat_tables(self._tables)
 
@@ -119,11 +119,11 @@ class ConvertedSource(Source):
 
     @property
     def parts(self) -> Sequence[str]:
-        """As `Source.parts`."""
+        """The key of each part; see `Source.parts`."""
         return [part.key for part in self.found]
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
-        """As `Source.records`."""
+        """The records of a part; see `Source.records`."""
         chosen = self.found[part]
         for images in self.images(part, start):
             if start + len(images) > len(chosen.table):
@@ -136,7 +136,7 @@ class ConvertedSource(Source):
             raise ValueError(f"{chosen.name} changed while it was read: run the command again")
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """As `Source.images`."""
+        """The images of a part; see `Source.images`."""
         images = self.found[part].images(start)
         while batch := list(islice(images, source.BATCH)):
             yield batch

@@ -51,7 +51,7 @@ class Dealing:
             raise ValueError(f"--seed is {self.seed}; give a number from 0 to {2**63 - 1}")
 
     def provenance(self) -> dict[str, object]:
-        """For the file."""
+        """What the data file says of how its images were dealt."""
         dealt = {"dealt_by": self.by, "seed": self.seed} if any(self.shares.values()) else {}
         return {"splits": "the source's" if self.keep else "dealt", "shares": dict(self.shares), **dealt}
 

@@ -1,1 +1,1 @@
-"""From a source to files: HTTP, archives, lists of images."""
+"""Reading files of a source: HTTP, archives, lists of images."""

@@ -57,7 +57,7 @@ class Annotated:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def with_val_as_test(self) -> Annotated:
-        """With the images of ``val`` as ``test``.
+        """The same annotations with the images of ``val`` as ``test``.
 
         Raises:
             ValueError: when there are images of test.
@@ -138,7 +138,7 @@ class Users:
     images: frozenset[str]
 
     def named(self, annotated: Annotated) -> Users:
-        """The same by the ids of these images, and without others; it may list them by their other ids.
+        """The users by the ids of these images, and without others; it may list them by their other ids.
 
         Raises:
             ValueError: when it lists none of the images, and for a split other than that of the image.
@@ -247,7 +247,7 @@ class Finish:
     other_sizes: Sequence[str] = ()
 
     def __call__(self, index: DatasetIndex) -> DatasetIndex:
-        """As `dataset.preprocess.Options.finish`."""
+        """The index with partitions and a count of other sizes; see `dataset.preprocess.Options.finish`."""
         self.other_sizes = [image for split in index.splits.values() for image in self._of_other_sizes(split)]
         provenance = {**index.provenance, "images_of_another_size_than_annotated": len(self.other_sizes)}
         index = replace(index, provenance=provenance) if self.sizes else index

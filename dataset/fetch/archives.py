@@ -54,7 +54,7 @@ class ArchiveSource(Source):
     archives: Sequence[Shard]
     files: Path | None
     paths: Mapping[str, Path] | None = None
-    """Where the images lie below ``files``, if not at ``<image_id>.jpg``."""
+    """The images' paths below ``files``, if they are not at ``<image_id>.jpg``."""
     suffixes: Sequence[str] = JPEG_SUFFIXES
     """Suffixes of images in the archives, in lower case."""
 
@@ -76,14 +76,14 @@ class ArchiveSource(Source):
 
     @property
     def parts(self) -> Sequence[str]:
-        """As `Source.parts`: archives, or the folder of files; then what is listed and in none of them."""
+        """Keys of the archives, the folder of files, and what is listed and in none; see `Source.parts`."""
         keys = [shard.key for shard in self.archives]
         if self.files is not None:
             keys.append(_folder_key(self.files, self._found()))
         return [f"{self.listing.key} {key}" for key in [*keys, f"missing of {' '.join(keys)}"]]
 
     def skip(self, part: int, table: pa.Table) -> None:
-        """As `Source.skip`."""
+        """Note that a part has the images of these records; see `Source.skip`."""
         _, row_of = self.listed
         for image_id in table["image_id"].to_pylist():
             self._claim(part, row_of[image_id])
@@ -94,14 +94,14 @@ class ArchiveSource(Source):
             self._claimed[row] = part + 1
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
-        """As `Source.records`."""
+        """The records of a part; see `Source.records`."""
         table, row_of = self.listed
         for ids, images in self._batches(part, start):
             rows = [row_of[image_id] for image_id in ids]
             yield Records(table.take(rows), images, self._origin(part))
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """As `Source.images`."""
+        """The images of a part; see `Source.images`."""
         return (images for _, images in self._batches(part, start))
 
     def _origin(self, part: int) -> str:
@@ -165,7 +165,7 @@ class BoundedHeader(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """As tarfile's; raises ReadError for such a header."""
+        """The header, as tarfile reads it; raises ReadError for one of such a size."""
         found = super().frombuf(buf, encoding, errors)
         if found.type in _HEADERS and found.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {found.size:,} bytes")

@@ -42,20 +42,20 @@ _KEPT = {
 }  # fmt: skip
 """The keys that are looked at."""
 _OF_OUTLINES = {"segmentation", "size", "counts"}
-"""And for masks; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
+"""More keys that masks need; otherwise outlines, most of the bytes, are dropped while the JSON is read."""
 
 Json = dict[str, Any]
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
-    """As `dataset.fetch.annotated.Layout.wanted`."""
+    """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
     if path.name == USERS_CSV:
         return path.name, MAX_USERS_BYTES
     return (path.name, MAX_JSON_BYTES) if _NAME.fullmatch(path.name) else None
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """As `dataset.fetch.annotated.Layout.read`."""
+    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
     reader = _Reader(reading.cut, reading.form)
     for name in sorted(files):
         if found := _NAME.fullmatch(name):

@@ -26,7 +26,7 @@ MAX_PIXELS = 1 << 26
 LEAST_NUMBERS = 6
 """Fewest coordinates of a polygon; one of two points has no area."""
 CROWD_CLASS = 0
-"""In place of an object's class: a group's outline, which is rough."""
+"""The class of a group's outline, which is rough, in place of an object's class."""
 _BITS, _MORE, _SIGN, _FIRST = 5, 0x20, 0x10, 48  # of a character of pycocotools' text
 
 BoolArray = npt.NDArray[np.bool_]

@@ -24,11 +24,11 @@ class ParquetSource(Source):
 
     @property
     def parts(self) -> Sequence[str]:
-        """As `Source.parts`: the shards."""
+        """The key of each shard, which is a part; see `Source.parts`."""
         return [shard.key for shard in self.shards]
 
     def records(self, part: int, start: int = 0) -> Iterator[Records]:
-        """As `Source.records`."""
+        """The records of a shard; see `Source.records`."""
         shard = self.shards[part]
         for batch in batches(shard.fetch(), [*self.schema.names, "image"], start):
             table = pa.Table.from_batches([batch.select(self.schema.names)])
@@ -44,7 +44,7 @@ class ParquetSource(Source):
             yield Records(table, binary(shard.name, "image", batch), shard.name)
 
     def images(self, part: int, start: int = 0) -> Iterator[Sequence[Image]]:
-        """As `Source.images`."""
+        """The images of a shard; see `Source.images`."""
         for batch in batches(self.shards[part].fetch(), ["image"], start):
             yield binary(self.shards[part].name, "image", batch)
 

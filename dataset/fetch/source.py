@@ -33,10 +33,10 @@ class Records:
     images: Sequence[Image]
     origin: str
     places: Sequence[str] = ()
-    """Where each record stands, where the source knows it better than by its file."""
+    """The place of each record, where the source knows it better than by its file."""
 
     def place(self, row: int) -> str:
-        """Where the record of a row of the table stands."""
+        """The place of a row's record, for errors."""
         return self.places[row] if self.places else self.origin
 
 

@@ -49,7 +49,7 @@ _NUMBER = re.compile(r"[-+]?[0-9]{1,9}(\.[0-9]{1,20})?")
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
-    """As `dataset.fetch.annotated.Layout.wanted`."""
+    """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
     folder = path.parts[-2] if len(path.parts) > 1 else ""
     if path.name in (CLASSES_TXT, USERS_CSV):
         return path.name, MAX_USERS_BYTES
@@ -64,7 +64,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """As `dataset.fetch.annotated.Layout.read`."""
+    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
     form = reading.form
     classes = _classes(files, origin, form)
     split_of = _sets(files, origin, form) or dict(reading.splits)

@@ -37,7 +37,7 @@ def masked_index(spec: MiniSpec) -> DatasetIndex:
 
 
 def boxed_index(spec: MiniSpec) -> DatasetIndex:
-    """The same with a box around what shows of each mark; one that does not show has none."""
+    """`mini_index` with a box around what shows of each mark; one that does not show has none."""
 
     def boxes(index: DatasetIndex, split: str) -> Boxes:
         found = [boxes_of(scene, spec.image_size) for scene in _scenes(spec, index, split)]

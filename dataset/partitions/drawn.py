@@ -87,7 +87,7 @@ def drawn(name: str, *, numbered: bool = True, of_any: bool = False) -> Callable
 
 
 def drawers() -> Mapping[str, Drawer]:
-    """All kinds by name, from the files of this folder."""
+    """The kinds of partition by name, from the files of this folder."""
     import_all("dataset.partitions")
     return dict(sorted(_DRAWERS.items()))
 
@@ -104,13 +104,13 @@ def written_kinds() -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a partition of given images is drawn from."""
+    """What a partition of given images is drawn from."""
 
     kind: str
     number: float
     num_clients: int
     images_per_client: int | None
-    """None: as many as there are for each."""
+    """Images of each client; None: as many as there are for each."""
     seed: int
 
     def draw(self, classes: IntArray, images: Images | None = None) -> PartitionIndex:

@@ -101,14 +101,14 @@ def distances(classes: IntArray, owner: IntArray, num_clients: int) -> tuple[Flo
 
 
 def mean_emd(distance: Floats, sizes: IntArray) -> float:
-    """Weighted by the clients' sizes."""
+    """The mean of the distances, weighted by the clients' sizes."""
     return float((distance * sizes).sum() / sizes.sum())
 
 
 def measure(
     file: DataFile, taxonomy: str = "labels", new: Mapping[str, PartitionIndex] | None = None
 ) -> list[tuple[Statistics, Dealt]]:
-    """For each partition of the training images, and the users of each split that has more than one.
+    """The statistics of each partition of the training images, and of each split with more than one user.
 
     Args:
         file: whose images they are.

@@ -22,7 +22,7 @@ LISTS = ("train", "val")
 
 
 def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
-    """As `dataset.fetch.annotated.Layout.wanted`."""
+    """The name and largest size of a file that is read; see `dataset.fetch.annotated.Layout.wanted`."""
     if path.name == USERS_CSV:
         return path.name, MAX_USERS_BYTES
     if path.suffix == ".txt" and path.stem in LISTS and path.parent.name in ("", "dataset"):
@@ -32,7 +32,7 @@ def wanted(path: PurePosixPath, form: Form) -> tuple[str, int] | None:
 
 
 def read(files: Mapping[str, bytes], origin: str, reading: Reading) -> Annotated:
-    """As `dataset.fetch.annotated.Layout.read`."""
+    """What the annotations say; see `dataset.fetch.annotated.Layout.read`."""
     split_of: dict[str, str] = {}
     for split in LISTS:
         if f"{split}.txt" in files:

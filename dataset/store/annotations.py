@@ -48,7 +48,7 @@ class LabelMatrix:
     def from_pairs(
         cls, rows: npt.NDArray[Any], columns: npt.NDArray[Any], num_images: int, num_labels: int
     ) -> LabelMatrix:
-        """From the row and column of each label, in any order; repeated pairs count once."""
+        """The matrix of labels given by row and column, in any order; repeated pairs count once."""
         width = max(num_labels, 1)
         flat = np.unique(rows * width + columns)
         indptr = np.searchsorted(flat, np.arange(num_images + 1) * width).astype(np.int64)
@@ -91,7 +91,7 @@ class OneClass(LabelMatrix):
 
     @classmethod
     def of(cls, classes: npt.NDArray[Any], num_labels: int) -> OneClass:
-        """From the class of each image, ``[N]``."""
+        """The matrix of the classes of images, ``[N]``."""
         return cls(np.arange(len(classes) + 1, dtype=np.int64), classes.astype(np.uint16), num_labels)
 
     def take(self, rows: IntArray) -> OneClass:
@@ -115,7 +115,7 @@ class Masks:
 
     @classmethod
     def of(cls, masks: Sequence[bytes], num_labels: int) -> Masks:
-        """From the PNG of each image, ``[N]``."""
+        """The masks whose PNGs these are, one for each of N images."""
         data = np.frombuffer(b"".join(masks), np.uint8)
         return cls(offsets_of(np.array([len(mask) for mask in masks])), data, num_labels)
 
@@ -302,7 +302,7 @@ def read_mask(png: bytes) -> npt.NDArray[np.uint8]:
 
 
 def offsets_of(counts: npt.NDArray[Any]) -> IntArray:
-    """Where each part begins, and the end of the last: 0, counts[0], counts[0] + counts[1], ..."""
+    """The offset of each part, and the end of the last: 0, counts[0], counts[0] + counts[1], ..."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 

@@ -19,14 +19,14 @@ from dataset.store.views import Split
 
 COLUMNS = 6
 NO_BOX = -1
-"""As a class: a row that is no box."""
+"""The class of a row that is no box."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class SplitBoxes(Split):
-    """With boxes as targets."""
+    """The images of a split, with boxes as targets."""
 
     boxes: Boxes  # of the file's split
     scale: FloatArray  # of each image of the file's split: S over width and height, [..., 2]

@@ -1,4 +1,4 @@
-"""From a source's records, as Arrow columns, to a data set's index: every step on whole columns.
+"""The steps from a source's records to a data set's index, all on whole Arrow columns.
 
 Shape letters: R records in the source's order, U users, N images, K labels.
 """
@@ -58,7 +58,7 @@ def kinds(columns: pa.Schema) -> dict[str, Kind]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each record of the source goes, ``[R]`` each: position in ``names`` (-1: nowhere), and row."""
+    """The split of each record, as a position in ``names`` (-1: it goes nowhere), and its row; ``[R]``."""
 
     names: tuple[str, ...]
     split: npt.NDArray[np.int8]

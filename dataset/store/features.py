@@ -59,7 +59,7 @@ class FeatureColumn:
 
     @property
     def num_bytes(self) -> int:
-        """On disk, when it is complete."""
+        """Bytes on disk, when it is complete."""
         return self.num_rows * self._row_bytes
 
     def missing(self, rows: IntArray) -> list[int]:

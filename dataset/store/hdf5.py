@@ -95,7 +95,7 @@ class DataFile:
         self.image_size = self.reader.image_size
         """Side of every stored image in pixels; None if not known or not the same."""
         self.provenance = self.reader.provenance
-        """Where the data came from."""
+        """What is known of where the data came from."""
         self.annotation_names = tuple(self.reader.label_mappings)
         """The annotations that the file holds."""
         self._splits: dict[str, SplitIndex] = {}

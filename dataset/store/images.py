@@ -78,7 +78,7 @@ def refuse_size(width: int, height: int, data: bytes | memoryview) -> None:
 
 
 def _refuse_bomb(width: int, height: int, data: bytes | memoryview) -> None:
-    """As `refuse_size`, and ValueError for a JPEG of too many scans."""
+    """Raise ValueError where `refuse_size` does, and for a JPEG of too many scans."""
     refuse_size(width, height, data)
     if bytes(data).count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"it has more than {MAX_SCANS} scans")
@@ -215,7 +215,7 @@ def to_pixels(data: bytes | memoryview, background: Background) -> tuple[Pixels,
 
 
 def to_jpeg(data: bytes | memoryview, transcoding: Transcoding) -> tuple[bytes, str]:
-    """The same bytes for the same image and transcoding; and what was done, as `to_pixels` says.
+    """A JPEG, the same bytes for the same image and transcoding; and what was done, as `to_pixels` says.
 
     Raises:
         ValueError: with a clause that says what is wrong.

@@ -127,7 +127,7 @@ class DatasetIndex:
     grouped: bool = True
 
     def with_partitions(self, partitions: Mapping[str, PartitionIndex]) -> DatasetIndex:
-        """The same, with other ways to deal the training images."""
+        """The same index, with other ways to deal the training images."""
         train = replace(self.splits["train"], partitions=partitions)
         return replace(self, splits={**self.splits, "train": train})
 

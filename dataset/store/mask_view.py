@@ -18,7 +18,7 @@ from dataset.store.views import ByteArray, PixelCache, Split
 
 @dataclass(frozen=True)
 class SplitMasks(Split):
-    """With masks as targets."""
+    """The images of a split, with masks as targets."""
 
     masks: PixelCache
 

@@ -161,7 +161,7 @@ def version_of(index: DatasetIndex) -> int:
 
 
 def leaf_name(annotation: str, leaf: str, version: int) -> str:
-    """Where a data set of an annotation is in a split's group."""
+    """The path of a data set of an annotation within a split's group."""
     return f"{annotation}_{leaf}" if version < ANNOTATED else f"{ANNOTATIONS}/{annotation}/{leaf}"
 
 
@@ -309,7 +309,7 @@ class NativeReader:
         return self._columns[split, name]
 
     def image_offsets(self, split: str) -> IntArray:
-        """Where each image begins in ``images``, ``[N + 1]``, in bytes."""
+        """The offset of each image in ``images``, in bytes, ``[N + 1]``."""
         return self._column(split, "image_offsets")
 
     def stored(self, split: str, rows: IntArray) -> StoredImages:

@@ -37,7 +37,7 @@ from dataset.store.native import (
 
 _BLOCK = 32  # images that a thread checks at once
 MOST_LABELS = 100
-"""As many labels of a taxonomy are listed one by one: all of FLAIR's 17, not its 1,628."""
+"""Most labels of a taxonomy that are listed one by one: all of FLAIR's 17, not its 1,628."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -124,7 +124,7 @@ class Split:
 
 @dataclass(frozen=True)
 class SplitImages(Split):
-    """With labels as targets."""
+    """The images of a split, with labels as targets."""
 
     labels: LabelMatrix  # [N, K]
 

@@ -39,7 +39,7 @@ class Median(ByCoordinate):
     options: ClassVar[type] = SpooledOptions
 
     def dropped(self, n: int) -> int:
-        """All but one or two."""
+        """How many values are left out at either end so that one or two are left."""
         return (n - 1) // 2
 
 
@@ -50,5 +50,5 @@ class TrimmedMean(ByCoordinate):
     options: ClassVar[type] = ToleratedOptions
 
     def dropped(self, n: int) -> int:
-        """f."""
+        """How many values are left out at either end: f."""
         return self.bad(n)

@@ -79,7 +79,7 @@ class Spool:
         return np.flatnonzero(self.weights > 0)
 
     def finite_rows(self) -> IntArray:
-        """Those of them that hold nothing but finite numbers."""
+        """The written rows that hold nothing but finite numbers."""
         rows = self.written_rows()
         known = np.ones(len(rows), bool)
         for block in self._blocks(rows):

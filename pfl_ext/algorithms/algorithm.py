@@ -49,7 +49,7 @@ class UserState(Protocol):
         ...
 
     def saved(self) -> None:
-        """That checkpoint has taken its name."""
+        """Called when the checkpoint of the last `tensors` has taken its name."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,7 +98,7 @@ class Means(Setup):
     postprocessors: Sequence[Postprocessor]
     """A weighting of users, and the mechanism of a private run."""
     engine: CohortEngine | None
-    """None: pfl's own loop trains users."""
+    """The engine that trains users; None: pfl's own loop does."""
     accumulate: torch.dtype
     """Data type of sums over users."""
     config_hash: str
@@ -249,7 +249,7 @@ class Algorithm(Choice, ABC, Generic[State]):
 
     @abstractmethod
     def tensors(self, state: State) -> dict[str, Tensor]:
-        """All of the state, for a checkpoint."""
+        """The tensors of the whole state, for a checkpoint."""
 
     @abstractmethod
     def load(self, state: State, tensors: Mapping[str, Tensor]) -> State:

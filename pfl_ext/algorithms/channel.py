@@ -105,7 +105,7 @@ class Errors:
         return {} if self._rows is None else self._rows.tensors()
 
     def saved(self) -> None:
-        """That checkpoint has taken its name."""
+        """Called when the checkpoint of the last `tensors` has taken its name."""
         if self._rows is not None:
             self._rows.saved()
 
@@ -153,13 +153,13 @@ class Channel(Stage):
         return self._compressor.num_bytes(list(self._shapes.values()))
 
     def begin(self, number: int, cohort: IntArray) -> None:
-        """All workers call this before round ``number`` of these users."""
+        """Begin round ``number`` of these users; all workers call this."""
         self._round = number
         if self._errors is not None:
             self._errors.begin(cohort)
 
     def end(self) -> None:
-        """All workers call this after the round."""
+        """End the round; all workers call this."""
         if self._errors is not None:
             self._errors.end()
 
@@ -198,7 +198,7 @@ class Channel(Stage):
         return {} if self._errors is None else self._errors.tensors()
 
     def saved(self) -> None:
-        """That checkpoint has taken its name."""
+        """Called when the checkpoint of the last `tensors` has taken its name."""
         if self._errors is not None:
             self._errors.saved()
 

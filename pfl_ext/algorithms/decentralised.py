@@ -45,7 +45,7 @@ class Models:
     """What a round begins with."""
 
     x: Weights
-    """All users' models, by variable: ``[n, ...]``."""
+    """The users' models, by variable: ``[n, ...]``."""
     omega: Tensor
     """``[n]`` float64: what a user's x is divided by; 1 where the rows of M have the sum 1, too."""
     sent: Tensor
@@ -143,7 +143,7 @@ class Decentralised(Algorithm[Models]):
         cls.matrix(setup.options, n, 0, 0)
 
     def init(self, seed: int) -> Models:
-        """All users have the run's model."""
+        """The state before the first round, in which all users have the run's model."""
         x = {name: torch.stack([w] * self.n) for name, w in self.clients.weights().items()}
         return Models(x, torch.ones(self.n, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
 
@@ -170,11 +170,11 @@ class Decentralised(Algorithm[Models]):
         return self.clients.model(state.mean())
 
     def tensors(self, state: Models) -> dict[str, Tensor]:
-        """All of it."""
+        """The tensors of the whole state."""
         return {"omega": state.omega, "sent": state.sent} | {f"x/{name}": w for name, w in state.x.items()}
 
     def load(self, state: Models, tensors: Mapping[str, Tensor]) -> Models:
-        """All of it."""
+        """The state in a checkpoint's tensors."""
         x = {name: tensors[f"x/{name}"].to(w.device) for name, w in state.x.items()}
         return Models(x, tensors["omega"].cpu(), tensors["sent"].cpu())
 

@@ -58,12 +58,12 @@ class Ditto(Personalised):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All."""
+        """The variables of a user's own model: all that are trained."""
         return trained_names(module)
 
     @classmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All, too."""
+        """The variables of the server's model: all that are trained."""
         return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

@@ -27,5 +27,5 @@ class FedBN(FedPer):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """Those of norms."""
+        """The trained variables of norms."""
         return personal_names(module, "norms")

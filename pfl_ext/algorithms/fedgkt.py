@@ -191,7 +191,7 @@ class FedGKT(Algorithm[GKTState]):
         return None
 
     def init(self, seed: int) -> GKTState:
-        """All clients have the run's first layers and one classifier, which the seed draws."""
+        """The first state: clients have the run's first layers and one classifier, which the seed draws."""
         generator = torch_stream(seed, "classifier of fedgkt's clients")
         bound = self.shapes.classifier[1] ** -0.5
         with torch.no_grad():
@@ -205,7 +205,7 @@ class FedGKT(Algorithm[GKTState]):
         return GKTState(clients, server, adam, torch.zeros(()), torch.zeros(shape, device=weight.device))
 
     def round(self, state: GKTState, number: int) -> tuple[GKTState, dict[str, Any]]:
-        """All clients train and send; then the server does."""
+        """Train all clients, which send features, logits and labels; then train the server."""
         users, device = self.means.users, self.module.mean.device
         users.set_round(number)
         with users.only(self.users):
@@ -337,13 +337,13 @@ class FedGKT(Algorithm[GKTState]):
         return self.means.model
 
     def tensors(self, state: GKTState) -> dict[str, Tensor]:
-        """All of it."""
+        """The tensors of the whole state."""
         parts = {"clients": state.clients, "server": state.server, "adam": state.adam}
         named = {f"{kind}/{name}": w for kind, part in parts.items() for name, w in part.items()}
         return {**named, "steps": state.steps, "teacher": state.teacher}
 
     def load(self, state: GKTState, tensors: Mapping[str, Tensor]) -> GKTState:
-        """All of it."""
+        """The state in a checkpoint's tensors."""
 
         def of(kind: str, part: Weights) -> Weights:
             return {name: tensors[f"{kind}/{name}"].to(w.device) for name, w in part.items()}

@@ -99,7 +99,7 @@ def weighted_task(options: ImportanceOptions, plain: Task) -> Task:
 
 
 def importance_weights(options: ImportanceOptions, store: ImageStore, task: Task) -> ImportanceWeights | None:
-    """Those towards the distribution of the labels over all training images; None without FedIR."""
+    """The weights towards the labels' distribution over all training images; None without FedIR."""
     if options.reweight == "none":
         return None
     assert isinstance(task, WeightedTask), "see weighted_task"

@@ -117,11 +117,11 @@ class FedMA(Algorithm[Networks]):
             )
 
     def init(self, seed: int) -> Networks:
-        """All users have the run's network."""
+        """The state before the first round, in which all users have the run's network."""
         return Networks([self.clients.weights() for _ in self.users])
 
     def round(self, state: Networks, number: int) -> tuple[Networks, dict[str, Any]]:
-        """All train their layers from one on, and the server puts that one together."""
+        """Train all users' layers from one on, and put that one together on the server."""
         place = number % len(self.layers)
         trained, line = self._trained(state.users, place, number)
         layer = self.layers[place]
@@ -210,11 +210,11 @@ class FedMA(Algorithm[Networks]):
         return self.clients.model({name: self._mean(state.users, name) for name in state.users[0]})
 
     def tensors(self, state: Networks) -> dict[str, Tensor]:
-        """All networks."""
+        """The tensors of all users' networks."""
         return {f"{place}/{name}": t for place, own in enumerate(state.users) for name, t in own.items()}
 
     def load(self, state: Networks, tensors: Mapping[str, Tensor]) -> Networks:
-        """All networks."""
+        """The users' networks in a checkpoint's tensors."""
         return Networks(
             [
                 {name: tensors[f"{place}/{name}"].to(t.device) for name, t in own.items()}

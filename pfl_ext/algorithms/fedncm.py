@@ -32,7 +32,7 @@ class FedNCM(ByRows):
         return {"sums": labels.T @ features}
 
     def of_scaled(self, features: Tensor, labels: Tensor, factors: Tensor) -> Sums:
-        """The same, each image times its factor."""
+        """The sum of the features of each label, each image times its factor."""
         return {"sums": (labels * factors[:, None]).T @ features}
 
     def head(self, total: Sums) -> tuple[Tensor, Tensor]:

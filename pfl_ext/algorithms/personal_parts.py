@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """P."""
+        """Length P of the vector."""
         return sum(self._sizes)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ class Phase:
     names: Collection[str]
     """Names of the variables that change."""
     num_epochs: int | None = None
-    """None: the run's ``local.num_epochs``, in the batches of FedAvg's user; else in batches of their own."""
+    """Epochs, in batches of their own; None: the run's ``local.num_epochs``, in those of FedAvg's user."""
     rate: float | None = None
     """Learning rate; None: the run's in this round."""
     pull: Pull | None = None

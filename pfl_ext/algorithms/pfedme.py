@@ -85,12 +85,12 @@ class PFedMe(Personalised):
 
     @classmethod
     def kept_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All."""
+        """The variables that a user keeps: all that are trained."""
         return trained_names(module)
 
     @classmethod
     def shared_names(cls, module: Any, options: Any) -> Sequence[str]:
-        """All, too."""
+        """The variables of the server's model: all that are trained."""
         return trained_names(module)
 
     def train_user(self, x: Weights, kept: Tensor, user: int, number: int) -> tuple[Weights, Tensor, Tensor]:

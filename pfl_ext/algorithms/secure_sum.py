@@ -120,7 +120,7 @@ class SecureSum(ServerModelAlgorithm):
         return sorted(int(place) for place in rng.permutation(places)[:count])
 
     def round(self, state: PyTorchModel, number: int) -> tuple[PyTorchModel, dict[str, Any]]:
-        """Those who are not lost train, their sum is formed, and the server steps on its mean."""
+        """Train the users who are not lost, form their sum, and step on its mean."""
         cohort, users = self.clients.cohort(number), self.means.users
         lost = set(self.lost(len(cohort), number))
         left = [place for place in range(len(cohort)) if place not in lost]
@@ -162,7 +162,7 @@ class SecureSum(ServerModelAlgorithm):
 
     @property
     def elements(self) -> int:
-        """P + 1."""
+        """Number of field elements that a user brings: P numbers and its weight."""
         return 1 + sum(p.numel() for p in self.means.module.parameters() if p.requires_grad)
 
 

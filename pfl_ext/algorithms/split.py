@@ -234,16 +234,16 @@ class Split(Algorithm[SplitState]):
         return float(loss.detach())
 
     def model(self, state: SplitState) -> PyTorchModel:
-        """All parts together."""
+        """The run's model with the weights of all its parts."""
         return self.clients.model(state.weights)
 
     def tensors(self, state: SplitState) -> dict[str, Tensor]:
-        """Weights and momentum."""
+        """The tensors of the weights and the momentum."""
         both = (("weights", state.weights), ("momentum", state.momentum))
         return {f"{kind}/{name}": tensor for kind, part in both for name, tensor in part.items()}
 
     def load(self, state: SplitState, tensors: Mapping[str, Tensor]) -> SplitState:
-        """Weights and momentum."""
+        """The weights and the momentum in a checkpoint's tensors."""
         device = next(iter(state.weights.values())).device
 
         def of(kind: str) -> Weights:

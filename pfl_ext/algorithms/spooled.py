@@ -68,13 +68,13 @@ class SpooledRounds(Stage):
         self._round, self._cohort = 0, np.zeros(0, np.int64)
 
     def begin(self, number: int, cohort: IntArray) -> None:
-        """All workers call this before round ``number`` of these users."""
+        """Begin round ``number`` of these users; all workers call this."""
         self._round, self._cohort = number, cohort
         self._places = {user: place for place, user in enumerate(cohort.tolist())}
         self._spool = Spool(len(cohort), sum(self._sizes), self._folder)
 
     def end(self) -> None:
-        """All workers call this after the round."""
+        """End the round; all workers call this."""
         del self._spool
 
     def postprocess_one_user(

@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 Undirected = Literal["ring", "torus", "erdos_renyi", "exponential", "star", "complete"]
 Directed = Literal["ring", "exponential", "random", "one_peer_exponential"]
 MOST_DRAWS = 1000
-"""So often is a random graph drawn until it is connected."""
+"""Most draws of a random graph until it is connected."""
 
 
 def undirected(kind: Undirected, n: int, rng: np.random.Generator, probability: float = 0.5) -> nx.Graph:
@@ -135,7 +135,7 @@ def _drawn(draw: Callable[[], nx.Graph], connected: Callable[[nx.Graph], bool], 
 
 
 def renumbered(graph: nx.Graph, rng: np.random.Generator) -> nx.Graph:
-    """The same graph with its users in another order."""
+    """The graph with its users in a random order."""
     return nx.relabel_nodes(graph, dict(enumerate(rng.permutation(len(graph)).tolist())))
 
 

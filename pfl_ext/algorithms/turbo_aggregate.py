@@ -235,7 +235,7 @@ class TurboAggregate(SecureSum):
         return [part.tolist() for part in np.array_split(order, count)]
 
     def lost(self, users: int, number: int) -> list[int]:
-        """The same share of each group, or some of the cohort."""
+        """The users who are lost: the same share of each group, or some of the cohort."""
         if self.means.options.lost_of == "cohort":
             return self.drawn(np.arange(users), number)
         groups = self.groups(users, number)

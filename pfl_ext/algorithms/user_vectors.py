@@ -68,7 +68,7 @@ class UserVectors:
         return None if row < 0 else self._map()[row]
 
     def _map(self) -> FloatArray:
-        """All rows of the file, mapped again where it has grown."""
+        """The vectors in all rows of the file, mapped again where it has grown."""
         with self._lock:
             if len(self._mapped) < self._count:
                 rows = os.fstat(self._file).st_size // self._bytes

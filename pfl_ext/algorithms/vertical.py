@@ -97,7 +97,7 @@ class Vertical(Algorithm[Weights]):
         return self.clients.weights()
 
     def round(self, state: Weights, number: int) -> tuple[Weights, dict[str, Any]]:
-        """All parties train on the images of the cohort."""
+        """Train all parties on the images of the cohort."""
         local, users = self.means.local_in(number), self.means.users
         self.clients.model(state)
         users.set_round(number)
@@ -145,7 +145,7 @@ class Vertical(Algorithm[Weights]):
         return float(loss.detach())
 
     def model(self, state: Weights) -> PyTorchModel:
-        """All parties together."""
+        """The run's model with the weights of all parties."""
         return self.clients.model(state)
 
     def tensors(self, state: Weights) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def largest_z(n: int, m: int) -> float:
 
 @register("alie")
 class ALIE(Attack):
-    """The same update from all attackers."""
+    """An attack in which all attackers send the same update."""
 
     options: ClassVar[type] = ALIEOptions
     colludes: ClassVar[bool] = True

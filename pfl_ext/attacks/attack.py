@@ -100,7 +100,7 @@ class Attackers(Stage):
         return self._bad[users]
 
     def begin(self, number: int, cohort: IntArray) -> None:
-        """All workers call this before round ``number`` of these users."""
+        """Begin round ``number`` of these users; all workers call this."""
         self._round, self._cohort_size = number, len(cohort)
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class Boost(Attack):
     options: ClassVar[type] = BoostOptions
 
     def update(self, update: Sequence[Tensor], rng: np.random.Generator, cohort_size: int) -> list[Tensor]:
-        """The same way, further."""
+        """The update times ``scale``, or times the cohort's size where that is None."""
         scale = cohort_size if self.chosen.scale is None else self.chosen.scale
         return [scale * tensor for tensor in update]
 

@@ -95,13 +95,13 @@ def _profile(system: System, rounds: int, steps: int) -> Profile:
 
 @dataclass(frozen=True)
 class Claim:
-    """That ``rounds`` rounds of ``system`` are as private as its accountant says."""
+    """The claim that ``rounds`` rounds of ``system`` are as private as its accountant says."""
 
     system: System
     rounds: int
 
     def profile(self, steps: int = 0) -> Profile:
-        """That of the same system with `STEP` ** ``steps`` times less noise."""
+        """The profile of the same system with `STEP` ** ``steps`` times less noise."""
         return _profile(self.system, self.rounds, steps)
 
     def epsilon(self, steps: int = 0) -> float:
@@ -142,7 +142,7 @@ class Finding:
     hits_in: float
     """Share of canaries guessed "in" among those that are, at least."""
     hits_out: float
-    """The same among those that are not, at most."""
+    """Share of canaries guessed "in" among those that are out, at most."""
     claimed: float
     """Epsilon."""
     epsilon: float
@@ -152,7 +152,7 @@ class Finding:
     convicted: bool
     """Whether the claimed profile is refuted, by `epsilon` or by `epsilon_in_one_run`."""
     epsilon_in_one_run: float | None = None
-    """The same without independence, where asked for."""
+    """The lower bound of epsilon that assumes no independence; None unless asked for."""
 
 
 def rates(

@@ -83,7 +83,7 @@ class Directions:
 
     @property
     def size(self) -> int:
-        """P, and the most canaries."""
+        """V K n, the number of parameters and the most canaries."""
         return TENSORS * self.labels * self.columns
 
     def place(self, canary: IntArray | int) -> tuple[Any, Any, Any]:

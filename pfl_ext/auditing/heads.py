@@ -82,7 +82,7 @@ class HeadGame(Game):
     """
 
     directions: Directions = field(default_factory=partial(Directions, 0))
-    """None is fixed: see `seen`."""
+    """Directions of the canaries' updates, none of which is fixed: see `seen`."""
     head: nn.Linear
     real: ImageStore
 

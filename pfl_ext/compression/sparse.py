@@ -60,7 +60,7 @@ class TopK(Compressor):
     options: ClassVar[type] = TopKOptions
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """All others are 0."""
+        """The k numbers that are sent, and 0 for all others."""
         flat = torch.cat([t.reshape(-1) for t in update])
         places = torch.topk(flat.abs(), kept(self.chosen.share, len(flat)), sorted=False).indices
         return _like(torch.zeros_like(flat).index_copy_(0, places, flat[places]), update)
@@ -80,7 +80,7 @@ class RandomK(Compressor):
     options: ClassVar[type] = RandomKOptions
 
     def decoded(self, update: Sequence[Tensor], rng: np.random.Generator) -> list[Tensor]:
-        """All others are 0."""
+        """The k numbers that are sent, times ``d / k``, and 0 for all others."""
         flat = torch.cat([t.reshape(-1) for t in update])
         k = kept(self.chosen.share, len(flat))
         places = torch.from_numpy(rng.choice(len(flat), k, replace=False, shuffle=False)).to(flat.device)

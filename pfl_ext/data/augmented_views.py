@@ -43,7 +43,7 @@ class AugmentedViews:
         return len(self.rows)
 
     def __getitem__(self, places: IntArray) -> AugmentedViews:
-        """Those of some of the images."""
+        """The views of some of the images."""
         return AugmentedViews(self.rows[places], self.num_views, self.read)
 
     def drawn(self, rng: np.random.Generator) -> FloatArray:

@@ -109,7 +109,7 @@ class Member:
     user: int
     turn: int
     num_images: int
-    """Those that take part in this round."""
+    """Number of its images that take part in this round."""
     num_steps: int
     num_passes: int
     """Images of all steps together."""
@@ -181,7 +181,7 @@ class FederatedImageDataset(FederatedDataset):
 
     @property
     def total_images(self) -> int:
-        """Those that would take part if all users did."""
+        """Number of images that would take part if all users did."""
         return int(self._sampling.taking_part(self.partition.sizes).sum())
 
     def set_round(self, round_number: int) -> None:
@@ -198,7 +198,7 @@ class FederatedImageDataset(FederatedDataset):
             self._only = before
 
     def of(self, partition: Partition) -> FederatedImageDataset:
-        """The same store, draws and cohorts, where these users own these rows."""
+        """A data set with the same store, draws and cohorts, where these users own these rows."""
         other = copy.copy(self)
         other.partition, other.make_dataset_fn = partition, other._user_by_id
         return other

@@ -31,7 +31,7 @@ FIXED: Mapping[Normalisation, Scale] = {
     "half": Scale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "efficientnet_lite": Scale((127 / 255, 127 / 255, 127 / 255), (128 / 255, 128 / 255, 128 / 255)),
 }
-"""Those that do not depend on the data."""
+"""The scales that do not depend on the data."""
 
 
 def scale_of(store: ImageStore) -> Scale:

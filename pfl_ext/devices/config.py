@@ -111,7 +111,7 @@ class DevicesConfig:
 
     @property
     def device_classes(self) -> list[DeviceClass]:
-        """Those of `classes`."""
+        """The device classes that `classes` describes."""
         return [_device_class(name, values) for name, values in (self.classes or {}).items()]
 
     @property

@@ -83,7 +83,7 @@ class Users(Protocol):
         ...
 
     def draw_cohort(self, cohort_size: int, number: int, among: IntArray | None = None) -> IntArray:
-        """So many users, of all or of some."""
+        """The users of a cohort: so many, of all or of some."""
         ...
 
 

@@ -44,7 +44,7 @@ class Layout:
 
     @staticmethod
     def of(module: nn.Module) -> Layout:
-        """That of the parameters of ``module`` that are trained."""
+        """The layout of the parameters of ``module`` that are trained."""
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         assert named, "a network without trainable parameters"
         return Layout(
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def num_parameters(self) -> int:
-        """P."""
+        """P, the length of a vector."""
         return sum(self.sizes)
 
     @cached_property

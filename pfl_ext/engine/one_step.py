@@ -110,12 +110,12 @@ class _Adding:
         return bounds is not None and bool((bounds <= self._local.max_norm).all())
 
     def keep(self, name: str, gradient: Gradient) -> None:
-        """Until all variables are known."""
+        """Keep the gradient of one variable until all are known."""
         self._kept["backbone." + name] = gradient
 
     @torch.no_grad()
     def add_kept(self) -> None:
-        """All variables, with what their norms together decide."""
+        """Add the kept gradients of all variables, scaled as their norms together decide."""
         names = list(self._sums.views)
         norms = torch.stack([self._kept[name].squared_norms() for name in names], 1)  # [U, V]
         if self._scaling is not None:  # factors of larger ones would lose digits as float32

@@ -16,7 +16,7 @@ Work = Callable[[Lane, Sequence[Task]], None]
 
 
 def as_many(make: Callable[[], Lane], wanted: int) -> list[Lane]:
-    """So many lanes, or those that a device's memory has room for."""
+    """The lanes made: so many as wanted, or those that a device's memory has room for."""
     lanes: list[Lane] = []
     while len(lanes) < wanted and fits(lambda: lanes.append(make())):
         pass

@@ -99,7 +99,7 @@ class Trimmed:
 
 
 def _cut(layer: nn.Conv2d, sides: Sides) -> nn.Conv2d:
-    """The same layer with these taps."""
+    """A copy of the layer with these taps."""
     shorter = copy.deepcopy(layer)
     weight = layer.weight.detach()[:, :, sides[0], sides[1]]
     kept = weight.clone(memory_format=memory_format(layer.weight))

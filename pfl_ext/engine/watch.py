@@ -13,9 +13,9 @@ class Watch:
     """Where the lanes' time goes: this one measures nothing. It is called from their threads."""
 
     def charge(self, part: str) -> AbstractContextManager[None]:
-        """Around work of a kind: ``training``."""
+        """A context manager around work of a kind: ``training``."""
         return nullcontext()
 
     def iterator(self, part: str, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; waiting for each is of a kind: ``data``."""
+        """The same items; waiting for each is charged to a kind: ``data``."""
         return items

@@ -345,7 +345,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """That of the first convolution's weights; ``to(memory_format=torch.channels_last)`` changes it."""
+        """Format of the first convolution's weights; ``to(memory_format=torch.channels_last)`` changes it."""
         weight = next((p for p in self.backbone.parameters() if p.ndim == 4), None)
         return torch.contiguous_format if weight is None else memory_format(weight)
 

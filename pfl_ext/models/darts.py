@@ -108,7 +108,7 @@ def operation(name: str, channels: int, stride: int, *, searched: bool) -> nn.Mo
 
 
 class MixedOperation(nn.Module):
-    """All operations of an edge."""
+    """The operations of an edge, summed with their shares."""
 
     def __init__(self, channels: int, stride: int) -> None:
         super().__init__()

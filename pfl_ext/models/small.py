@@ -25,7 +25,7 @@ class Configured:
     build: Callable[[int, ModelConfig], nn.Module]
     """Builds the network from the number of labels and the section, with torch's random weights."""
     reads: tuple[str, ...]
-    """Those keys, which have no effect on other networks."""
+    """The keys of ``model`` that this network reads; they have no effect on others."""
 
     def __call__(self, num_labels: int, input_size: int) -> nn.Module:
         """The network with those keys at their defaults."""

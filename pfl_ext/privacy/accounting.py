@@ -112,7 +112,7 @@ class PrivacyConfig:
     mean_bound: ClippingBound = 1.0
     """L2 norm to which a user's vector of channel means is clipped before the release."""
     square_bound: ClippingBound = 1.0
-    """The same of its vector of channel mean squares."""
+    """L2 norm to which a user's vector of channel mean squares is clipped before the release."""
 
     @property
     def releases(self) -> tuple[float, ...]:

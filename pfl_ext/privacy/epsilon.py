@@ -83,7 +83,7 @@ class System:
 
     @property
     def sampling_probability(self) -> float:
-        """That of one user in one round; of a circle, the share of the rounds."""
+        """Probability that one user is drawn in one round; in a circle, the share of the rounds."""
         return self.cohort_size / self.population
 
     def epsilon_after(self, rounds: int, accountant: Accountant | None = None) -> float:

@@ -59,7 +59,7 @@ class MultiLabel(Task):
         return scores.user_columns(predictions.cpu().numpy(), annotations)
 
     def shown(self, column: str) -> str:
-        """The same as `pfl_ext.tasks.multi_label_scores.shown`."""
+        """The name of a column for people; see `pfl_ext.tasks.multi_label_scores.shown`."""
         return scores.shown(column)
 
     def reweighted(self) -> WeightedTask:

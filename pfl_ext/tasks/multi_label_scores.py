@@ -261,7 +261,7 @@ class MultiLabelScores(MetricValue):
         return MultiLabelScores(self.num_rows, self.num_labels, [_Rows(rows, *_decode(body))])
 
     def _read(self) -> _Rows:
-        """All rows as one, ascending; the parts are let go."""
+        """The rows of all parts as one, ascending; the parts are let go."""
         if len(self._parts) > 1 or (np.diff(self._parts[0].rows) <= 0).any():
             counts = np.bincount(np.concatenate([p.rows for p in self._parts]), minlength=self.num_rows)
             _check_disjoint(counts)

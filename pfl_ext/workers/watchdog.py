@@ -61,7 +61,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """All is well and over."""
+        """End the watchdog's thread and report nothing."""
         self._stop.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""From YAML files and a command line to a checked, frozen config: what each benchmark's config.py is made of.
+"""The parts of each benchmark's config.py: YAML files and a command line become a checked, frozen config.
 
 Values come from, weakest first: the defaults of the fields, the benchmark's protocol, the YAML file, the
 command line. A *recipe* is a set of switches that counts as if its fields stood first at the place, YAML or

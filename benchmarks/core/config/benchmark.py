@@ -43,7 +43,7 @@ class Run(Generic[C_co]):
     weights: Path | None = None
     resume: Literal["auto", "never"] = "auto"
     benchmark: Benchmark[C_co] | None = None
-    """Whose config this is; None for one that was put together by hand and writes no run directory."""
+    """The benchmark of the config; None where it was put together by hand and writes no run directory."""
 
     def __post_init__(self) -> None:
         check_privacy(self.config, self.runtime)

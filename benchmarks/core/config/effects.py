@@ -31,7 +31,7 @@ class Idle(NamedTuple):
 
 
 Reasons = dict[str, str]
-"""For every idle key or section, why it is idle and what to do."""
+"""The reason why each idle key or section is idle, and what to do."""
 
 
 def reasons(rules: Iterator[Idle]) -> Reasons:

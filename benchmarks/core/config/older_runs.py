@@ -59,7 +59,7 @@ YOUNGER = {
 YOUNG_SECTIONS = ("compression", "aggregation", "attack")
 """Sections that are younger than the first runs."""
 OLD_WORDS = {"model.init": ("paper", "keras"), "privacy.noise": ("paper_bug", "rounds_as_epochs")}
-"""By key, the old name of a value, which the config.yaml of runs still has, and today's."""
+"""The old name of a value, which the config.yaml of runs still has, and today's, by key."""
 
 
 def by_today(key: str) -> BeforeValidator:

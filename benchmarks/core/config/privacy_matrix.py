@@ -215,7 +215,7 @@ TABLE: Mapping[str, Rule] = {
     "runtime.worker_timeout_s": Rule("ends a job whose workers are stuck; nothing is released"),
     **each(WATCHING, "runtime", "progress track project entity name artifact"),
 }
-"""By dotted key, the options that every benchmark has."""
+"""The rules of the options that every benchmark has, by dotted key."""
 
 
 def rules_for(kind: type[TrainingConfig]) -> Mapping[str, Rule]:

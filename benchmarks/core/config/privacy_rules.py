@@ -37,10 +37,10 @@ class Rule:
 
 
 def each(argument: str, section: str, keys: str) -> dict[str, Rule]:
-    """The same rule for several keys of a section: any value."""
+    """A rule for each of several keys of a section, which may have any value."""
     return {f"{section}.{key}": Rule(argument) for key in keys.split()}
 
 
 def only(argument: str, *values: Any) -> Rule:
-    """The same values with either kind of privacy."""
+    """A rule that allows only these values, with either kind of privacy."""
     return Rule(argument, values, values)

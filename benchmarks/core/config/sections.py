@@ -234,7 +234,7 @@ class CentralisedConfig(DecayConfig, OptimizerConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class EvaluationConfig:
-    """When the model is scored on val, and by what the best one is chosen."""
+    """The schedule of scoring on val, and the score that chooses the best model."""
 
     every_rounds: PositiveInt = 10
     """Rounds between two scores of val (federated)."""
@@ -265,7 +265,7 @@ class LocalPrivacySection(LocalPrivacyConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class TrainingConfig:
-    """All that decides a run's numbers."""
+    """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {}
     """What each key that a benchmark adds may be in a private run: `benchmarks.core.config.privacy_rules`."""
@@ -287,11 +287,11 @@ class TrainingConfig:
     centralised: CentralisedConfig = field(default_factory=CentralisedConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     privacy: PrivacySection | None = None
-    """None: no privacy."""
+    """Central differential privacy; none: no privacy."""
     local_privacy: LocalPrivacySection | None = None
-    """None: no local privacy."""
+    """Local differential privacy; none: no local privacy."""
     devices: DevicesConfig | None = None
-    """None: every user does all its work, in no time."""
+    """The users' devices; none: every user does all its work, in no time."""
 
     @property
     def unit(self) -> Literal["round", "epoch"]:
@@ -369,7 +369,7 @@ class Runtime:
     worker_timeout_s: PositiveFloat = 120.0
     """Seconds without progress of one worker after which the job ends on all of them."""
     track: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where else the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
+    """Another place where the lines of metrics.jsonl are shown; wandb is offline where there is no key."""
     project: str = "flair"
     """Project of the wandb run."""
     entity: str | None = None

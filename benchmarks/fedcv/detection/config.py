@@ -42,7 +42,7 @@ class DataConfig(ImageConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class ScoringConfig(EvaluationConfig):
-    """When the model is scored, and by what score of val the best one is chosen."""
+    """The schedule of scoring, and the score of val that chooses the best model."""
 
     best_by: Literal["loss", "mAP", "mAP50", "last"] = "mAP50"
     """Score of val that chooses the best model, of equal ones the earliest; last: the last model."""
@@ -52,7 +52,7 @@ class ScoringConfig(EvaluationConfig):
 
 @dataclass(frozen=True, config=STRICT)
 class Config(TrainingConfig):
-    """All that decides a run's numbers."""
+    """The config of a run: all that decides its numbers."""
 
     privacy_rules: ClassVar[Mapping[str, Rule]] = {
         **each(OF_THE_DATA, "data", "dataset partition taxonomy"),

@@ -46,7 +46,7 @@ class Row(NamedTuple):
     linear: Way
 
     def way(self, kind: Kind) -> Way:
-        """That of this kind of layer."""
+        """The way of this kind of layer."""
         return self[KINDS.index(kind)]
 
     @property

@@ -22,7 +22,7 @@ from pfl_ext.engine.cpu.kernels import DEPTHWISE_CHANNELS, DEPTHWISE_SIDE, Form
 
 
 class Depthwise(Compiled):
-    """Such a convolution."""
+    """A convolution that filters each channel by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C, H, W]`` -> ``[N, C, H', W']``; in bfloat16 where torch's autocast is on."""
