@@ -29,10 +29,14 @@ FILE    = $(if $(filter file,$(origin DATA)),,--data_path '$(DATA)')
 .PHONY: flair-data flair-fl flair-c flair-pfl flair-table1 flair-figures flair-sweep
 .PHONY: vision-data vision-fl vision-c vision-report vision-sweep vision-bench
 .PHONY: fedcv-data fedcv-fl fedcv-c fedcv-report
-.PHONY: workers-given dataset-given fedcv-dataset-given fedcv-task-given
+.PHONY: workers-given one-process dataset-given fedcv-dataset-given fedcv-task-given
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
+
+# For what runs in one process.
+one-process:
+	@[ '$(NP)' = 1 ] || { echo "error: NP is '$(NP)': centralised training runs in one process, leave NP out" >&2; exit 2; }
 
 # Refuses NP, NNODES and LAUNCHER before anything is set up or started.
 workers-given:
@@ -128,7 +132,7 @@ flair-fl: $(WORKERS) ## federated: CONFIG=fl-r-17 | fl-f-17 | fl-r-1628 | fl-f-1
 flair-pfl: $(WORKERS) ## federated with differential privacy: CONFIG=pfl-r-17 | pfl-f-17 | pfl-r-1628 | pfl-f-1628
 	@$(TRAIN) --config $(or $(CONFIG),pfl-r-17) $(FILE) $(ARGS)
 
-flair-c: $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
+flair-c: one-process $(READY) ## centralised: CONFIG=c-r-17 | c-f-17 | c-r-1628 | c-f-1628
 	@$(PY) -m benchmarks.flair.train --config $(or $(CONFIG),c-r-17) $(FILE) $(ARGS)
 
 flair-table1: $(READY) ## Table 1, resumable, then report and figures: SETTINGS="fl-r-17 ..." SEEDS="0 1" SCALE=mini WEIGHTS=F
@@ -159,7 +163,7 @@ vision-data: dataset-given $(READY) ## download and preprocess DATASET=cifar10 |
 vision-fl: $(WORKERS) ## a row of Hsu, Qi, Brown's tables: CONFIG=cifar10-fedavgm | inat-geo-3k-fedavgm-vc-k10 | ..., NP=2, DATA=F
 	@$(LAUNCH) -m $(VISION).train --config $(or $(CONFIG),cifar10-fedavgm) $(FILE) $(ARGS)
 
-vision-c: $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
+vision-c: one-process $(READY) ## the same data centrally: CONFIG=cifar10-centralised | inat-centralised | landmarks-centralised | ...
 	@$(PY) -m $(VISION).train --config $(or $(CONFIG),cifar10-centralised) $(FILE) $(ARGS)
 
 vision-report: $(READY) ## runs beside the paper's tables, with curves: RUNS="runs/vision", OUT=report
@@ -188,7 +192,7 @@ fedcv-task-given:
 fedcv-fl: fedcv-task-given $(WORKERS) ## FedCV's tasks, federated: TASK=segmentation | detection | classification, CONFIG=camvid-fl | street-fl | ..., ALGORITHM=dsgd | ..., NP=2
 	@$(LAUNCH) -m benchmarks.fedcv.$(TASK).train $(if $(or $(CONFIG),$(ALGORITHM)),--config '$(or $(CONFIG),$(ALGORITHM))') $(FILE) $(ARGS)
 
-fedcv-c: fedcv-task-given $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
+fedcv-c: fedcv-task-given one-process $(READY) ## the same data centrally: TASK=segmentation | detection | classification, CONFIG=camvid-c | street-c | ...
 	@$(PY) -m benchmarks.fedcv.$(TASK).train --config '$(or $(CONFIG),$(CENTRAL_$(TASK)))' $(FILE) $(ARGS)
 
 fedcv-report: $(READY) ## runs of FedCV's tasks in one table, beside the paper: RUNS="runs/fedcv", OUT=report

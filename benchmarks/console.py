@@ -19,6 +19,7 @@ from dataset.cli import run
 
 ROOT, DATA = Path(benchmarks.__file__).parent, Path(dataset.__file__).parent
 OTHER_DATA = {
+    "browse": "dataset.browse",
     "convert": "dataset.convert",
     "partitions": "dataset.partitions",
     "validate": "dataset.store",

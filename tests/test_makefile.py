@@ -102,6 +102,18 @@ def test_a_wrong_number_of_workers_is_refused_before_anything_starts(
     assert not (tmp_path / "asked").exists()
 
 
+@pytest.mark.parametrize("target", ["flair-c", "vision-c", "fedcv-c"])
+def test_several_workers_of_centralised_training_are_refused(target: str, tmp_path: Path) -> None:
+    """NP had no effect."""
+    words = ["TASK=segmentation"] if target == "fedcv-c" else []
+    (tmp_path / "benchmarks" / "fedcv" / "segmentation").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "fedcv" / "segmentation" / "train.py").touch()
+    ended = make(tmp_path, target, "NP=2", *words)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: NP is '2': centralised training runs in one process, leave NP out")
+    assert not (tmp_path / "asked").exists()
+
+
 def test_weights_that_are_in_order_are_shown_and_not_installed(tmp_path: Path) -> None:
     shown = make(tmp_path, "weights")
     assert shown.returncode == 0, shown.stderr

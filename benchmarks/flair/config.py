@@ -137,7 +137,7 @@ RECIPES: Mapping[str, Tree] = {
         "evaluation": {"every_rounds": 20, "best_by": "C-AP"},
     },
 }
-"""flair.md A8. Not offered, being defects: one crop for a whole batch, and a population of 10,000,000."""
+"""Not offered, as these are defects: one crop for a whole batch, and a population of 10,000,000."""
 
 
 def idle(config: Config) -> Iterator[Idle]:

@@ -1,4 +1,4 @@
-"""The embedded stand-in for FLAIR: procedurally drawn, with FLAIR's shape (flair.md A1) at any scale.
+"""The embedded stand-in for FLAIR: procedurally drawn, with FLAIR's shape at any scale.
 
     python -m dataset.flair.mini --output_file F [--train_users N] [--image_size S] ...
 
@@ -45,7 +45,7 @@ VERSION = 1
 """Version of the drawn data: to be raised with every change of what a spec gives."""
 
 MAX_COARSE, MAX_FINE = 9, 36
-"""The most labels on an image (flair.md A1)."""
+"""The most labels on an image, as in FLAIR."""
 
 _Floats = npt.NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""``python -m dataset.store FILE``: see `dataset.store.validate`."""
+"""Describe a data file and check every byte of it: ``python -m dataset.store FILE``."""
 
 import sys
 

@@ -8,8 +8,8 @@
 #
 # Who the users are, what they photograph, how much they differ, and what happens when the same images are dealt
 # otherwise. Nothing is downloaded: a small data set with FLAIR's shape is drawn (users, labels and their skew; *not*
-# FLAIR's photos). With `make flair-data` you have the real file; set `DATA = Path("data/flair.hdf5")`, and all cells
-# work on it. In Colab, the first cell installs the package; put the address of this repository in it.
+# FLAIR's photos). With `make flair-data` you have the real file; set `DATA` to its path, and all
+# cells work on it. In Colab, the first cell installs the package; put the address of this repository in it.
 
 # %%
 import importlib.util
@@ -33,8 +33,9 @@ from dataset.partitions.statistics import as_text, measure
 from dataset.store.hdf5 import DataFile
 from dataset.store.views import LabelSetView
 
-DATA = Path("data/explore.hdf5")
-if not DATA.exists():
+DRAWN = Path("data/explore.hdf5")
+DATA = DRAWN
+if DATA == DRAWN and not DATA.exists():
     DATA.parent.mkdir(exist_ok=True)
     write_mini(DATA, MiniSpec(train_users=80, val_users=20, test_users=20, image_size=36, num_fine_labels=68))
 
@@ -104,7 +105,8 @@ plt.show()
 # ## In numbers
 #
 # `python -m dataset.partitions FILE` prints this for any file and draws it; `--partition lda=0.1 --clients 20` and
-# others deal the training images otherwise, and show what that does to these numbers.
+# others deal the training images otherwise, and show what that does to these numbers. They need one class an image: here
+# most images have several and are left out.
 
 # %%
 print(as_text([statistics for statistics, _ in measure(DataFile(DATA))]))

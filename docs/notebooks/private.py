@@ -39,8 +39,9 @@ ROUNDS = int(os.environ.get("NOTEBOOK_ROUNDS", "60"))
 # ## Noise follows from the budget
 #
 # FLAIR has 41,131 training users, and the paper trains 5,000 rounds. The noise on the *mean* of the updates is the
-# noise multiplier times the clipping bound, divided by the cohort's size. Larger cohorts make it smaller, until nearly
-# everybody takes part so often that being drawn at random hides nobody any longer; a larger budget gains more from them.
+# noise multiplier times the clipping bound, divided by the cohort's size. Larger cohorts make it smaller, up to a
+# point: when nearly everybody takes part in many rounds, random sampling protects little. With epsilon 8 larger cohorts
+# help more than with epsilon 2.
 
 # %%
 POPULATION, PAPER_ROUNDS = 41_131, 5_000
@@ -100,8 +101,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Both private runs end about two points lower. One seed cannot tell their noises apart: over 60 rounds the budget is
-# wide. [RESULTS](../../benchmarks/flair/RESULTS.md) has private training on real photos, over three seeds and several
+# Both private runs end about two points lower on val. One seed cannot tell the two amounts of noise apart: a budget that
+# is spent on 60 rounds instead of 5,000 needs little noise. [RESULTS](../../benchmarks/flair/RESULTS.md) has private training on real photos, over three seeds and several
 # budgets.
 #
 # ## What is promised

@@ -44,8 +44,8 @@ WORDS = [
 # %% [markdown]
 # ## Train
 #
-# In each round the server sends the model to a cohort of users, each trains on their own images, and the server takes
-# the mean of what changed as a step of Adam. These calls are the command
+# In each round the server sends the model to a cohort of users, each trains on their own images, and the server uses
+# the mean of the changes as the gradient of one step of Adam. These calls are the command
 # `python -m benchmarks.flair.train --config fl-r-17 --data_path mini ...`: every constant is a key (`--help` lists
 # them), and the paper's values are the defaults. The paper trains 5,000 rounds of 200 users.
 
@@ -60,8 +60,8 @@ train([*WORDS, "--run_dir=runs/notebook-iid", "--data.partition=iid"])
 #
 # `metrics.jsonl` has one line for each round, `results.json` the paper's columns on val and test, `config.yaml` every
 # constant, and `model.safetensors` the network. **C-AP** is the mean over labels of each label's average precision,
-# **O-AP** that of all pairs of image and label together. Guessing has the labels' mean prevalence, which is the line
-# to beat. A label that stands on one or two test images can have any AP: read the common ones.
+# **O-AP** that of all pairs of image and label together. Random guessing scores the labels' mean prevalence: that is the
+# line to beat. A label that stands on one or two test images can have any AP: read the common ones.
 
 
 # %%
@@ -100,6 +100,6 @@ for name, (_, results) in runs.items():
 # has both at full scale.
 #
 # The same call again shows these results and trains nothing: a directory holds one run. A run that was killed goes on
-# from its checkpoint, to the same numbers. `make compare RUNS="runs/a runs/b"` puts any runs side by side in one page.
+# from its checkpoint, to the same numbers. `python -m benchmarks.compare runs/a runs/b` puts any runs side by side in one page.
 #
 # Next: [private training and its cost](private.ipynb).

@@ -42,7 +42,7 @@ def privacy(directory: Path) -> Tree:
 
 
 def test_the_paper_setting_is_calibrated_to_its_known_noise() -> None:
-    """Sigma 17.33 by PLD for N = 41,131, T = 5,000, noise cohort 5,000 (flair.md A6)."""
+    """Sigma 17.33 by PLD for N = 41,131, T = 5,000, noise cohort 5,000."""
     config = parse(["--config=pfl-r-17"]).config
     assert config.privacy is not None
     made = config.privacy.calibrate(41_131, config.federated.cohort_size, config.federated.num_rounds)

@@ -22,7 +22,7 @@ from dataset.store.index import SPLITS, TAXONOMIES, DatasetIndex, SplitIndex, ch
 
 SMALL = MiniSpec(train_users=60, val_users=12, test_users=12)
 
-FLAIR_COUNTS = {  # flair.md A1: images with each label, of 429,078
+FLAIR_COUNTS = {  # images with each label, of 429,078
     "structure": 228923, "equipment": 225862, "material": 139733, "outdoor": 131322, "plant": 123363,
     "food": 110792, "animal": 68858, "liquid": 68677, "art": 37230, "interior_room": 32042, "light": 11326,
     "recreation": 5651, "celebration": 3769, "fire": 3011, "music": 2571, "games": 1093, "religion": 866,

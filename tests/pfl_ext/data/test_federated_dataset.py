@@ -93,7 +93,7 @@ def test_the_first_images_are_taken_when_asked_for() -> None:
 
 
 def test_batches_straddle_epochs_as_in_the_paper_code() -> None:
-    """A user of 5 makes one step of 10, not two of 5 (flair.md A6)."""
+    """A user of 5 makes one step of 10, not two of 5."""
     sampling = local_sampling(2, 16, 512, input_size=8)
     assert [len(b) for b in seen_rows(users(NumberedStore([5]), sampling).user_dataset(0), sampling)] == [10]
     apart = local_sampling(2, 16, 512, straddle=False, input_size=8)

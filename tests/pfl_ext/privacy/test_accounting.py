@@ -76,7 +76,7 @@ def test_a_simulated_cohort_buys_the_run_itself_no_privacy() -> None:
     ],
 )
 def test_multipliers_by_rdp_and_by_the_papers_bug(cohort: int, rdp: float, bug: float) -> None:
-    """flair.md A6."""
+    """FLAIR's private setting."""
     assert paper(cohort, accountant="rdp").simulated.noise_multiplier == pytest.approx(rdp, rel=2e-3)
     assert paper(cohort, noise="rounds_as_epochs").simulated.noise_multiplier == pytest.approx(bug, rel=2e-4)
 
