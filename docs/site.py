@@ -119,8 +119,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match.group()
         place = posixpath.normpath(posixpath.join(folder, path))
         if place.endswith(".ipynb"):
-            target, place = target.replace(".ipynb", ".md"), place.replace(".ipynb", ".md")
-            match = LINK.fullmatch(f"[{text}]({target})") or match
+            return f"[{text}]({target.replace('.ipynb', '.md')})"
         if files.get_file_from_path(place) is not None:
             return match.group()
         if not (ROOT / place).exists():

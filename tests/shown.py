@@ -106,6 +106,6 @@ def recorded(words: tuple[str, ...], folder: Path) -> list[list[str]]:
     log.unlink(missing_ok=True)
     others = [word for name in ("peers", "opacus") for word in ("-o", f".venv-{name}/.ready")]
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "DATA"))}
-    call = ["make", f"VENV={folder}", f"PEERS_PY={folder}/bin/python", *others, *words[1:]]
+    call = ["make", f"VENV={folder}", *others, *words[1:]]
     subprocess.run(call, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -32,8 +32,8 @@ WORDLESS = {"tests.benchmarks.core.quadratics", "tests.campaigns.scaffold_toy"}
 """Programs that read no words and start at once."""
 
 READ = re.compile(
-    r"no such file|is no directory|is not a folder|is not there|no wandb key|outside the band|No such file",
-    re.I,
+    r"no such file|is no directory|is not a folder|is not there|no wandb key|outside the band",
+    re.IGNORECASE,
 )
 """What a program says of files and accounts once it has read its words."""
 
@@ -126,6 +126,7 @@ def refused(
     command: Shown, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str | None:
     """What is wrong with a command, if anything."""
+    capsys.readouterr()  # what commands before this one said
     try:
         if command.words[:2] == ("python", "-c"):
             exec(command.words[2], {})
@@ -137,6 +138,7 @@ def refused(
                 read(module, words, patch)
     except (Exception, SystemExit) as end:
         said = capsys.readouterr().err or f"{end!r} {getattr(end, 'stderr', '')}"
-        if end.args not in ((), (0,)) and not READ.search(said):
+        is_done = isinstance(end, SystemExit) and not end.code
+        if not is_done and not READ.search(said):
             return f"{command.line}: {said}"
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import re
 import tokenize
 from collections.abc import Iterator
@@ -48,9 +49,9 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
 
 def faults_of(path: Path) -> list[str]:
     """Where a file has a word or a fragment that it must not have."""
-    text = path.read_text()
+    text, where = path.read_text(), os.path.relpath(path, ROOT)
     lines = list(enumerate(text.splitlines(), 1)) if path.suffix == ".md" else list(prose(text))
-    where, hits = path.relative_to(ROOT), [(n, m[1]) for n, t in lines for m in WORDS.finditer(t)]
+    hits = [(n, m[1]) for n, t in lines for m in WORDS.finditer(t)]
     found = [f"{where}:{n}: {word}; write: {INSTEAD[word.lower()]}" for n, word in hits]
     if path.suffix == ".py":
         found += [f"{where}:{n}: begins with Of" for n, t in lines if re.match(r"(# )?Of [a-z]", t)]
@@ -66,6 +67,7 @@ def test_words_are_plain(folder: str) -> None:
 
 
 def test_a_word_is_found_in_a_comment_a_docstring_and_a_name(tmp_path: Path) -> None:
-    source = 'told = 1  # begin anew\n"""Of the table."""\n"anew is a value"[0:told]\n'
-    texts = [text for _, text in prose(source)]
-    assert texts == ["# begin anew", "Of the table.", "told", "told"]
+    path = tmp_path / "a.py"
+    path.write_text('told = 1  # begin anew\n"""Of the table."""\nprint("anew is a value")\n')
+    faults = [fault.partition("a.py:")[2] for fault in faults_of(path)]
+    assert faults == ["1: anew; write: again", f"1: told; write: {INSTEAD['told']}", "2: begins with Of"]
