@@ -7,8 +7,8 @@
   again, in the same memory: a value that Python computed is the recorded one, as on a card.
 
 * Under autocast, convolutions and linear layers are done in its type and norms in float32, as there.
-
-Streams are not imitated: work is done at once, in the order in which it is asked for.
+* Work is done at once, in the order in which it is asked for; what would not bear another order of two
+  streams raises (`tests.streams`). The current stream and the current card are each thread's own.
 
 Where there is a real GPU, `any_card` is that one: the same tests then hold it to the CPU's results.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from tests.streams import Clock, Streams, written_by
 
 DEVICE = torch.device("cuda:0")
 BETWEEN = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of both devices
@@ -43,7 +46,7 @@ class OnCard(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
+        return _STATE.device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -62,12 +65,17 @@ class OnCard(Tensor):
                 f"{name}: tensors on the card and on the CPU, {[tuple(t.shape) for t in strangers]}"
             )
         direct = name == "copy_" and (kwargs.get("non_blocking") or True in args[2:])
-        if name in WAITING or (strangers and not (direct and all(is_pinned(t) for t in strangers))):
+        waits = name in WAITING or (strangers and not (direct and all(is_pinned(t) for t in strangers)))
+        if waits:
             _wait(name)
         with torch._C._DisableTorchDispatch():
             made = func(*args, **kwargs)
         made = _on_card(made)
-        if _STATE.recording is not None:
+        if _STATE.recording is None:
+            _STATE.asked(func, args, kwargs, made)
+            if waits:
+                _STATE.streams.synchronize(_LOCAL.stream.number)
+        else:
             if strangers:
                 raise RuntimeError(f"{name}: a tensor of the CPU inside a graph")
             _STATE.recording.append((func, args, kwargs, made))
@@ -94,13 +102,71 @@ def _on_card(made: Any) -> Any:
     return OnCard(made) if type(made) is Tensor else made
 
 
-class _State:
+class _Stream:
+    """``number`` 0: the default stream, in which no graph may be recorded."""
+
+    made = 0
+
     def __init__(self) -> None:
-        self.recording: list[Any] | None = None
+        _Stream.made += 1
+        self.number = _Stream.made
+
+    def synchronize(self) -> None:
+        _STATE.waits["synchronize"] += 1
+        _STATE.streams.synchronize(self.number)
+
+    def wait_stream(self, other: _Stream) -> None:
+        _STATE.streams.wait(self.number, other.number)
+
+
+class _DefaultStream(_Stream):
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class _Event:
+    reached: Clock
+
+    def record(self, stream: _Stream) -> None:
+        self.reached = _STATE.streams.reached(stream.number)
+
+    def synchronize(self) -> None:
+        _STATE.streams.synchronize(self.reached)
+
+
+class _State:
+    device = DEVICE
+    recording: list[Any] | None = None
+
+    def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
+        self.streams = Streams()
+
+    def asked(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """An operation on the current stream; a view of memory is none."""
+        given = [t for t in _tensors([args, list(kwargs.values())]) if isinstance(t, OnCard)]
+        places = {t.untyped_storage()._cdata for t in given}
+        fresh = [t for t in _tensors([made]) if t.untyped_storage()._cdata not in places]
+        written = [t for t in _tensors(written_by(func, args, kwargs)) if isinstance(t, OnCard)]
+        if fresh or written or func.overloadpacket.__name__ in WAITING:
+            name = func.overloadpacket.__name__
+            self.streams.operation(_LOCAL.stream.number, name, given, [*written, *fresh])
 
 
-_STATE = _State()
+class _Local(threading.local):
+    """Of each thread."""
+
+    stream: _Stream = _DefaultStream()
+    device = 0
+
+    def set_device(self, device: Any) -> None:
+        self.device = device if isinstance(device, int) else torch.device(device).index
+
+    def stands_here(self) -> None:
+        assert self.device == _STATE.device.index, f"a thread that stands on GPU {self.device} wakes it up"
+
+
+_STATE, _LOCAL = _State(), _Local()
 
 
 def _wait(name: str) -> None:
@@ -130,7 +196,7 @@ class _Calls(TorchFunctionMode):
                 _wait(name)
             learnt = kwargs.pop("requires_grad", False)
             with torch._C.DisableTorchFunctionSubclass():
-                return OnCard(func(*values, **kwargs)).requires_grad_(learnt)
+                return _arrived(name, OnCard(func(*values, **kwargs))).requires_grad_(learnt)
         return func(*args, **kwargs)
 
     def _moved(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -141,6 +207,7 @@ class _Calls(TorchFunctionMode):
         if name in ("numpy", "tolist"):
             if here:
                 _wait(name)
+                _fetched(name, own)
             return func(plain(own) if here else own, **kwargs)
         device = kwargs.pop("device", None) or {"cpu": "cpu", "cuda": "cuda"}.get(name)
         direct = kwargs.pop("non_blocking", False) and is_pinned(own)
@@ -157,6 +224,7 @@ class _Calls(TorchFunctionMode):
         if there and not here:
             own = _Sent.apply(own)
         elif here and not there:
+            _fetched(name, own)
             own = plain(own).clone()
         return own.to(**kwargs) if kwargs else own
 
@@ -164,12 +232,26 @@ class _Calls(TorchFunctionMode):
 class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        return OnCard(values.clone())
+        return _arrived("to", OnCard(values.clone()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         _wait("backward of to")
+        _fetched("backward of to", gradient)
         return plain(gradient).clone()
+
+
+def _arrived(name: str, values: OnCard) -> OnCard:
+    """Values that the current stream has been asked to write to new memory."""
+    if _STATE.recording is None:
+        _STATE.streams.operation(_LOCAL.stream.number, name, [], [values])
+    return values
+
+
+def _fetched(name: str, values: Tensor) -> None:
+    """Values that the CPU has waited for."""
+    _STATE.streams.operation(_LOCAL.stream.number, name, [values], [])
+    _STATE.streams.synchronize(_LOCAL.stream.number)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -183,6 +265,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def _pinned(tensor: Tensor) -> Tensor:
     assert not isinstance(tensor, OnCard), "only memory of the CPU can be pinned"
+    _LOCAL.stands_here()
     copied: Any = tensor.clone()
     copied.is_in_locked_pages = True
     return copied  # type: ignore[no-any-return]
@@ -202,57 +285,59 @@ class _Graph:
         self.replays += 1
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for func, args, kwargs, made in self.calls:
+                _STATE.asked(func, args, kwargs, made)
                 again = func(*args, **kwargs)
                 for old, new in zip(_tensors([made]), _tensors([again])):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
-class _Stream:
-    def synchronize(self) -> None:
-        _STATE.waits["synchronize"] += 1
-
-    def wait_stream(self, other: _Stream) -> None:
-        assert isinstance(other, _Stream)
-
-
-class _Event:
-    def record(self, stream: _Stream) -> None:
-        assert isinstance(stream, _Stream)
-        self.recorded = True
-
-    def synchronize(self) -> None:
-        assert self.recorded
-
-
 @contextlib.contextmanager
-def _graph(graph: _Graph, **_: Any) -> Iterator[None]:
+def _graph(graph: _Graph, stream: _Stream | None = None, **_: Any) -> Iterator[None]:
     assert _STATE.recording is None
+    chosen = stream or _Stream()
+    assert chosen.number, "no graph can be recorded in the default stream"
+    _LOCAL.stands_here()
     _STATE.recording = graph.calls
     try:
-        yield
+        with _within(chosen):
+            yield
     finally:
         _STATE.recording = None
 
 
 @contextlib.contextmanager
-def card(free: int = 10**9) -> Iterator[Counter[str]]:
-    """Within, there is a card with so many bytes of free memory; yields how often what made the CPU wait."""
-    _STATE.waits = Counter()
+def _within(stream: _Stream) -> Iterator[None]:
+    before = _LOCAL.stream, _LOCAL.device
+    _LOCAL.stream, _LOCAL.device = stream, _STATE.device.index
+    try:
+        with _Calls():
+            yield
+    finally:
+        _LOCAL.stream, _LOCAL.device = before
+
+
+@contextlib.contextmanager
+def card(free: int = 10**9, index: int = 0) -> Iterator[Counter[str]]:
+    """Within, there is a card with so many bytes of free memory; yields how often what made the CPU wait.
+
+    ``index``: its place among this machine's; threads begin on the first.
+    """
+    _STATE.waits, _STATE.streams, _STATE.device = Counter(), Streams(), torch.device("cuda", index)
     makers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
+        "device_count": lambda: index + 1,
+        "current_device": lambda: _LOCAL.device,
+        "set_device": _LOCAL.set_device,
         "get_device_name": lambda *_: "H200 that is not there",
         "max_memory_allocated": lambda *_: 10**9,
         "is_bf16_supported": lambda *_: True,
         "is_initialized": lambda: True,
         "Stream": lambda *_: _Stream(),
         "Event": lambda **_: _Event(),
-        "current_stream": lambda *_: _Stream(),
-        "stream": lambda _: _Calls(),
-        "synchronize": lambda *_: None,
+        "current_stream": lambda *_: _LOCAL.stream,
+        "stream": _within,
+        "synchronize": lambda *_: _STATE.streams.synchronize(),
         "empty_cache": lambda: None,
         "mem_get_info": lambda *_: (free, free),
         "CUDAGraph": _Graph,
@@ -266,9 +351,10 @@ def card(free: int = 10**9) -> Iterator[Counter[str]]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter stays the same object
         stack.enter_context(mock.patch.object(nn.Module, "load_state_dict", _loaded))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pinned))
-        own = {"PFL_PYTORCH_DEVICE": str(DEVICE), "XDG_CACHE_HOME": _CACHE.name}
+        own = {"PFL_PYTORCH_DEVICE": str(_STATE.device), "XDG_CACHE_HOME": _CACHE.name}
         stack.enter_context(mock.patch.dict(os.environ, own))
         stack.enter_context(_Calls())
+        stack.callback(_LOCAL.set_device, _LOCAL.device)
         yield _STATE.waits
 
 

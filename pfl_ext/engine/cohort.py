@@ -199,7 +199,7 @@ class CohortEngine:
                     self._rehearse(sample, local, scaling, self.lanes)
             fitting = self._fitting(tasks, local)
             # a round is a function of its number: it can be begun again
-            while not self._has_run(fitting, dataset, local, weight_of, scaling, rule):
+            while not self._has_run(fitting, scaling, dataset, local, weight_of, rule):
                 self._shrink(local, any(task.together for task in fitting))
                 fitting = self._fitting(tasks, local)
         first, *others = self.lanes
@@ -264,12 +264,12 @@ class CohortEngine:
         self._num_lanes, self.lanes = count, self.lanes[:count]
         release(self._device)
 
-    def _has_run(self, tasks: Sequence[Task], *job: Any) -> bool:
+    def _has_run(self, tasks: Sequence[Task], scaling: ScalesUpdates | None, *job: Any) -> bool:
         """Train all these; whether memory was enough."""
         for lane in self.lanes:
-            lane.clear()
+            lane.clear(scaling)
         planned = plan(tasks, len(self.lanes), widen=not self.on_gpu)
-        faults = self._pool.run(self.lanes, planned, lambda lane, mine: self._work(lane, mine, *job))
+        faults = self._pool.run(self.lanes, planned, lambda lane, mine: self._work(lane, mine, scaling, *job))
         for fault in faults:
             if not is_out_of_memory(fault):
                 raise fault
@@ -279,10 +279,10 @@ class CohortEngine:
         self,
         lane: Lane,
         tasks: Sequence[Task],
+        scaling: ScalesUpdates | None,
         dataset: FederatedImageDataset,
         local: LocalTraining,
         weight_of: Callable[[Member], float],
-        scaling: ScalesUpdates | None,
         rule: Rule,
     ) -> None:
         """Train these one after another."""

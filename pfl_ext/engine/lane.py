@@ -157,8 +157,10 @@ class Lane:
         """Whether steps read the rate from memory: a graph, recorded once, is for every round's."""
         return self._graphs is not None and local.rate_varies
 
-    def clear(self) -> None:
-        """Before a round."""
+    def clear(self, scaling: ScalesUpdates | None = None) -> None:
+        """Before a round, in the caller's stream, for which lanes wait: what they share is made there."""
+        if self._stream is not None and scaling is not None:
+            self._owners = self.layout.owners
         self.sums.vector.zero_()
         self.sums.tally.clear()
         self.sums.losses.zero_()
@@ -328,7 +330,7 @@ class Lane:
         scales, tally = scaling.user_scales(list(self.layout.names), norms[None])
         self.sums.tally.append(tally[0])
         if self._stream is not None:
-            wide = scales[0].float()[self.layout.owners]
+            wide = scales[0].float()[self._owners]
             self.sums.vector.add_(torch.where(wide == 0, 0.0, self._local * wide), alpha=weight)
             return
         for view, update, scale in zip(self.sums.views.values(), self._weights, scales[0].tolist()):

@@ -1,0 +1,133 @@
+"""Whether the streams of a card that is not there could get in each other's way.
+
+A card may do the work of two streams in any order, as long as each does its own in the order in which it was
+asked for, and ``wait_stream`` and the CPU's waits are kept. Here all work is done at once, so a wait that was
+forgotten would never show. Instead each access to memory is compared with those before it: two of which one
+writes, and neither of which is certain to have ended before the other, raise. A run in which none raise has
+the same result in every order that a card may choose.
+
+Memory that is given back while another stream may still use it raises, too: torch gives it to the next who
+asks on the stream where it was made.
+
+What the CPU knows to have ended is one clock for all its threads, so a wait that another thread has made
+counts: more is then thought to be safe than is, never less.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Clock = dict[int, int]
+"""Of each stream, how many of its operations have ended."""
+
+
+class StreamRace(AssertionError):
+    """Two streams may use the same memory at the same time."""
+
+
+@dataclass
+class _Memory:
+    alive: StorageWeakRef
+    made_by: int
+    what: str
+    written: tuple[int, int] | None = None
+    """Stream and number of the operation that last wrote to it."""
+    read: Clock = field(default_factory=dict)
+    """Of each stream, the last operation since then that read it."""
+
+
+class Streams:
+    """The operations asked for so far, by stream; 0 is the default stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._asked: Clock = {}
+        self._known: dict[int, Clock] = {}
+        self._cpu: Clock = {}
+        self._memory: dict[int, _Memory] = {}
+
+    def operation(self, stream: int, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """An operation is asked for on a stream.
+
+        Raises:
+            StreamRace: if another stream may write what it reads, or use what it writes.
+        """
+        with self._lock:
+            self._asked[stream] = number = self._asked.get(stream, 0) + 1
+            known = self._of(stream)
+            _merge(known, self._cpu)
+            known[stream] = number
+            for tensor in read:
+                memory = self._found(tensor, stream, name)
+                self._ended(known, memory.written, f"{name} reads", memory)
+                memory.read[stream] = number
+            for tensor in written:
+                memory = self._found(tensor, stream, name)
+                for access in (memory.written, *memory.read.items()):
+                    self._ended(known, access, f"{name} writes", memory)
+                memory.written, memory.read, memory.what = (stream, number), {}, name
+
+    def wait(self, stream: int, other: Clock | int) -> None:
+        """What is asked for on a stream from here on comes after another's operations, or an event's."""
+        with self._lock:
+            self._returned()
+            _merge(self._of(stream), self._reached(other))
+
+    def reached(self, stream: int) -> Clock:
+        """What has ended once a stream has done what it was asked for so far."""
+        with self._lock:
+            return dict(self._reached(stream))
+
+    def synchronize(self, other: Clock | int | None = None) -> None:
+        """The CPU waits for a stream, an event or, for None, for all streams."""
+        with self._lock:
+            self._returned()
+            for one in self._known.copy() if other is None else [other]:
+                _merge(self._cpu, self._reached(one))
+
+    def _of(self, stream: int) -> Clock:
+        return self._known.setdefault(stream, {})
+
+    def _reached(self, other: Clock | int) -> Clock:
+        return self._of(other) if isinstance(other, int) else other
+
+    def _found(self, tensor: Tensor, stream: int, name: str) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memory:
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._memory[key] = _Memory(alive, stream, name)
+        return self._memory[key]
+
+    def _returned(self) -> None:
+        """Look at the memory that nothing points to any more."""
+        for key, memory in list(self._memory.items()):
+            if memory.alive.expired():  # type: ignore[no-untyped-call]
+                del self._memory[key]
+                known = {**self._of(memory.made_by)}
+                _merge(known, self._cpu)
+                for access in (memory.written, *memory.read.items()):
+                    self._ended(known, access, "another may be given", memory)
+
+    @staticmethod
+    def _ended(known: Clock, access: tuple[int, int] | None, name: str, memory: _Memory) -> None:
+        if access is not None and known.get(access[0], 0) < access[1]:
+            raise StreamRace(f"{name} memory of {memory.what} that stream {access[0]} may still use")
+
+
+def _merge(into: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        into[stream] = max(into.get(stream, 0), number)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation changes, by its schema."""
+    schema = func._schema.arguments
+    given = dict(zip((a.name for a in schema), args)) | kwargs
+    return [given[a.name] for a in schema if a.name in given and a.alias_info and a.alias_info.is_write]
