@@ -38,6 +38,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
+from pfl_ext.engine.tuning import Tuner
 from pfl_ext.engine_trial import Trial, few_of
 from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
@@ -129,6 +130,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         accumulate: precision of the sum over users.
         config_hash: compared between workers, with the round and its cohort, before each reduction.
         check: compares the engine with pfl's loop at the first cohort on a GPU; None: it is relied on.
+        tuner: arranges the engine by timing users of the first cohort; None: it stays as it is.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
         accumulate: torch.dtype = torch.float32,
         config_hash: str = "",
         check: SelfCheck | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         private = [p for p in postprocessors if is_private(p)]
         if training_data.noise_seed is None and not all(isinstance(p, NoisyMean) for p in private):
@@ -150,6 +153,8 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
                 "pfl's own privacy mechanism would draw its noise from the public seed, so that anybody "
                 "could subtract it: give FederatedImageDataset a secret noise_seed (secrets.randbits(128))"
             )
+        if tuner is not None and private:
+            raise ValueError("a private run is not tuned: how long users take would show in its results")
         if any(map(is_private, postprocessors[:-1])):
             raise ValueError(
                 "what follows a privacy mechanism could make an update longer than its bound: place the "
@@ -157,6 +162,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             )
         super().__init__(training_data, training_data, list(postprocessors), FlatSumAggregator(accumulate))
         self._images, self.engine, self._check = training_data, engine, check
+        self._tuner = tuner
         self._evaluation, self._on_evaluation = evaluation, on_evaluation
         self._seed, self._config_hash = seed, config_hash
 
@@ -292,13 +298,16 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     ) -> tuple[MappedVectorStatistics, Metrics]:
         """The worker's sum of weighted, clipped updates and its metrics, named as pfl names them."""
         by_images, scaling = self._weighting()
-        tasks = engine.tasks(self._images.members(context.cohort_size), local, scaling)
-        workers = get_ops().distributed
-        mine = dealt(tasks, workers.world_size)[workers.global_rank]
+        workers, cohort = get_ops().distributed, self._images.members(context.cohort_size)
 
         def weight(member: Member) -> float:
             return float(member.num_images) if by_images else 1.0
 
+        if self._tuner is not None and rule.correction is None:  # which training changes
+            self._tuner.tune(engine, self._images, cohort, local, weight, scaling, rule)
+            self._tuner = None
+        tasks = engine.tasks(cohort, local, scaling)
+        mine = dealt(tasks, workers.world_size)[workers.global_rank]
         done = engine.train(self._images, mine, local, weight, scaling, rule)
         members = [member for task in mine for member in task.members]
         stats = MappedVectorStatistics(dict(done.update), weight=sum(map(weight, members)))

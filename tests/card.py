@@ -154,7 +154,7 @@ class _State:
 
 
 class _Local(threading.local):
-    """Of each thread."""
+    """What each thread has of its own."""
 
     stream: _Stream = _DefaultStream()
     device = 0

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Clock = dict[int, int]
-"""Of each stream, how many of its operations have ended."""
+"""How many operations have ended, by stream."""
 
 
 class StreamRace(AssertionError):
@@ -39,7 +39,7 @@ class _Memory:
     written: tuple[int, int] | None = None
     """Stream and number of the operation that last wrote to it."""
     read: Clock = field(default_factory=dict)
-    """Of each stream, the last operation since then that read it."""
+    """The last operation of each stream that has read it since."""
 
 
 class Streams:

@@ -283,6 +283,7 @@ def _write_results(
         "hardware": hardware(),
         "arithmetic": recorder.arithmetic,
         **({} if recorder.engine_check is None else {"engine_check": recorder.engine_check}),
+        **({} if recorder.engine_choice is None else {"engine_choice": recorder.engine_choice}),
         **({} if recorder.traffic is None else {"traffic": recorder.traffic}),
         **recorder.findings,
         "commit": commit(),

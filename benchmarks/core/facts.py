@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.core.config.sections import TrainingConfig
 from benchmarks.core.config.trees import Tree
-from benchmarks.core.processor import processor_model
 from benchmarks.core.weights import weights_facts
 from dataset.store.hdf5 import DataFile
 from pfl_ext.models.classifier import ImageClassifier, probe_checksum
+from pfl_ext.processor import processor_model
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ from pfl_ext.devices.fleet import Sent
 from pfl_ext.devices.turnout import Turnouts
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
+from pfl_ext.engine.tuning import Tuner
 from pfl_ext.evaluation import CentralEvaluation
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.rules import refuse
@@ -181,11 +182,20 @@ def means(
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
         if runtime.check_engine
         else None,
+        tuner=tuner(run, engine, chosen),
         compressor=compressor(config),
         rule=config.aggregation.chosen(config.aggregation.chosen_options),
         attack=attack(config),
         attack_share=config.attack.share,
     )
+
+
+def tuner(run: AnyRun, engine: CohortEngine | None, chosen: Setup) -> Tuner | None:
+    """What arranges a run's engine; None where nothing does."""
+    wanted = run.runtime.tune
+    if wanted is None:
+        wanted = engine is not None and engine.on_gpu and not chosen.private
+    return Tuner(chosen.folder and chosen.folder.parent) if wanted and engine is not None else None
 
 
 def check_federated(
@@ -265,6 +275,7 @@ def train_federated(
         f"{kind}, pfl's own loop" if algorithm.engine is None else algorithm.engine.arithmetic(precision)
     )
     recorder.engine_check = None if training.check is None else training.check.outcome
+    recorder.engine_choice = None if training.tuner is None else training.tuner.outcome
     recorder.traffic = algorithm.bytes(state)._asdict()
     recorder.findings = algorithm.findings(state)
     if training.engine is not None:

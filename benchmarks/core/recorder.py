@@ -137,8 +137,11 @@ class Recorder:
         self.unit, self.num_steps = files.run.config.unit, files.run.config.num_steps
         self.best = Best()
         self.arithmetic: str | None = None
-        self.engine_check: dict[str, Any] | None = None
         """How training was computed, see `pfl_ext.engine.cpu.choice.described`."""
+        self.engine_check: dict[str, Any] | None = None
+        """What `pfl_ext.engine.selfcheck` found."""
+        self.engine_choice: dict[str, Any] | None = None
+        """What `pfl_ext.engine.tuning` chose."""
         self.traffic: dict[str, int] | None = None
         """Bytes between the server and each user of a round."""
         self.findings: Tree = {}

@@ -13,10 +13,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core.processor import processor_model
 from benchmarks.doctor.note import Note, fault, hint
 from dataset.cli import cores, output_folder
 from pfl_ext.engine.cpu.build import cache_folder, compiler, processor
+from pfl_ext.processor import processor_model
 
 FEATURES = {
     "avx2": "AVX2", "fma": "FMA", "avx512f": "AVX-512", "avx512_fp16": "AVX512-FP16",

@@ -32,6 +32,7 @@ from pfl_ext.data.federated_dataset import FederatedImageDataset
 from pfl_ext.devices.config import DevicesConfig
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.selfcheck import SelfCheck
+from pfl_ext.engine.tuning import Tuner
 from pfl_ext.models.classifier import ImageClassifier
 from pfl_ext.privacy.central import is_private
 from pfl_ext.registry import Registry
@@ -104,6 +105,8 @@ class Means(Setup):
     config_hash: str
     check: SelfCheck | None = None
     """The check of the engine on a GPU."""
+    tuner: Tuner | None = None
+    """What arranges the engine."""
     compressor: Compressor | None = None
     """What compresses updates; None: they are sent as they are."""
     rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
@@ -160,6 +163,7 @@ class Means(Setup):
             accumulate=self.accumulate,
             config_hash=self.config_hash,
             check=self.check,
+            tuner=self.tuner,
         )
 
 

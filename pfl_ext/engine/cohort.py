@@ -10,7 +10,8 @@ Letters: U users, P parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,18 +21,19 @@ from torch import Tensor
 
 from dataset.files import prefetched
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
-from pfl_ext.data.transfer import pinned
 from pfl_ext.engine.card import begin_thread, fits, has_room, ieee_float32, is_out_of_memory, release
 from pfl_ext.engine.cpu.choice import described
 from pfl_ext.engine.cpu.layers import CpuLayers, kernels_for, layers_for
 from pfl_ext.engine.gpu_layers import GpuLayers
 from pfl_ext.engine.lane import Lane, Layout
 from pfl_ext.engine.one_step import CohortSum, train_one_step
-from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Task, grouped, plan
+from pfl_ext.engine.plan import MAX_USERS, MAX_USERS_OF_FEATURES, Arrangement, Task, grouped, plan
 from pfl_ext.engine.pool import LanePool, as_many
 from pfl_ext.engine.probe import fusable, group_size, most_images
+from pfl_ext.engine.readers import Readers
+from pfl_ext.engine.reading import Reading
 from pfl_ext.engine.tape import TapedNetwork
-from pfl_ext.engine.training import Batch, LocalTraining, joined, settled
+from pfl_ext.engine.training import Batch, LocalTraining, joined
 from pfl_ext.engine.trim import Trimmed
 from pfl_ext.engine.watch import Watch
 from pfl_ext.models.classifier import ImageClassifier
@@ -74,12 +76,15 @@ class CohortEngine:
     ) -> None:
         self._device = model.mean.device
         on_cpu, self.on_gpu = (self._device.type == kind for kind in ("cpu", "cuda"))
+        self._open = lanes is None, fuse is None
         if lanes is None:
             lanes = torch.get_num_threads() if on_cpu else GPU_LANES
-        self._fuse = on_cpu if fuse is None else fuse
-        self._central, self._num_lanes, self._accumulate = model, lanes, accumulate
+        self.arrangement = Arrangement(lanes, on_cpu if fuse is None else fuse, most_images(model))
+        self.central, self._accumulate = model, accumulate
         self._max_users = MAX_USERS_OF_FEATURES if isinstance(model, FeatureClassifier) else MAX_USERS
-        self._prefetch, self._readers, self._rate_varies = prefetch, reader_threads, rate_varies
+        self._prefetch, self._rate_varies = prefetch, rate_varies
+        self.readers = Readers(reader_threads)
+        self._reading = Reading(model.task, self._device)
         self._pool, self._path = LanePool(self._device), 0
         self._kernels = kernels_for(model) if cpu_kernels else None
         self.watch = Watch()
@@ -87,15 +92,15 @@ class CohortEngine:
 
     def _build(self, whole: bool, layers: CpuLayers | GpuLayers | None) -> None:
         self._built = (whole, layers)
-        self._trimmed = trimmed = Trimmed(self._central, whole, layers)
+        self._trimmed = trimmed = Trimmed(self.central, whole, layers)
         self._model = model = trimmed.model
         self._layout = Layout.of(model)
         start = self._layout.gather(model)
         trimmed.refresh()
         net = TapedNetwork(model.backbone)
         with ieee_float32(self._device):
-            self._fusable = self._fuse and fusable(model, net)
-        graphs, count = self._path < 1, self._num_lanes if self._path < 2 else 1
+            self._fusable = self.arrangement.fuse and fusable(model, net)
+        graphs, count = self._path < 1, self.arrangement.lanes if self._path < 2 else 1
         job = model, self._layout, start, self._accumulate, self._fusable, graphs
         self.lanes = as_many(partial(Lane, *job), count)
         if len(self.lanes) < count:
@@ -129,15 +134,34 @@ class CohortEngine:
             self._path = number
             self._build(self._built[0], None if number == 3 else self._built[1])
 
+    def arrangements(self) -> list[Arrangement]:
+        """What may be faster on some processor, beginning with what is; what was asked for stays."""
+        own, (lanes, fuse) = self.arrangement, self._open
+        tried = [own]
+        if self._fusable and not self.on_gpu:
+            tried += [replace(own, images=times * own.images) for times in (2, 4)]
+        if lanes and self.on_gpu and self._path < 2:
+            tried += [replace(own, lanes=count) for count in (own.lanes * 2, own.lanes // 2) if count]
+        if fuse and (self._fusable or not own.fuse):
+            tried.append(replace(own, fuse=not own.fuse))
+        return tried
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """From here on, every round so."""
+        if arrangement != self.arrangement or len(self.lanes) < arrangement.lanes:
+            self.close()
+            self.arrangement = arrangement
+            self._build(*self._built)
+
     def like(self, model: ImageClassifier) -> CohortEngine:
         """An engine of the same settings for a model, or for another choice of what is trained."""
         return CohortEngine(
             model,
-            lanes=self._num_lanes,
+            lanes=self.arrangement.lanes,
             accumulate=self._accumulate,
             prefetch=self._prefetch,
-            reader_threads=self._readers,
-            fuse=self._fuse,
+            reader_threads=self.readers.threads,
+            fuse=self.arrangement.fuse,
             cpu_kernels=self._kernels is not None,
             rate_varies=self._rate_varies,
         )
@@ -154,7 +178,7 @@ class CohortEngine:
         The same on every worker, so nothing here may depend on a device's free memory: see `_fitting`.
         """
         local = self._prepare(local)
-        return grouped(members, most_images(self._central), self._fuses(local, scaling), self._max_users)
+        return grouped(members, self.arrangement.images, self._fuses(local, scaling), self._max_users)
 
     def _fuses(self, local: LocalTraining, scaling: ScalesUpdates | None) -> bool:
         """Whether one-step users share a pass. With weight decay an update is not a multiple of a clipped
@@ -172,7 +196,9 @@ class CohortEngine:
     def _most(self, local: LocalTraining) -> int:
         """Images of a group, as far as is known."""
         if local.form not in self._max_images:
-            self._max_images[local.form] = group_size(self._model, local, len(self.lanes))
+            self._max_images[local.form] = group_size(
+                self._model, local, len(self.lanes), self.arrangement.images
+            )
         return self._max_images[local.form]
 
     def train(
@@ -189,19 +215,24 @@ class CohortEngine:
         ``rule``: of the algorithm, from which ``local`` comes too. ``scaling``: is applied to each update.
         """
         assert scaling is None or rule.sends_update_alone, "what is added to the sum would not be scaled"
-        local = self._prepare(local)
+        local, begin = self._prepare(local), time.perf_counter()
         members = [member for task in tasks for member in task.members]
         self._trimmed.refresh()
         with ieee_float32(self._device):
             if self.on_gpu and local.form not in self._rehearsed:
                 for member in [m for m in members if m.num_images][:1]:
-                    sample = next(self._batches(dataset.read(member), local))
+                    sample = next(self._reading.batches(dataset.read(member), local))
                     self._rehearse(sample, local, scaling, self.lanes)
             fitting = self._fitting(tasks, local)
             # a round is a function of its number: it can be begun again
             while not self._has_run(fitting, scaling, dataset, local, weight_of, rule):
                 self._shrink(local, any(task.together for task in fitting))
                 fitting = self._fitting(tasks, local)
+        if self.readers.after(len(self.lanes) * (time.perf_counter() - begin)):
+            print(
+                f"lanes wait for images: {self.readers.threads} readers for each from here on",
+                file=sys.stderr,
+            )
         first, *others = self.lanes
         for lane in self.lanes:
             lane.join()
@@ -261,7 +292,7 @@ class CohortEngine:
             raise ValueError(NO_ROOM)
         print(f"out of memory: {count} lanes from here on", file=sys.stderr)
         self.close()
-        self._num_lanes, self.lanes = count, self.lanes[:count]
+        self.arrangement, self.lanes = replace(self.arrangement, lanes=count), self.lanes[:count]
         release(self._device)
 
     def _has_run(self, tasks: Sequence[Task], scaling: ScalesUpdates | None, *job: Any) -> bool:
@@ -289,16 +320,17 @@ class CohortEngine:
 
         def read(task: Task) -> tuple[list[Batch], list[Batch], list[int]]:
             if task.together:
-                whole, sizes = self._joined(dataset, task.members, local)
+                whole, sizes = self._reading.together(dataset, task.members, local)
                 return [whole], [], sizes
             user = dataset.read(task.members[0])
-            once = self._settled(user.once()) if rule.whole_gradient else ()
-            return list(self._batches(user, local)), list(once), []
+            once = self._reading.settled(user.once()) if rule.whole_gradient else ()
+            return list(self._reading.batches(user, local)), list(once), []
 
-        begin = partial(begin_thread, self._device) if self.on_gpu else None
-        read_ahead = prefetched(read, tasks, ahead=self._prefetch, threads=self._readers, begin=begin)
+        threads, begin = self.readers.threads, partial(begin_thread, self._device) if self.on_gpu else None
+        ahead = prefetched(read, tasks, ahead=self._prefetch, threads=threads, begin=begin)
+        timed = self.watch.iterator("data", self.readers.timed(ahead))
         with lane.working():
-            for task, (steps, once, sizes) in zip(tasks, self.watch.iterator("data", read_ahead)):
+            for task, (steps, once, sizes) in zip(tasks, timed):
                 weights = [weight_of(m) * rule.scale(m.num_steps) for m in task.members]
                 if task.together:
                     with self.watch.charge("training"):
@@ -315,21 +347,6 @@ class CohortEngine:
                     scales = weight_of(task.members[0]), weights[0]
                     self._train_corrected(lane, user_id, steps, once, scales, local, rule)
                 lane.keep_pace()
-
-    def _joined(
-        self, dataset: FederatedImageDataset, members: Sequence[Member], local: LocalTraining
-    ) -> tuple[Batch, list[int]]:
-        """The only batches of users with one step, as one, and their sizes."""
-        rows, task = dataset.single_features(members), self._central.task
-        if rows is None:
-            each = (batch for m in members for batch in self._raw(dataset.read(m), local))
-            whole, sizes = joined(list(settled(each, task, torch.device("cpu"))))
-        else:
-            features, targets, crops = rows
-            alone = [task.settled(row) for row in torch.split(targets, 1)]
-            whole = Batch(features, torch.cat([t for t, _ in alone]), crops, torch.cat([s for _, s in alone]))
-            sizes = [1] * len(members)
-        return Batch(*(pinned(t, self._device) for t in whole)), sizes
 
     def _train_corrected(
         self,
@@ -357,16 +374,6 @@ class CohortEngine:
                 lane.besides[name] = torch.zeros_like(sent, dtype=self._accumulate)
             lane.besides[name].add_(sent, alpha=weights[0])
 
-    @staticmethod
-    def _raw(dataset: Any, local: LocalTraining) -> Iterator[Any]:
-        return (batch for _ in range(local.num_epochs) for batch in dataset.iter(local.batch_size))
-
-    def _batches(self, dataset: Any, local: LocalTraining) -> Iterator[Batch]:
-        return self._settled(self._raw(dataset, local))
-
-    def _settled(self, batches: Iterable[Any]) -> Iterator[Batch]:
-        return settled(batches, self._central.task, self._device)
-
     def take_losses(self) -> tuple[float, int]:
         """The sum of the losses of all images since this was last asked for, and how many images they were.
 
@@ -382,7 +389,7 @@ class CohortEngine:
         local = self._prepare(local)
         lane = self.lanes[0]
         self._trimmed.refresh()
-        batches = list(self._batches(dataset, local))
+        batches = list(self._reading.batches(dataset, local))
         with ieee_float32(self._device):
             if self.on_gpu and batches and local.form not in self._rehearsed:
                 self._rehearse(batches[0], local, None, self.lanes[:1])

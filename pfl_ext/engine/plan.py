@@ -40,6 +40,21 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """How an engine arranges every round; its sums depend on it by rounding."""
+
+    lanes: int
+    fuse: bool
+    """Whether users with one step share a pass, in groups."""
+    images: int
+    """Most images of a group."""
+
+    def __str__(self) -> str:
+        groups = f"groups of up to {self.images} images" if self.fuse else "users one by one"
+        return f"{self.lanes} {'lane' if self.lanes == 1 else 'lanes'}, {groups}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Who trains where: first the users of ``wide``, one after another on all cores, then the lanes.
 

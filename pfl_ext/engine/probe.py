@@ -101,11 +101,11 @@ def most_images(model: ImageClassifier) -> int:
     return MOST_FEATURES if isinstance(model, FeatureClassifier) else MOST_IMAGES[model.mean.device.type]
 
 
-def group_size(model: ImageClassifier, local: LocalTraining, lanes: int) -> int:
-    """Images of one group: what memory allows, and no more than is of use."""
+def group_size(model: ImageClassifier, local: LocalTraining, lanes: int, most: int) -> int:
+    """Images of one group: what memory allows, and at ``most`` so many."""
     device = model.mean.device
     if device.type == "cuda":
         budget = torch.cuda.mem_get_info(device)[0] * GPU_SHARE / lanes
     else:
         budget = float(CPU_BYTES)
-    return int(min(max(budget / (COPIES * activation_bytes(model, local)), 1), most_images(model)))
+    return int(min(max(budget / (COPIES * activation_bytes(model, local)), 1), most))

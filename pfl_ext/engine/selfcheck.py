@@ -93,8 +93,7 @@ class SelfCheck:
         seconds: float = SECONDS,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
-        self._folder, self._kept, self._seconds, self._end = folder, kept or cache, seconds, end
+        self._folder, self._kept, self._seconds, self._end = folder, kept or kept_in(), seconds, end
         self._private = private
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: nothing was checked."""
@@ -116,7 +115,7 @@ class SelfCheck:
             users: how many are trained, for the line that is printed.
         """
         place = self._kept / f"engine-check-{key}-{torch.cuda.current_device()}.json"
-        known = _read(place)
+        known = read_kept(place)
         if "path" in known:
             self.outcome = known
             self._say(known, " before")
@@ -131,7 +130,9 @@ class SelfCheck:
         for number in range(len(PATHS)):
             if any(failure["path"] == number for failure in failures):
                 continue
-            _write(place, {"trying": number, "failures": failures, "by": [socket.gethostname(), os.getpid()]})
+            write_kept(
+                place, {"trying": number, "failures": failures, "by": [socket.gethostname(), os.getpid()]}
+            )
             deviation, why = self._tried(number, limit, ours, expected)
             if why is None:
                 break
@@ -146,7 +147,7 @@ class SelfCheck:
             "device": gpu, "users": users, "path": number, "deviation": deviation, "limit": reported,
             "failures": failures,
         }  # fmt: skip
-        _write(place, self.outcome)
+        write_kept(place, self.outcome)
         self._say(self.outcome)
         return number
 
@@ -271,15 +272,21 @@ def _is_alive(attempt: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read(place: Path) -> dict[str, Any]:
+def kept_in() -> Path:
+    """The folder of what is kept for later runs of this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pfl_ext"
+
+
+def read_kept(place: Path) -> dict[str, Any]:
+    """What is kept there; nothing where that cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(place.read_text())
-        return found
+        found = json.loads(place.read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _write(place: Path, content: Mapping[str, Any]) -> None:
+def write_kept(place: Path, content: Mapping[str, Any]) -> None:
     """What cannot be kept is checked again."""
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)

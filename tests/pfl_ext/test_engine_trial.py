@@ -72,7 +72,8 @@ def one_stream_alone(patch: pytest.MonkeyPatch) -> None:
     def run(self: LanePool, lanes: Any, tasks: Any, work: Any) -> Any:
         faults = real(self, lanes, tasks, work)
         for lane in lanes[1:]:
-            lane.sums.vector.zero_()
+            with lane.working():
+                lane.sums.vector.zero_()
         return faults
 
     patch.setattr(LanePool, "run", run)

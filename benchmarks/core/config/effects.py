@@ -166,11 +166,13 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     if config.mode == "federated":
         yield _idle_by_algorithm(config, config.federated.chosen.idle_in_runtime)
     if config.mode == "centralised":
-        keys = "lanes fuse accumulate reduce"
+        keys = "lanes fuse tune accumulate reduce"
         yield Idle(keys, "mode is centralised", "set mode to federated")
     if runtime.engine == "stock":
         yield Idle(
-            "lanes fuse cpu_kernels check_engine", "runtime.engine is stock", "set runtime.engine to fast"
+            "lanes fuse tune cpu_kernels check_engine",
+            "runtime.engine is stock",
+            "set runtime.engine to fast",
         )
     if config.model.trained not in (*ON_FEATURES, "last_blocks"):
         because = f"model.trained is {config.model.trained}"

@@ -206,6 +206,7 @@ TABLE: Mapping[str, Rule] = {
     "runtime.check_engine": Rule(
         "trains users twice and keeps neither; a private run says only that it held"
     ),
+    "runtime.tune": only("how long users' images take would show in what is chosen", None, False),
     "runtime.precision": Rule("bf16 computes local training; updates, norms, sums and noise stay in float32"),
     "runtime.reduce": only(
         "bf16 rounds sums after clipping and before noise, which moves them by more than the bound", "exact"

@@ -342,6 +342,8 @@ class Runtime:
     """On a GPU, take algorithms that repeat a run bit for bit, where torch has them; slower."""
     check_engine: bool = True
     """On a GPU, compare the fast engine with pfl's loop on a few users before the first round."""
+    tune: bool | None = None
+    """Choose lanes, groups and readers by timing the first cohort; none: on a GPU, unless it is private."""
     fuse: bool | None = None
     """The fast engine trains users with one step in one pass; none: on a CPU, not on a GPU."""
     threads: PositiveInt | None = None

@@ -202,6 +202,7 @@ class Setting:
     """Not None: in float64, from weights that are off by up to this part of them, as this seed draws."""
     check: Any = None
     """Check of the engine on a GPU."""
+    tuner: Any = None
     controls: Controls | None = field(default=None, init=False)
     """SCAFFOLD's, after a run."""
 
@@ -235,6 +236,7 @@ class Setting:
             postprocessors=[WeightByDatapoints() if self.by_images else WeightByUser(), *self.more],
             engine=CohortEngine(module, rate_varies=bool(self.rates), **options) if engine else None,
             check=self.check,
+            tuner=self.tuner,
         )
         algorithm = self.algorithm or (FederatedAveraging() if self.mu is None else FedProx())
         if self.nova:

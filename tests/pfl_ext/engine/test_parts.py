@@ -298,9 +298,9 @@ def test_a_group_is_what_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e6 < kept < 1e7  # ResNet-18 at 64 pixels has some 2.5 MB of outputs; ReLUs work in place
     big = ImageClassifier(resnet("group"), task=MultiLabel(), input_size=128, exact_crops=True)
     assert activation_bytes(big, HOW) == pytest.approx(4 * kept, rel=0.2)
-    assert 1 <= group_size(big, HOW, 1) <= group_size(module, HOW, 1)
+    assert 1 <= group_size(big, HOW, 1, 32) <= group_size(module, HOW, 1, 32)
     monkeypatch.setattr("pfl_ext.engine.probe.CPU_BYTES", kept)
-    assert group_size(module, HOW, 1) == 1
+    assert group_size(module, HOW, 1, 32) == 1
 
 
 @given(

@@ -1,0 +1,77 @@
+"""Runs whose engine was arranged by timing (`pfl_ext.engine.tuning`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.flair.train import main
+from dataset.cli import run as run_command
+from pfl_ext.engine.tuning import Tuner
+from tests.benchmarks.conftest import Train, killed_at
+from tests.benchmarks.core.test_workers import distance
+from tests.benchmarks.core.worker_runs import FAST, SMALL
+from tests.benchmarks.sparing import sparingly
+from tests.benchmarks.test_train import error_line, results
+from tests.launching import command, run
+
+TUNED = ("--runtime.tune=true", "--runtime.threads=1")
+
+
+def test_a_run_goes_on_as_it_began_and_another_takes_over_what_it_timed(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with killed_at(2):
+        train(*TUNED, name="cut", code=130)
+    assert "engine: 1 lane, " in capsys.readouterr().err
+    whole = results(train(*TUNED, name="whole"))
+    assert whole["engine_choice"]["source"] == "as timed before"
+
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(Tuner, "_times", None)
+    cut = results(train(*TUNED, name="cut"))
+    assert cut["engine_choice"] == whole["engine_choice"] | {"source": "as this run began"}
+    assert cut["model_sha256"] == whole["model_sha256"]
+
+
+def test_nothing_is_timed_on_a_cpu_that_was_not_asked_for(train: Train) -> None:
+    directory = train("--federated.num_rounds=1")
+    assert "engine_choice" not in results(directory)
+    assert not (directory / "engine_choice.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("--config=pfl-r-17", "--privacy.noise_seed=run"), "runtime.tune"),
+        (("--config=c-r-17",), "runtime.tune"),
+        (("--runtime.engine=stock",), "runtime.tune"),
+    ],
+)
+def test_where_nothing_may_be_timed_it_is_refused(
+    words: tuple[str, ...], refusal: str, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(*words, "--runtime.tune=true", code=2)
+    assert refusal in error_line(capsys)
+
+
+@pytest.mark.xdist_group("workers")
+def test_workers_choose_the_same(mini_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice decides who shares a pass; two workers that disagreed would train a user twice, or never."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = (*SMALL, *FAST, f"--data_path={mini_file}")
+    output = run(
+        command("torchrun", 2, "benchmarks.flair.train", *words, *TUNED, f"--run_dir={tmp_path / 'two'}")
+    )
+    found: Any = json.loads((tmp_path / "two" / "results.json").read_text())["engine_choice"]
+    assert found["source"] == "timed"
+    assert len(found["seconds"]) > 1
+    assert len([line for line in output.splitlines() if line.startswith("engine: ")]) == 1
+    with sparingly():
+        assert run_command(main, [*words, f"--run_dir={tmp_path / 'one'}"]) == 0
+    assert distance(tmp_path / "one", tmp_path / "two", by_tensor=False) < 1e-4

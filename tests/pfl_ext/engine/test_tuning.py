@@ -1,0 +1,234 @@
+"""The engine's choice of lanes, groups and readers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pfl_ext.data.federated_dataset import Member
+from pfl_ext.engine import cohort
+from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.plan import Arrangement
+from pfl_ext.engine.readers import Readers
+from pfl_ext.engine.tuning import Tuner, spread
+from tests.card import REAL, card
+from tests.pfl_ext.engine.setting import Setting, distance, private, rounding_of
+from tests.pfl_ext.samplings import local_sampling
+
+pytestmark = pytest.mark.xdist_group("card")
+SIZES = [1, 3, 2, 9, 1, 1, 4, 2]
+OWN, TWICE, FOUR, ALONE = (
+    Arrangement(2, True, 32),
+    Arrangement(2, True, 64),
+    Arrangement(2, True, 128),
+    Arrangement(2, False, 32),
+)
+
+
+class Timed:
+    """A clock that only training moves on, by these seconds an arrangement; what was tried, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seconds: dict[Arrangement, float]) -> None:
+        self.now, self.tried = 0.0, list[Arrangement]()
+        train = CohortEngine.train
+
+        def watched(engine: CohortEngine, *job: Any) -> Any:
+            self.tried.append(engine.arrangement)
+            self.now += seconds[engine.arrangement]
+            return train(engine, *job)
+
+        patch.setattr(CohortEngine, "train", watched)
+
+    def clock(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@functools.cache
+def plainly() -> tuple[dict[str, torch.Tensor], float]:
+    """What pfl's loop computes, and how far rounding may take another computation away from it."""
+    theirs, *_ = Setting(SIZES).run(False)
+    return theirs, rounding_of(Setting(SIZES))
+
+
+def tuned(patch: pytest.MonkeyPatch, folder: Path, seconds: dict[Arrangement, float], **more: Any) -> Any:
+    clock = Timed(patch, seconds)
+    tuner = Tuner(folder, kept=folder / "kept", clock=clock.clock)
+    update, *_ = Setting(SIZES, tuner=tuner, **more).run(True)
+    patch.undo()
+    return tuner.outcome, clock.tried, update
+
+
+@pytest.mark.parametrize("best", [OWN, TWICE, FOUR, ALONE])
+def test_the_fastest_is_taken_and_trains_the_same(
+    best: Arrangement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {best: 1.0}
+    outcome, tried, update = tuned(monkeypatch, tmp_path, seconds)
+    assert asdict(best).items() <= outcome.items()
+    assert [s["seconds"] for s in outcome["seconds"]] == [seconds[c] for c in (OWN, TWICE, FOUR, ALONE)]
+    assert tried[-1] == best
+    assert json.loads((tmp_path / "engine_choice.json").read_text()) == outcome
+    theirs, rounding = plainly()
+    assert distance(update, theirs) <= rounding
+
+
+@pytest.mark.parametrize(("lanes", "fuse", "images"), [(1, True, 2), (3, True, 128), (3, False, 32)])
+def test_every_arrangement_trains_the_same(
+    lanes: int, fuse: bool, images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = CohortEngine.__init__
+
+    def arranged(self: CohortEngine, *job: Any, **more: Any) -> None:
+        begin(self, *job, **more)
+        self.arrange(Arrangement(lanes, fuse, images))
+
+    monkeypatch.setattr(CohortEngine, "__init__", arranged)
+    ours, *_ = Setting(SIZES).run(True)
+    theirs, rounding = plainly()
+    assert distance(ours, theirs) <= rounding
+
+
+def test_a_choice_is_timed_once_and_a_run_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {FOUR: 1.0}
+    first, tried, _ = tuned(monkeypatch, tmp_path, seconds)
+    assert (first["source"], len(tried)) == ("timed", 4 * 3 + 1)
+
+    other = tmp_path / "other"
+    other.mkdir()
+    clock = Timed(monkeypatch, seconds | {FOUR: 9.0})
+    again = Tuner(other, kept=tmp_path / "kept", clock=clock.clock)
+    Setting(SIZES, tuner=again).run(True)
+    assert again.outcome is not None
+    assert (again.outcome["source"], clock.tried) == ("as timed before", [FOUR])
+
+    (other / "engine_choice.json").write_text(json.dumps(asdict(ALONE)))
+    resumed = Tuner(other, kept=tmp_path / "kept", clock=clock.clock)
+    Setting(SIZES, tuner=resumed).run(True)
+    assert resumed.outcome is not None
+    assert asdict(ALONE).items() <= resumed.outcome.items()
+    assert resumed.outcome["source"] == "as this run began"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"lanes": 7, "fuse": true, "images": 32}', '"words"'])
+def test_what_cannot_be_read_is_timed_again(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_choice.json").write_text(text)
+    outcome, *_ = tuned(monkeypatch, tmp_path, dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0))
+    assert outcome["source"] == "timed"
+
+
+def test_a_gain_that_may_be_noise_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, *_ = tuned(monkeypatch, tmp_path, {OWN: 2.0, TWICE: 1.94, FOUR: 2.0, ALONE: 2.0})
+    assert asdict(OWN).items() <= outcome.items()
+
+
+def test_no_more_is_tried_once_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {OWN: 6.0, TWICE: 5.0, FOUR: 1.0, ALONE: 1.0}
+    outcome, tried, _ = tuned(monkeypatch, tmp_path, seconds)
+    assert [s["images"] for s in outcome["seconds"]] == [32, 64]  # at 18 and 33 of 30 seconds
+    assert tried[-1] == TWICE
+
+
+def test_what_fails_is_no_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = CohortEngine.train
+
+    def fails(engine: CohortEngine, *job: Any) -> Any:
+        if engine.arrangement == TWICE:
+            raise RuntimeError("an engine that cannot\nand more lines")
+        return train(engine, *job)
+
+    monkeypatch.setattr(CohortEngine, "train", fails)
+    tuner = Tuner(tmp_path, kept=tmp_path)
+    Setting(SIZES, tuner=tuner).run(True)
+    assert tuner.outcome is not None
+    assert tuner.outcome["seconds"][1]["seconds"] is None
+    said = "engine: 2 lanes, groups of up to 64 images is no choice here: an engine that cannot\n"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"), [({"fuse": False}, 0), ({"lanes": 3}, 3), ({"lanes": 3, "fuse": True}, 2)]
+)
+def test_what_was_asked_for_stays(
+    options: dict[str, Any], kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = Tuner(tmp_path, kept=tmp_path)
+    Setting(SIZES, tuner=tuner).run(True, **options)
+    assert kinds == (0 if tuner.outcome is None else len(tuner.outcome["seconds"]) - 1)
+    for choice in [] if tuner.outcome is None else tuner.outcome["seconds"]:
+        assert options.items() <= choice.items()
+
+
+def test_a_private_run_is_not_tuned(tmp_path: Path) -> None:
+    setting = Setting(SIZES, by_images=False, more=[private(len(SIZES))], tuner=Tuner(tmp_path))
+    with pytest.raises(ValueError, match="a private run is not tuned"):
+        setting.run(True)
+
+
+@pytest.mark.skipif(REAL, reason="of the card that is not there")
+def test_a_card_gets_another_number_of_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cohort, "GPU_LANES", 2)
+    ways = [Arrangement(count, fuse, 256) for count in (1, 2, 4) for fuse in (False, True)]
+    seconds = dict.fromkeys(ways, 2.0) | {ways[0]: 1.0}
+    with card():
+        outcome, *_ = tuned(
+            monkeypatch, tmp_path, seconds, sampling=local_sampling(input_size=10, batch_size=1)
+        )
+    assert (outcome["lanes"], outcome["fuse"], outcome["device"]) == (1, False, "H200 that is not there")
+
+
+def test_users_who_are_timed_are_spread_over_all_sizes() -> None:
+    members = [Member(0, user, n, n, n) for user, n in enumerate((5, 1, 9, 3, 7, 2, 8, 4))]
+    assert [m.num_images for m in spread(members, 4)] == [2, 4, 7, 9]
+    assert [m.num_images for m in spread(members, 8)] == [1, 2, 3, 4, 5, 7, 8, 9]
+
+
+def test_readers_grow_where_lanes_wait_and_no_further() -> None:
+    readers = Readers(2, most=6)
+
+    def slow(seconds: float) -> Iterator[int]:
+        for number in range(3):
+            time.sleep(seconds)
+            yield number
+
+    def lane() -> None:
+        assert list(readers.timed(slow(0.02))) == [0, 1, 2]
+
+    threads = [threading.Thread(target=lane) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not readers.after(1.0), "0.08 seconds of waiting, as the first wait of each lane does not count"
+    lane()
+    assert readers.after(0.2)
+    assert readers.threads == 4
+    assert not readers.after(0.2), "nothing has waited since"
+    lane()
+    assert readers.after(0.2)
+    assert readers.threads == 6
+    lane()
+    assert not readers.after(0.2)
+    assert list(readers.timed(iter(()))) == []
