@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.core.config.benchmark import AnyRun
 from benchmarks.core.config.digests import digest
-from benchmarks.core.config.sections import TrainingConfig
+from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_kept
 from benchmarks.core.ledger import calibrated, open_ledger
 from benchmarks.core.privacy_statement import USERS, ProtectedUnit
@@ -182,7 +182,7 @@ def means(
         check=SelfCheck(chosen.folder and chosen.folder.parent, chosen.private)
         if runtime.check_engine
         else None,
-        tuner=tuner(run, engine, chosen),
+        tuner=tuner(run.runtime, engine, chosen.private or mechanism is not None, chosen.folder),
         compressor=compressor(config),
         rule=config.aggregation.chosen(config.aggregation.chosen_options),
         attack=attack(config),
@@ -190,12 +190,14 @@ def means(
     )
 
 
-def tuner(run: AnyRun, engine: CohortEngine | None, chosen: Setup) -> Tuner | None:
+def tuner(
+    runtime: Runtime, engine: CohortEngine | None, private: bool, checkpoints: Path | None
+) -> Tuner | None:
     """What arranges a run's engine; None where nothing does."""
-    wanted = run.runtime.tune
+    wanted = runtime.tune
     if wanted is None:
-        wanted = engine is not None and engine.on_gpu and not chosen.private
-    return Tuner(chosen.folder and chosen.folder.parent) if wanted and engine is not None else None
+        wanted = engine is not None and engine.on_gpu and not private
+    return Tuner(checkpoints and checkpoints.parent) if wanted and engine is not None else None
 
 
 def check_federated(

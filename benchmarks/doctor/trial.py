@@ -33,7 +33,8 @@ from pfl_ext.privacy.accounting import PrivacyConfig
 from pfl_ext.privacy.central import private_mean
 
 CONFIG = "fl-r-17"
-WORDS = (f"--config={CONFIG}", "--scale=mini", "--federated.num_rounds=1", "--federated.cohort_size=6")
+SMALL = ("--scale=mini", "--federated.num_rounds=1", "--federated.cohort_size=6")
+WORDS = (f"--config={CONFIG}", *SMALL, "--runtime.tune=false")
 USERS = 12
 LAST_START = 0.6
 """Share of the time after which no further comparison is begun."""
