@@ -331,6 +331,8 @@ def card(free: int = 10**9, index: int = 0) -> Iterator[Counter[str]]:
         "set_device": _LOCAL.set_device,
         "get_device_name": lambda *_: "H200 that is not there",
         "max_memory_allocated": lambda *_: 10**9,
+        "max_memory_reserved": lambda *_: 2 * 10**9,
+        "reset_peak_memory_stats": lambda *_: None,
         "is_bf16_supported": lambda *_: True,
         "is_initialized": lambda: True,
         "Stream": lambda *_: _Stream(),

@@ -99,12 +99,15 @@ class Side:
             inputs.split(sides.scored or "train"), threads=run.runtime.reader_threads
         )
         training = means(run, setup(run.config, module, self.data), evaluation, _mechanism(sides, run, store))
+        training = replace(training, tuner=None)  # what is compared is arranged in the same way
         self.engine, self.model = training.engine, training.model
         self.clock = Clock(1 if self.engine is None else len(self.engine.lanes))
         if self.engine is not None:
             self.engine.watch = self.clock
         self.times: list[float] = []
         """Seconds of each counted round."""
+        self.peak_bytes = 0
+        """The most of a GPU's memory of tensors in a counted round, the other side's among them."""
         self.cpu_times: list[float] = []
         """Seconds of all cores together for each counted round, which other work does not lengthen."""
         self._evaluate, self._algorithm = evaluation, run.config.federated.chosen.start(training)
@@ -119,13 +122,17 @@ class Side:
 
     def round(self, number: int) -> None:
         """One round, as pfl's training loop goes about it; the first, which has number 0, is not counted."""
+        on_gpu = get_default_device().type == "cuda"
         _synchronise()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         begin, cpu = time.perf_counter(), time.process_time()
         self._algorithm.round(self.model, number)
         _synchronise()
         if number:
             self.times.append(time.perf_counter() - begin)
             self.cpu_times.append(time.process_time() - cpu)
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() if on_gpu else 0)
         else:
             self.clock.seconds = dict.fromkeys(PARTS, 0.0)
 
@@ -210,7 +217,10 @@ def measure(sides: Sides, rounds: int) -> Tree:
     }
     out["ratio"] = out["stock"]["round_s"] / out["fast"]["round_s"]
     if get_default_device().type == "cuda":
-        out["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        out["peak_memory_gb"] = max(side.peak_bytes for side in pair.values()) / 1e9
+        out["reserved_memory_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        for name, side in pair.items():
+            out[name]["peak_memory_gb"] = side.peak_bytes / 1e9
         card = torch.cuda.get_device_name()
         peak = next((flops for key, flops in PEAK_FLOPS.items() if key in card), None)
         if peak is not None and sides.flops_of_an_image is not None:
