@@ -38,7 +38,7 @@ from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import dealt
 from pfl_ext.engine.selfcheck import SelfCheck
 from pfl_ext.engine.training import LocalTraining, local_training
-from pfl_ext.engine.tuning import Tuner
+from pfl_ext.engine.tuning import Round, Tuner
 from pfl_ext.engine_trial import Trial, few_of
 from pfl_ext.events import no_running_loop
 from pfl_ext.privacy.central import TALLY, NoisyMean, PrivateMean, ScalesUpdates, is_private
@@ -304,7 +304,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
             return float(member.num_images) if by_images else 1.0
 
         if self._tuner is not None and rule.correction is None:  # which training changes
-            self._tuner.tune(engine, self._images, cohort, local, weight, scaling, rule)
+            self._tuner.tune(engine, Round(self._images, cohort, local, weight, scaling, rule))
             self._tuner = None
         tasks = engine.tasks(cohort, local, scaling)
         mine = dealt(tasks, workers.world_size)[workers.global_rank]

@@ -196,8 +196,9 @@ def tuner(
     """What arranges a run's engine; None where nothing does."""
     wanted = runtime.tune
     if wanted is None:
-        wanted = engine is not None and engine.on_gpu and not private
-    return Tuner(checkpoints and checkpoints.parent) if wanted and engine is not None else None
+        wanted = engine is not None and engine.on_gpu and not private and not runtime.deterministic
+    settings = runtime.precision, runtime.accumulate, runtime.cpu_kernels, runtime.lanes, runtime.fuse
+    return Tuner(checkpoints and checkpoints.parent, repr(settings)) if wanted and engine else None
 
 
 def check_federated(

@@ -106,7 +106,7 @@ class Means(Setup):
     check: SelfCheck | None = None
     """The check of the engine on a GPU."""
     tuner: Tuner | None = None
-    """What arranges the engine."""
+    """What arranges the engine of an algorithm that trains whole cohorts with it."""
     compressor: Compressor | None = None
     """What compresses updates; None: they are sent as they are."""
     rule: AggregationRule = Mean(NoOptions())  # noqa: RUF009  # which is never changed
@@ -153,7 +153,9 @@ class Means(Setup):
             )
         return [stage for stage in (attackers, self.channel(names), last) if stage is not None]
 
-    def backend(self, before: Sequence[Postprocessor] = ()) -> CentrallyEvaluatedBackend:
+    def backend(
+        self, before: Sequence[Postprocessor] = (), tuner: Tuner | None = None
+    ) -> CentrallyEvaluatedBackend:
         """What trains a cohort; ``before``: what is done to an update before it is weighted."""
         return CentrallyEvaluatedBackend(
             self.users,
@@ -163,7 +165,7 @@ class Means(Setup):
             accumulate=self.accumulate,
             config_hash=self.config_hash,
             check=self.check,
-            tuner=self.tuner,
+            tuner=tuner,
         )
 
 
@@ -178,6 +180,8 @@ class Choice:
     """Keys of a config that it does not read, separated by blanks; one that ends with a dot: a section."""
     idle_in_runtime: ClassVar[str] = ""
     """Fields of a runtime that it does not read."""
+    tunes_engine: ClassVar[bool] = False
+    """Whether it trains whole cohorts, by an engine that may be arranged by timing one."""
     sends: ClassVar[str] = "model update"
     """What is clipped in private training, in two or three words."""
     only_last: ClassVar[bool] = False

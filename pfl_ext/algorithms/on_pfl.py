@@ -124,6 +124,7 @@ class OnPfl(Choice, FederatedAveraging):
     What its users do must stand in its `rule`, by which the engine trains them: `train_one_user` is final.
     """
 
+    tunes_engine: ClassVar[bool] = True
     user_state: UserState | None = None
     """What a run goes on from besides the model and the server's optimiser."""
 
@@ -228,7 +229,7 @@ class PflLoop(Algorithm[PyTorchModel]):
             val_cohort_size=None,  # the model is scored between rounds
         )
         self._stages = means.stages(list(means.model.variable_map))
-        self._backend = means.backend(self._stages)
+        self._backend = means.backend(self._stages, means.tuner if kind.tunes_engine else None)
         if means.devices is not None:
             means.users.turnouts = Turnouts(
                 means.devices,

@@ -65,7 +65,7 @@ class PFedMe(Personalised):
 
     options: ClassVar[type] = PFedMeOptions
     takes: ClassVar[tuple[str, ...]] = ("compression",)
-    idle_in_runtime: ClassVar[str] = "engine lanes fuse tune cpu_kernels"
+    idle_in_runtime: ClassVar[str] = "engine lanes fuse cpu_kernels"
 
     def __init__(self, means: Means) -> None:
         super().__init__(replace(means, engine=None))

@@ -246,6 +246,7 @@ class Scaffold(OnPfl):
     """pfl's algorithm; its parameters are `ScaffoldParams`."""
 
     options = ScaffoldOptions
+    tunes_engine = False  # what it keeps of a user changes whenever that user trains
     files = (CONTROLS,)
     refusals: ClassVar[Refusals] = {
         "workers": "scaffold's state of each user lies in one process: start it without a launcher, NP=1",

@@ -45,7 +45,7 @@ from pfl_ext.workers.distributed import begin_work, current
 
 BUFFER = "momentum_buffer"  # torch's name
 UNREAD = "server. federated.weighting"  # users make their steps themselves, and are averaged by their images
-UNREAD_IN_RUNTIME = "engine lanes fuse tune cpu_kernels precision"
+UNREAD_IN_RUNTIME = "engine lanes fuse cpu_kernels precision"
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -105,6 +105,7 @@ class CohortEngine:
         self.lanes = as_many(partial(Lane, *job), count)
         if len(self.lanes) < count:
             self._keep_lanes(len(self.lanes))
+        self.readers.most = self.on_gpu * min(self._prefetch, torch.get_num_threads() // len(self.lanes))
         self._max_images: dict[LocalTraining, int] = {}
         self._rehearsed: set[LocalTraining] = set()
 
@@ -137,19 +138,18 @@ class CohortEngine:
     def arrangements(self) -> list[Arrangement]:
         """What may be faster on some processor, beginning with what is; what was asked for stays."""
         own, (lanes, fuse) = self.arrangement, self._open
-        tried = [own]
-        if self._fusable and not self.on_gpu:
-            tried += [replace(own, images=times * own.images) for times in (2, 4)]
-        if lanes and self.on_gpu and self._path < 2:
-            tried += [replace(own, lanes=count) for count in (own.lanes * 2, own.lanes // 2) if count]
-        if fuse and (self._fusable or not own.fuse):
-            tried.append(replace(own, fuse=not own.fuse))
-        return tried
+        if self.on_gpu:
+            counts = (2 * own.lanes, own.lanes // 2) if lanes and self._path < 2 else ()
+            return [own, *(replace(own, lanes=count) for count in counts if count)]
+        groups = (replace(own, images=2 * own.images), replace(own, images=4 * own.images))
+        return [own, *groups, replace(own, fuse=False)] if fuse and self._fusable else [own]
 
     def arrange(self, arrangement: Arrangement) -> None:
         """From here on, every round so."""
-        if arrangement != self.arrangement or len(self.lanes) < arrangement.lanes:
+        if arrangement != self.arrangement:
             self.close()
+            self.lanes = []
+            release(self._device)  # else the new lanes would find no room beside those that are given up
             self.arrangement = arrangement
             self._build(*self._built)
 

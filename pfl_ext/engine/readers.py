@@ -18,11 +18,11 @@ class Readers:
 
     Args:
         threads: at first.
-        most: never more than these; with ``most`` up to ``threads`` the number stays.
+        most: never more than these; where ``threads`` are as many, or while `held`, the number stays.
     """
 
     def __init__(self, threads: int, most: int = 0) -> None:
-        self.threads, self.most = threads, most
+        self.threads, self.most, self.held = threads, most, False
         self._lock, self._waited = threading.Lock(), 0.0
 
     def timed(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -45,7 +45,7 @@ class Readers:
     def after(self, seconds: float) -> bool:
         """Whether there are more readers after a round in which all lanes together took ``seconds``."""
         waited, self._waited = self._waited, 0.0
-        if waited <= SHARE * seconds or self.threads >= self.most:
+        if self.held or waited <= SHARE * seconds or self.threads >= self.most:
             return False
         self.threads = min(2 * self.threads, self.most)
         return True

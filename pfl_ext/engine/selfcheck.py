@@ -121,7 +121,7 @@ class SelfCheck:
             self._say(known, " before")
             return int(known["path"])
         failures = list(known.get("failures", ()))
-        if "trying" in known and not _is_alive(known):
+        if "trying" in known and not is_alive(known):
             failures.append(
                 {"path": known["trying"], "why": "it took the process with it, or was interrupted"}
             )
@@ -161,7 +161,7 @@ class SelfCheck:
             except Exception as fault:  # whatever a device, a compiler or torch makes of it
                 why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
                 self._traceback = traceback.format_exc()
-                _end_if_dead(why)
+                end_if_dead(why)
                 return None, why
         reported = None if self._private or not math.isfinite(deviation) else deviation
         if not deviation <= limit:
@@ -245,7 +245,7 @@ class CheckOnCpu(SelfCheck):
         return number
 
 
-def _end_if_dead(why: str) -> None:
+def end_if_dead(why: str) -> None:
     """A GPU that met an illegal access refuses all further work of its process.
 
     Raises:
@@ -260,7 +260,7 @@ def _end_if_dead(why: str) -> None:
         raise SystemExit(AGAIN) from fault
 
 
-def _is_alive(attempt: Mapping[str, Any]) -> bool:
+def is_alive(attempt: Mapping[str, Any]) -> bool:
     """Whether the process that tries a path is another one that is still at it."""
     host, process = attempt["by"]
     if host != socket.gethostname() or process == os.getpid():

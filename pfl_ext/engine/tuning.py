@@ -1,47 +1,80 @@
 """Before the first round: how many lanes, and which users share a pass, chosen by timing users of that round.
 
-The choice moves a round's sums by rounding alone. It is written into the run's folder, so that a run that
-goes on after a stop adds up in the order in which it began, and into the user's cache folder for other runs
-of the same network and training on the same processor.
+The choice moves a round's sums by rounding. It is written into the run's folder, so that a run that goes on
+after a stop adds up in the order in which it began. The user's cache folder keeps it for other runs of the
+same network and training, with cohorts of about the same size, on the same processor.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pfl.internal.ops.selector import get_default_framework_module as get_ops
 
+from dataset.files import write_json
 from pfl_ext.data.federated_dataset import FederatedImageDataset, Member
 from pfl_ext.engine.cohort import CohortEngine
 from pfl_ext.engine.plan import Arrangement, dealt
-from pfl_ext.engine.selfcheck import fingerprint, kept_in, read_kept, write_kept
+from pfl_ext.engine.selfcheck import end_if_dead, fingerprint, is_alive, kept_in, read_kept, write_kept
 from pfl_ext.engine.training import LocalTraining
 from pfl_ext.privacy.central import ScalesUpdates
 from pfl_ext.processor import processor_model
 from pfl_ext.rules import Rule
+from pfl_ext.workers.distributed import current, from_main, is_main
 
 SECONDS = 30.0
 """Time after which no further choice is tried."""
-SHARE = 0.02
-"""The least that a pass over the users who are timed must take, as a share of these seconds."""
+SHORT = 0.5
+"""Seconds of a pass over the users who are timed; shorter passes cannot be told apart from noise."""
 FEW = 16
 """Users of each worker who are timed at first; four times as many until they take long enough."""
 GAIN = 0.95
 """A choice is taken if its time is at most this share of the engine's own."""
+Timed = dict[Arrangement, float | None]
+"""Seconds by choice, added up over workers; None where a choice failed."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The round that users are timed for."""
+
+    dataset: FederatedImageDataset
+    members: Sequence[Member]
+    local: LocalTraining
+    weight_of: Callable[[Member], float]
+    scaling: ScalesUpdates | None
+    rule: Rule
+
+    def some(self, number: int) -> Round:
+        """So many users, from the one with the least work to the one with the most, at even distances."""
+        by_work = sorted(self.members, key=lambda m: (m.num_passes, m.num_steps))
+        number = min(number, len(by_work))
+        return replace(
+            self, members=[by_work[(2 * i + 1) * len(by_work) // (2 * number)] for i in range(number)]
+        )
+
+    @property
+    def about(self) -> tuple[Any, ...]:
+        """What the times depend on, but for the learning rate and one cohort's difference from another."""
+        work = [1 + sum(counts) for counts in zip(*((m.num_passes, m.num_steps) for m in self.members))]
+        sizes = [round(math.log2(total)) for total in work]
+        return replace(self.local, learning_rate=1.0), type(self.scaling), len(self.members), sizes
 
 
 class Tuner:
     """Chooses once in a process.
 
     Args:
-        folder: of the run; None: nothing is written there.
+        folder: the run's; None: nothing is written there.
+        settings: what else the times depend on.
         kept: where choices are kept; None: the user's cache folder.
         clock: seconds, of which differences are taken.
     """
@@ -49,129 +82,137 @@ class Tuner:
     def __init__(
         self,
         folder: Path | None = None,
+        settings: str = "",
         kept: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own = None if folder is None else folder / "engine_choice.json"
-        self._kept, self._clock = kept or kept_in(), clock
+        self._settings, self._kept, self._clock = settings, kept or kept_in(), clock
         self.outcome: dict[str, Any] | None = None
         """The entry of ``results.json``; None: there was nothing to choose."""
 
-    def tune(
-        self,
-        engine: CohortEngine,
-        dataset: FederatedImageDataset,
-        members: Sequence[Member],
-        local: LocalTraining,
-        weight_of: Callable[[Member], float],
-        scaling: ScalesUpdates | None,
-        rule: Rule,
-    ) -> None:
-        """Leave the engine as its fastest choice for these users; the same one on all workers."""
-        engine.readers.most = torch.get_num_threads() // len(engine.lanes) if engine.on_gpu else 0
-        choices = engine.arrangements()
-        if len(choices) == 1:
+    def tune(self, engine: CohortEngine, job: Round) -> None:
+        """Leave the engine as its fastest choice for this round; the same one on all workers.
+
+        Raises:
+            OSError: if the choice cannot be written into the run's folder.
+        """
+        if len(engine.arrangements()) == 1:
             return
         device = torch.cuda.get_device_name() if engine.on_gpu else processor_model()
-        key = fingerprint(repr(engine.central), local.form, choices, device, get_ops().distributed.world_size)
+        threads, workers = torch.get_num_threads(), _workers()
+        key = fingerprint(repr(engine.central), job.about, self._settings, device, threads, workers)
         place = self._kept / f"engine-choice-{key}.json"
-        found, source = self._known(choices, place)
-        seconds: dict[Arrangement, float] = {}
-        if found is None:
-            seconds = self._times(engine, choices, dataset, members, local, weight_of, scaling, rule)
-            found = min(seconds, key=lambda c: seconds[c] * (GAIN if c == choices[0] else 1.0))
-            source = "timed"
+        earlier = from_main(self._earlier(engine, place))
+        if earlier:
+            source, seconds = earlier["source"], earlier.get("seconds", [])
+            found, own = arrangement_in(earlier) or engine.arrangement, engine.arrangement
+            found = replace(found, fuse=own.fuse) if engine.on_gpu else replace(found, lanes=own.lanes)
+        else:
+            times = self._times(engine, job, place)
+            own, *others = times
+            worst = (times[own] or math.inf) * GAIN
+            found = min(others, key=lambda c: times[c] or math.inf, default=own)
+            found = found if (times[found] or math.inf) <= worst else own
+            seconds = [{**asdict(c), "seconds": None if s is None else round(s, 4)} for c, s in times.items()]
+            source = "timed" if others else "as it was, since passes are too short or too long to compare"
         engine.arrange(found)
-        self.outcome = {
-            **asdict(found), "device": device, "source": source,
-            "seconds": [{**asdict(c), "seconds": rounded(s)} for c, s in seconds.items()],
-        }  # fmt: skip
-        if get_ops().distributed.global_rank == 0:
-            for each in (place, self._own):
-                if each is not None:
-                    write_kept(each, self.outcome)
+        self.outcome = {**asdict(found), "device": device, "source": source, "seconds": seconds}
+        if is_main():
+            if source == "timed":
+                write_kept(place, self.outcome)
+            if self._own is not None and source != AS_BEGUN:
+                write_json(self._own, self.outcome)
             print(f"engine: {found} on {device}, {source}", file=sys.stderr)
 
-    def _known(self, choices: Sequence[Arrangement], place: Path) -> tuple[Arrangement | None, str]:
-        """What an earlier start chose, and which, as the first worker finds it."""
-        found = torch.zeros(len(choices), 2)
-        if get_ops().distributed.global_rank == 0:
-            for column, path in enumerate((self._own, place)):
-                earlier = {} if path is None else read_kept(path)
-                for row, choice in enumerate(choices):
-                    found[row, column] = asdict(choice).items() <= earlier.items() and not found.any()
-        _summed(found)
-        if not found.any():
-            return None, ""
-        row, column = found.nonzero()[0].tolist()
-        return choices[row], ("as this run began", "as timed before")[column]
+    def _earlier(self, engine: CohortEngine, place: Path) -> dict[str, Any]:
+        """What an earlier start chose, with its ``source``; empty if none did."""
+        began = {} if self._own is None else read_kept(self._own)
+        if arrangement_in(began) is not None:
+            return {**began, "source": AS_BEGUN}
+        known = read_kept(place)
+        if "by" in known:
+            alive = is_alive(known)
+            why = (
+                "while another run times others"
+                if alive
+                else "since an earlier attempt to time others broke off"
+            )
+            return {"source": f"as it was, {why}"}
+        return (
+            {**known, "source": "as timed before"} if arrangement_in(known) in engine.arrangements() else {}
+        )
 
-    def _times(
-        self,
-        engine: CohortEngine,
-        choices: Sequence[Arrangement],
-        dataset: FederatedImageDataset,
-        members: Sequence[Member],
-        *job: Any,
-    ) -> dict[Arrangement, float]:
-        """Seconds of each choice that was tried, added up over workers; infinite where it failed."""
-        workers = get_ops().distributed.world_size
-        number, begin = min(FEW * workers, len(members)), self._clock()
-        first = self._time(engine, choices[0], dataset, spread(members, number), *job)
-        while first < SHARE * SECONDS * workers and number < len(members):
-            number = min(4 * number, len(members))
-            first = self._time(engine, choices[0], dataset, spread(members, number), *job)
-        seconds = {choices[0]: first}
-        for choice in choices[1:]:
-            if _summed(torch.tensor([self._clock() - begin])).item() > SECONDS * workers:
-                break
-            seconds[choice] = self._time(engine, choice, dataset, spread(members, number), *job)
-        return seconds
+    def _times(self, engine: CohortEngine, job: Round, place: Path) -> Timed:
+        """The engine's own arrangement first, and others if passes take long enough but not too long."""
+        begin, number = self._clock(), FEW * _workers()
+        engine.readers.held = True
+        try:
+            while True:
+                some = job.some(number)
+                own = self._time(engine, engine.arrangement, some)
+                if own is None or own >= SHORT * _workers() or number >= len(job.members):
+                    break
+                number *= 4
+            times: Timed = {engine.arrangement: own}
+            if own is not None and own < SHORT * _workers():
+                return times
+            for words in from_main([asdict(choice) for choice in engine.arrangements()[1:]]):
+                if from_main(self._clock() - begin) > SECONDS:
+                    break
+                if is_main():
+                    write_kept(place, {"trying": words, "by": [socket.gethostname(), os.getpid()]})
+                choice = Arrangement(**words)
+                times[choice] = self._time(engine, choice, some)
+        except (KeyboardInterrupt, Exception):
+            place.unlink(missing_ok=True)  # the process lives: it was not the choice that ended it
+            raise
+        finally:
+            engine.readers.held = False
+        if is_main():
+            place.unlink(missing_ok=True)
+        return times
 
-    def _time(
-        self,
-        engine: CohortEngine,
-        choice: Arrangement,
-        dataset: FederatedImageDataset,
-        members: Sequence[Member],
-        local: LocalTraining,
-        weight_of: Callable[[Member], float],
-        scaling: ScalesUpdates | None,
-        rule: Rule,
-    ) -> float:
+    def _time(self, engine: CohortEngine, choice: Arrangement, job: Round) -> float | None:
         """The faster of two passes over these users, after one that reads their images and records graphs."""
-        workers, passes = get_ops().distributed, list[float]()
+        passes, why = list[float](), ""
         try:
             engine.arrange(choice)
             for _ in range(3):
                 begin = self._clock()
-                tasks = engine.tasks(members, local, scaling)
-                mine = dealt(tasks, workers.world_size)[workers.global_rank]
-                engine.train(dataset, mine, local, weight_of, scaling, rule)
+                tasks = engine.tasks(job.members, job.local, job.scaling)
+                mine = dealt(tasks, _workers())[_rank()]
+                engine.train(job.dataset, mine, job.local, job.weight_of, job.scaling, job.rule)
                 engine.take_losses()  # waits for the device
                 passes.append(self._clock() - begin)
-            seconds = min(passes[1:])
-            if len(engine.lanes) < choice.lanes:
-                raise ValueError("the device has no memory for so many lanes")
-        except (RuntimeError, ValueError) as fault:
-            print(f"engine: {choice} is no choice here: {str(fault).splitlines()[0][:200]}", file=sys.stderr)
-            seconds = float("inf")
-        return float(_summed(torch.tensor([seconds], dtype=torch.float64)))
+            if engine.arrangement.lanes < choice.lanes:
+                why = "the device has no memory for so many lanes"
+        except RuntimeError as fault:
+            why = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+            end_if_dead(why)
+        if why:
+            print(f"engine: {choice} is no choice here: {why}", file=sys.stderr)
+        seconds = torch.tensor([math.inf if why else min(passes[1:])], dtype=torch.float64)
+        if (workers := current()) is not None:
+            workers.all_reduce([seconds])
+        return float(seconds) if math.isfinite(seconds) else None
 
 
-def spread(members: Sequence[Member], number: int) -> list[Member]:
-    """So many members, from the one with the least work to the one with the most, at even distances."""
-    by_work = sorted(members, key=lambda m: (m.num_passes, m.num_steps))
-    return [by_work[(2 * place + 1) * len(by_work) // (2 * number)] for place in range(number)]
+AS_BEGUN = "as this run began"
 
 
-def rounded(seconds: float) -> float | None:
-    """For a file; None where a choice failed."""
-    return round(seconds, 4) if math.isfinite(seconds) else None
+def arrangement_in(found: dict[str, Any]) -> Arrangement | None:
+    """The arrangement of an outcome; None if there is none that makes sense."""
+    lanes, fuse, images = (found.get(name) for name in ("lanes", "fuse", "images"))
+    counts = all(isinstance(n, int) and n is not True and n > 0 for n in (lanes, images))
+    return Arrangement(lanes, fuse, images) if counts and isinstance(fuse, bool) else None  # type: ignore[arg-type]
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over workers, in place."""
-    if get_ops().distributed.world_size > 1:
-        get_ops().distributed.all_reduce([tensor])
-    return tensor
+def _workers() -> int:
+    workers = current()
+    return 1 if workers is None else workers.world_size
+
+
+def _rank() -> int:
+    workers = current()
+    return 0 if workers is None else workers.global_rank

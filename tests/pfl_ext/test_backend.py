@@ -334,7 +334,6 @@ def clients(store: NumberedStore) -> Clients:
         postprocessors=[WeightByDatapoints()],
         engine=None,
         check=None,
-        tuner=None,
         accumulate=torch.float32,
         config_hash="",
     )

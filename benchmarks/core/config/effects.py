@@ -12,7 +12,9 @@ from typing import NamedTuple, get_args, get_type_hints
 
 from benchmarks.core.config.sections import Runtime, TrainingConfig
 from benchmarks.core.config.updates import check_updates, counts_alike
+from pfl_ext.aggregation.rule import MEAN
 from pfl_ext.attacks.attack import HONEST
+from pfl_ext.compression.compressor import PLAIN
 from pfl_ext.models.config import ON_FEATURES
 from pfl_ext.models.small import network_keys
 from pfl_ext.rules import refuse
@@ -168,6 +170,8 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     if config.mode == "centralised":
         keys = "lanes fuse tune accumulate reduce"
         yield Idle(keys, "mode is centralised", "set mode to federated")
+    if config.mode == "federated":
+        yield from _untuned(config, runtime)
     if runtime.engine == "stock":
         yield Idle(
             "lanes fuse tune cpu_kernels check_engine",
@@ -180,6 +184,18 @@ def idle_in_runtime(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
     if runtime.track != "wandb":
         keys = "project entity name artifact"
         yield Idle(keys, f"runtime.track is {runtime.track}", "set runtime.track to wandb")
+
+
+def _untuned(config: TrainingConfig, runtime: Runtime) -> Iterator[Idle]:
+    """What trains no whole cohort that could be timed without a trace."""
+    if not config.federated.chosen.tunes_engine:
+        yield _idle_by_algorithm(config, "tune")
+    kinds = {"compression": config.compression.kind, "aggregation": config.aggregation.kind}
+    for section, kind in (kinds | {"attack": config.attack.kind}).items():
+        if kind not in (PLAIN, MEAN, HONEST, "norm_bound"):
+            yield Idle("tune", f"{section}.kind is {kind}", f"leave out {section}")
+    if runtime.deterministic:
+        yield Idle("tune", "runtime.deterministic is true", "set runtime.deterministic to false")
 
 
 def check_training(config: TrainingConfig) -> None:

@@ -343,13 +343,13 @@ class Runtime:
     check_engine: bool = True
     """On a GPU, compare the fast engine with pfl's loop on a few users before the first round."""
     tune: bool | None = None
-    """Choose lanes, groups and readers by timing the first cohort; none: on a GPU, unless it is private."""
+    """Time the first cohort to choose lanes (GPU) or groups (CPU); none: on a GPU, unless private."""
     fuse: bool | None = None
     """The fast engine trains users with one step in one pass; none: on a CPU, not on a GPU."""
     threads: PositiveInt | None = None
     """CPU threads of torch in one process; none: torch's own choice."""
     reader_threads: PositiveInt = 2
-    """Threads that read and decode images."""
+    """Threads that read and decode images (of each lane, at first: more on a GPU whose lanes wait)."""
     prefetch: NonNegativeInt = 8
     """Users (batches, when centralised) that are read ahead."""
     cache_gb: NonNegativeFloat = 4.0

@@ -46,7 +46,6 @@ def clients(fast: bool) -> Clients:
         postprocessors=[WeightByDatapoints()],
         engine=CohortEngine(module, lanes=1) if fast else None,
         check=None,
-        tuner=None,
         accumulate=torch.float32,
         config_hash="",
     )

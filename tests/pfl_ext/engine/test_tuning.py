@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +19,12 @@ import pytest
 import torch
 
 from pfl_ext.data.federated_dataset import Member
-from pfl_ext.engine import cohort
+from pfl_ext.engine import cohort, tuning
 from pfl_ext.engine.cohort import CohortEngine
+from pfl_ext.engine.lane import Lane
 from pfl_ext.engine.plan import Arrangement
 from pfl_ext.engine.readers import Readers
-from pfl_ext.engine.tuning import Tuner, spread
+from pfl_ext.engine.tuning import Round, Tuner
 from tests.card import REAL, card
 from tests.pfl_ext.engine.setting import Setting, distance, private, rounding_of
 from tests.pfl_ext.samplings import local_sampling
@@ -128,13 +133,80 @@ def test_a_choice_is_timed_once_and_a_run_keeps_its_own(
     assert resumed.outcome["source"] == "as this run began"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"lanes": 7, "fuse": true, "images": 32}', '"words"'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"lanes": "2", "fuse": true, "images": 32}', '"words"'])
 def test_what_cannot_be_read_is_timed_again(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine_choice.json").write_text(text)
     outcome, *_ = tuned(monkeypatch, tmp_path, dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0))
     assert outcome["source"] == "timed"
+
+
+def kept_file(folder: Path) -> Path:
+    (found,) = (folder / "kept").glob("engine-choice-*.json")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("process", "why"),
+    [(2**22 + 1, "an earlier attempt to time others broke off"), (os.getppid(), "while another")],
+)
+def test_what_may_have_ended_a_process_is_not_tried_again(
+    process: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0) | {FOUR: 1.0}
+    tuned(monkeypatch, tmp_path, seconds)
+    kept_file(tmp_path).write_text(json.dumps({"trying": {}, "by": [socket.gethostname(), process]}))
+    (tmp_path / "engine_choice.json").unlink()
+    outcome, tried, _ = tuned(monkeypatch, tmp_path, seconds)
+    assert why in outcome["source"]
+    assert tried == [OWN]
+    assert "by" in json.loads(kept_file(tmp_path).read_text())
+    again, *_ = tuned(monkeypatch, tmp_path, seconds)
+    assert again["source"] == "as this run began"
+
+
+def test_a_stop_while_others_are_timed_leaves_no_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = CohortEngine.train
+
+    def stops(engine: CohortEngine, *job: Any) -> Any:
+        if engine.arrangement == TWICE:
+            raise KeyboardInterrupt
+        return train(engine, *job)
+
+    monkeypatch.setattr(CohortEngine, "train", stops)
+    monkeypatch.setattr(tuning, "SHORT", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        Setting(SIZES, tuner=Tuner(tmp_path, kept=tmp_path)).run(True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_passes_that_are_too_short_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, tried, _ = tuned(monkeypatch, tmp_path, {OWN: 0.4})
+    assert "too short" in outcome["source"]
+    assert set(tried) == {OWN}
+    assert not (tmp_path / "kept").exists()
+    assert asdict(OWN).items() <= json.loads((tmp_path / "engine_choice.json").read_text()).items()
+
+
+def test_what_a_run_began_with_must_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine_choice.json").mkdir()
+    with pytest.raises(OSError, match="engine_choice"):
+        tuned(monkeypatch, tmp_path, dict.fromkeys((OWN, TWICE, FOUR, ALONE), 2.0))
+
+
+def test_a_run_that_goes_on_elsewhere_says_nothing_of_this_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_choice.json").write_text(
+        json.dumps(asdict(FOUR) | {"device": "another", "seconds": [1]})
+    )
+    outcome, tried, _ = tuned(monkeypatch, tmp_path, {FOUR: 1.0})
+    assert (outcome["source"], outcome["seconds"], tried) == ("as this run began", [1], [FOUR])
+    assert not (tmp_path / "kept").exists()
+    assert json.loads((tmp_path / "engine_choice.json").read_text())["device"] == "another"
 
 
 def test_a_gain_that_may_be_noise_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,31 +221,35 @@ def test_no_more_is_tried_once_time_is_over(tmp_path: Path, monkeypatch: pytest.
     assert tried[-1] == TWICE
 
 
+@pytest.mark.parametrize("text", ["", "an engine that cannot\nand more lines"])
 def test_what_fails_is_no_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = CohortEngine.train
 
     def fails(engine: CohortEngine, *job: Any) -> Any:
         if engine.arrangement == TWICE:
-            raise RuntimeError("an engine that cannot\nand more lines")
+            raise RuntimeError(text)
         return train(engine, *job)
 
     monkeypatch.setattr(CohortEngine, "train", fails)
+    monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
     Setting(SIZES, tuner=tuner).run(True)
     assert tuner.outcome is not None
     assert tuner.outcome["seconds"][1]["seconds"] is None
-    said = "engine: 2 lanes, groups of up to 64 images is no choice here: an engine that cannot\n"
+    first = text.partition("\n")[0]
+    said = f"engine: 2 lanes, groups of up to 64 images is no choice here: RuntimeError: {first}\n"
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("options", "kinds"), [({"fuse": False}, 0), ({"lanes": 3}, 3), ({"lanes": 3, "fuse": True}, 2)]
+    ("options", "kinds"), [({"fuse": False}, 0), ({"lanes": 3}, 3), ({"lanes": 3, "fuse": True}, 0)]
 )
 def test_what_was_asked_for_stays(
     options: dict[str, Any], kinds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tuning, "SHORT", 0.0)
     tuner = Tuner(tmp_path, kept=tmp_path)
     Setting(SIZES, tuner=tuner).run(True, **options)
     assert kinds == (0 if tuner.outcome is None else len(tuner.outcome["seconds"]) - 1)
@@ -190,19 +266,33 @@ def test_a_private_run_is_not_tuned(tmp_path: Path) -> None:
 @pytest.mark.skipif(REAL, reason="of the card that is not there")
 def test_a_card_gets_another_number_of_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cohort, "GPU_LANES", 2)
-    ways = [Arrangement(count, fuse, 256) for count in (1, 2, 4) for fuse in (False, True)]
+    ways = [Arrangement(count, False, 256) for count in (1, 2, 4)]
     seconds = dict.fromkeys(ways, 2.0) | {ways[0]: 1.0}
+    most, begin, alive = 0, Lane.__init__, list[weakref.ref[Lane]]()
+
+    def counted(self: Lane, *job: Any) -> None:
+        nonlocal most
+        alive[:] = [*(r for r in alive if r() is not None), weakref.ref(self)]
+        most = max(most, len(alive))
+        begin(self, *job)
+
+    monkeypatch.setattr(Lane, "__init__", counted)
+    gc.collect()
     with card():
         outcome, *_ = tuned(
             monkeypatch, tmp_path, seconds, sampling=local_sampling(input_size=10, batch_size=1)
         )
     assert (outcome["lanes"], outcome["fuse"], outcome["device"]) == (1, False, "H200 that is not there")
+    assert [s["lanes"] for s in outcome["seconds"]] == [2, 4, 1]
+    assert most == 4, "lanes that are given up leave their memory before others are made"
 
 
 def test_users_who_are_timed_are_spread_over_all_sizes() -> None:
     members = [Member(0, user, n, n, n) for user, n in enumerate((5, 1, 9, 3, 7, 2, 8, 4))]
-    assert [m.num_images for m in spread(members, 4)] == [2, 4, 7, 9]
-    assert [m.num_images for m in spread(members, 8)] == [1, 2, 3, 4, 5, 7, 8, 9]
+    job: Any = Round(None, members, None, None, None, None)  # type: ignore[arg-type]
+    assert [m.num_images for m in job.some(4).members] == [2, 4, 7, 9]
+    for number in (8, 99):
+        assert [m.num_images for m in job.some(number).members] == [1, 2, 3, 4, 5, 7, 8, 9]
 
 
 def test_readers_grow_where_lanes_wait_and_no_further() -> None:
@@ -229,6 +319,9 @@ def test_readers_grow_where_lanes_wait_and_no_further() -> None:
     lane()
     assert readers.after(0.2)
     assert readers.threads == 6
+    lane()
+    assert not readers.after(0.2)
+    readers.most, readers.held = 12, True
     lane()
     assert not readers.after(0.2)
     assert list(readers.timed(iter(()))) == []
