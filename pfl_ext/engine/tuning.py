@@ -33,7 +33,7 @@ from pfl_ext.workers.distributed import current, from_main, is_main
 SECONDS = 30.0
 """Time after which no further choice is tried."""
 SHORT = 0.5
-"""Seconds of a pass over the users who are timed; shorter passes cannot be told apart from noise."""
+"""Seconds of a pass over the users who are timed; the times of shorter passes are noise."""
 FEW = 16
 """Users of each worker who are timed at first; four times as many until they take long enough."""
 GAIN = 0.95
