@@ -36,6 +36,8 @@ SHORT = 0.5
 """Seconds of a pass over the users who are timed; the times of shorter passes are noise."""
 FEW = 16
 """Users of each worker who are timed at first; four times as many until they take long enough."""
+ATTEMPTS = 4
+"""How often the engine's own arrangement is timed where memory is not enough for its lanes."""
 GAIN = 0.95
 """A choice is taken if its time is at most this share of the engine's own."""
 Timed = dict[Arrangement, float | None]
@@ -145,12 +147,15 @@ class Tuner:
 
     def _times(self, engine: CohortEngine, job: Round, place: Path) -> Timed:
         """The engine's own arrangement first, and others if passes take long enough but not too long."""
-        begin, number = self._clock(), FEW * _workers()
+        begin, number, attempts = self._clock(), FEW * _workers(), 0
         engine.readers.held = True
         try:
             while True:
                 some = job.some(number)
                 own = self._time(engine, engine.arrangement, some)
+                attempts += 1
+                if own is None and attempts < ATTEMPTS:
+                    continue  # with the fewer lanes that a worker has kept
                 if own is None or own >= SHORT * _workers() or number >= len(job.members):
                     break
                 number *= 4
@@ -164,7 +169,9 @@ class Tuner:
                     write_kept(place, {"trying": words, "by": [socket.gethostname(), os.getpid()]})
                 choice = Arrangement(**words)
                 times[choice] = self._time(engine, choice, some)
-        except (KeyboardInterrupt, Exception):
+        except SystemExit:  # of a device that refuses all further work: the note stays
+            raise
+        except BaseException:
             place.unlink(missing_ok=True)  # the process lives: it was not the choice that ended it
             raise
         finally:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from dataset.cli import Stopped
 from pfl_ext.data.federated_dataset import Member
 from pfl_ext.engine import cohort, tuning
 from pfl_ext.engine.cohort import CohortEngine
@@ -166,21 +167,42 @@ def test_what_may_have_ended_a_process_is_not_tried_again(
     assert again["source"] == "as this run began"
 
 
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), Stopped(15), SystemExit(75)], ids=repr)
 def test_a_stop_while_others_are_timed_leaves_no_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But that of a device that refuses all further work does."""
     train = CohortEngine.train
 
     def stops(engine: CohortEngine, *job: Any) -> Any:
         if engine.arrangement == TWICE:
-            raise KeyboardInterrupt
+            raise stop
         return train(engine, *job)
 
     monkeypatch.setattr(CohortEngine, "train", stops)
     monkeypatch.setattr(tuning, "SHORT", 0.0)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(stop)):
         Setting(SIZES, tuner=Tuner(tmp_path, kept=tmp_path)).run(True)
-    assert not list(tmp_path.iterdir())
+    assert bool(list(tmp_path.iterdir())) == isinstance(stop, SystemExit)
+
+
+def test_own_lanes_that_find_no_room_are_timed_again_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = CohortEngine.train
+
+    def shrinks(engine: CohortEngine, *job: Any) -> Any:
+        if len(engine.lanes) > 1:
+            engine._keep_lanes(1)
+        return train(engine, *job)
+
+    monkeypatch.setattr(CohortEngine, "train", shrinks)
+    monkeypatch.setattr(tuning, "SHORT", 0.0)
+    tuner = Tuner(tmp_path, kept=tmp_path)
+    Setting(SIZES, tuner=tuner).run(True)
+    assert tuner.outcome is not None
+    first = tuner.outcome["seconds"][0]
+    assert (first["lanes"], first["seconds"] is None) == (1, False)
 
 
 def test_passes_that_are_too_short_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
