@@ -1,7 +1,7 @@
-"""What is said of users' devices: how fast they are, when they are on, and what a round does with the late.
+"""The config section of users' devices: their speeds, when they are on, and what happens to late users.
 
-Every draw is a function of (seed, purpose, user) or (seed, purpose, round, user), and time is a sum of
-predicted seconds, never a clock's: a run has the same cohorts on every machine and any number of workers.
+Every draw is a function of (seed, purpose, user) or (seed, purpose, round, user). Time is a sum of predicted
+seconds and is never measured, so a run has the same cohorts on every machine and any number of workers.
 """
 
 from __future__ import annotations
