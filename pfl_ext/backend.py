@@ -261,7 +261,7 @@ class CentrallyEvaluatedBackend(SimulatedBackend):
     def _holds(
         self, local: LocalTraining, rule: Rule, model: PyTorchModel, algorithm: Any, context: CentralContext
     ) -> bool:
-        """Whether the engine may train. On a GPU or with `CheckOnCpu` it is first compared with pfl's loop."""
+        """Whether the engine may train; on a GPU or with `CheckOnCpu`, after a comparison with pfl's loop."""
         check, engine = self._check, self.engine
         assert engine is not None
         few = few_of(self._images.members(context.cohort_size)) if check is not None else []

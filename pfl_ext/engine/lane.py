@@ -158,7 +158,7 @@ class Lane:
         return self._graphs is not None and local.rate_varies
 
     def clear(self, scaling: ScalesUpdates | None = None) -> None:
-        """Reset the sums before a round, and make shared tensors in the caller's stream (lanes wait for it)."""
+        """Reset the sums before a round; make shared tensors in the caller's stream, for which lanes wait."""
         if self._stream is not None and scaling is not None:
             self._owners = self.layout.owners
         self.sums.vector.zero_()
