@@ -44,7 +44,7 @@ def targets_of_images() -> Tensor | None:
 
 
 class Decoder(nn.Module):
-    """Computes a task's outputs from an encoder's maps; only the last layer or `by_class` depends on classes."""
+    """Computes a task's outputs from an encoder's maps; only its last layer or `by_class` is for classes."""
 
     by_class: ClassVar[str] = ""
     """Name of its module whose weights depend on the classes, if that is not the last layer."""

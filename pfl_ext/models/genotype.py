@@ -37,7 +37,7 @@ class Edge(NamedTuple):
 
     operation: str
     input: int
-    """Its start: 0 and 1, outputs of the cell before last and of the last cell; from 2, nodes of this cell."""
+    """Its start: 0 and 1 are outputs of the cell before last and of the last; from 2, nodes of this cell."""
 
 
 class Genotype(NamedTuple):
