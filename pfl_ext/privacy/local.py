@@ -161,7 +161,7 @@ class LocallyPrivateMean(NoisyMean):
             )
 
     def skip(self, round_number: int) -> dict[str, float]:
-        """Count a round in which nothing is sent, as no user reports; returns its ``metrics.jsonl`` entries."""
+        """Count a round in which no user reports, and return its entries in ``metrics.jsonl``."""
         self.refuse_round(round_number)
         self.rounds_done += 1
         return {"clipping bound": self.clipping_bound, "users": 0.0}
