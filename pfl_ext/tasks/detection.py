@@ -98,7 +98,7 @@ class Detection(Task):
         return pixels, torch.cat([moved, classes[..., None], targets[..., FLAGS:]], 2)
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; does not wait for a device."""
+        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; waits for no device."""
         logits, centred, distances, places = _parts(outputs.float(), self.num_classes)
         boxes, has_box, classes = _matched(places, targets)
         labels = F.one_hot(classes.long(), self.num_classes).to(logits.dtype) * has_box[..., None]

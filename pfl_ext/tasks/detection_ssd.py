@@ -35,7 +35,7 @@ class SSDDetection(Detection):
     """
 
     def image_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; does not wait for a device."""
+        """Losses ``[B]`` of outputs ``[B, A, C + 10]`` and boxes ``[B, M, 6]``; waits for no device."""
         logits, offsets, anchors, _ = self._parts(outputs.float())
         boxes, has_box, classes = matched(anchors, targets)
         wanted = encoded(torch.where(has_box[..., None], boxes, anchors), anchors, USUAL)
