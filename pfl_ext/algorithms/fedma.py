@@ -27,8 +27,8 @@ places. The variances and the process's gamma then have no effect, and are no op
 
 Each user has a network of its own, so the users of the first cohort stay from the first round to the last.
 Set ``federated.cohort_size`` to the number of users for all of them. Between two rounds the scored model has
-the mean of the layers that are not matched yet. The paper weighs all users equally (``federated.weighting
-users``).
+the mean of the layers that are not matched yet. The paper weighs all users equally:
+``federated.weighting users``.
 
 Letters: P trained parameters, J users, N layers.
 """

@@ -16,9 +16,9 @@ and group L sends to group 1, which closes the circle. With q and its arithmetic
 
 The shares s of a group are the values at alpha of one polynomial of degree below N, and the coded shares t
 are its values at beta. So group l + 1 can compute all s from any N of these 2 N numbers: if up to half of
-each group is lost, only their own updates are missing. The r cancel in the mean over a group, so ``mean_i s_i
-= sum x_j + u_j`` over all remaining users of earlier groups. Group 1 sends the final shares to the server,
-which completes them and subtracts the masks of the remaining users.
+each group is lost, only their own updates are missing. The r cancel in the mean over a group, so
+``mean_i s_i = sum x_j + u_j`` over all remaining users of earlier groups. Group 1 sends the final shares to
+the server, which completes them and subtracts the masks of the remaining users.
 
 What a deployment would protect: the mask u_i hides a user's update from all other users. r hides it from the
 server together with T colluding users of one group: they see 2 T values of f_i, and with N > 2 T these fit

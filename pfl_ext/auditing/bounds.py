@@ -180,11 +180,12 @@ def refuted_in_one_run(profile: Profile, canaries: int, guesses: int, correct: i
 
         ``sum_{i in T} (i / m) p_i  <=  g( sum_{i in T} ((r - i + 1) / m) p_{i-1} )``,  p_i = P(C = i).
 
-    Let T be all numbers from i on, ``a_i = sum_{k >= i} k p_k / m`` and ``b_i = sum_{k >= i} (r - k) p_k /
-    m``. Then ``b_{i-1} >= g^-1(a_i)``. As in their algorithm, the least possible a and b follow downwards
-    from ``P(C >= c) = error``. At c they are ``error c / m`` and ``error (r - c) / m``. Then b_i is the
-    larger of b_{i+1} and ``g^-1(a_{i+1})``, and a_i grows by ``i / (r - i)`` of b's growth. Since ``a + b <=
-    r / m`` always, ``P(C >= c) < error`` if the least a and b exceed that.
+    Let T be all numbers from i on, ``a_i = sum_{k >= i} k p_k / m`` and
+    ``b_i = sum_{k >= i} (r - k) p_k / m``. Then ``b_{i-1} >= g^-1(a_i)``. As in their algorithm, the least
+    possible a and b follow downwards from ``P(C >= c) = error``. At c they are ``error c / m`` and
+    ``error (r - c) / m``. Then b_i is the larger of b_{i+1} and ``g^-1(a_{i+1})``, and a_i grows by
+    ``i / (r - i)`` of b's growth. Since always ``a + b <= r / m``, it follows that ``P(C >= c) < error`` if
+    the least a and b exceed that.
     """
     a, b = error * correct / canaries, error * (guesses - correct) / canaries
     for i in range(correct - 1, -1, -1):
